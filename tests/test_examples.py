@@ -84,7 +84,7 @@ def test_a_model_has_the_parameters_that_it_claims(path: Path) -> None:
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("path", MODELS, ids=attrgetter("name"))
 def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
-    """Of the model that transformers builds from our config.json, on the meta device."""
+    """Compare with the model that transformers builds from our config.json, on the meta device."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (extra `hf`)")
     model = model_of(path)
     family, differences = exporting_family(model)
@@ -102,7 +102,7 @@ def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launch script gives to `megapipe train`."""
+    """The arguments that a launch script gives to `megapipe train`."""
 
     nodes: int
     processes_per_node: int
@@ -115,7 +115,7 @@ class Launch:
 
 @functools.cache
 def launch_of(script: Path) -> Launch:
-    """Run the script with stand-ins for the launchers, as its comment says, and read what it would start."""
+    """Run the script with stand-ins for the launchers, as its comment says, and return what it would start."""
     with tempfile.TemporaryDirectory() as folder:
         return _launched(script, Path(folder))
 
@@ -174,7 +174,7 @@ def test_launch_scripts_pass_shellcheck(script: Path) -> None:
 
 @pytest.mark.parametrize("path", RUNS, ids=attrgetter("name"))
 @pytest.mark.parametrize("pipeline", [1, 2])
-def test_a_run_can_start_on_one_and_on_two_ranks(path: Path, pipeline: int) -> None:
+def test_runs_can_start_on_one_or_two_ranks(path: Path, pipeline: int) -> None:
     words = ["--config", str(path), "--parallel.pipeline", str(pipeline)]
     config = parse_as(kind_of(words), words)
     validate(config, pipeline)
@@ -191,7 +191,7 @@ def test_a_parallel_example_starts_as_its_comment_says(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_generate_with_transformers_samples_unless_told(
+def test_generate_with_transformers_samples_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The most likely continuation of a small model repeats itself; a sample of the same seed is always the same."""

@@ -31,7 +31,7 @@ def test_a_recipe_passes_a_dry_run_on_its_gpus(words: list[str], capsys: pytest.
     assert "8 ranks checked in one process" in capsys.readouterr().out
 
 
-def test_every_recipe_has_a_section_with_target_source_data_and_commands() -> None:
+def test_recipes_have_target_source_data_and_commands() -> None:
     assert set(NAMES) == set(PUBLISHED)
     for name in NAMES:
         text = section(name)

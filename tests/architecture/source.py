@@ -55,7 +55,7 @@ class Source:
 
 @functools.cache
 def working_tree(*folders: str) -> tuple[Source, ...]:
-    """Return the Python files of these folders and files, without those behind symbolic links."""
+    """Return the Python files of these folders and files, without symbolic links."""
     paths: list[Path] = []
     for folder in folders:
         if folder.endswith(".py"):

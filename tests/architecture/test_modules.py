@@ -27,7 +27,7 @@ IMPORT = re.compile(r"^[ \t]*from (megapipe[\w.]*) import (\([^)]*\)|[^\n]*)", r
 
 TRAINING_MODULES = 300
 TRAINING_PLANNER_MODULES = 0
-"""What `import megapipe.training.pretrain` loads of megapipe, and of that of the planner. May only go down."""
+"""Modules of megapipe, and of its planner, that `import megapipe.training.pretrain` loads. May only go down."""
 TRAINED_MODULES = 300
 """Modules of megapipe in a process after one step of a GPT on one device. May only go down."""
 

@@ -12,7 +12,7 @@ from package import (
 )
 
 # A comment.
-X = 1  # a comment beside code
+X = 1  # a comment after code
 """About X."""
 
 
@@ -35,7 +35,7 @@ def function():
 '''
 
 
-def test_code_lines_are_neither_docstrings_nor_imports_nor_blank_nor_comments() -> None:
+def test_code_lines_exclude_docstrings_imports_blanks_and_comments() -> None:
     assert code_lines(Source("file.py", TEXT)) == {10, 14, 15, 18, 19, 20, 23, 24, 27}
 
 

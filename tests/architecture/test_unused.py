@@ -26,7 +26,7 @@ USED_BY_TESTS_ALONE = {
 
 
 def test_no_function_or_class_is_used_by_tests_alone() -> None:
-    """Each name occurs in the product once more than where it is defined; special methods do not count."""
+    """Each name occurs in the product outside its definition; special methods do not count."""
     defined = {
         node.name: source.path
         for source in product()

@@ -43,7 +43,7 @@ def test_every_kind_of_layer_has_all_its_times(cell: Cell) -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_a_rank_of_a_silent_group_has_its_share_of_the_weights(tensor: int) -> None:
+def test_ranks_of_a_silent_group_have_their_weight_shards(tensor: int) -> None:
     run = LayerRun(CONFIG, Cell(tensor, 1, 1), CPU)
     config = measured_config(CONFIG, Cell(tensor, 1, 1), "whole")
     specs = {spec.name: spec for layer in layers_of(config) for spec in layer.parameters.values()}
@@ -53,14 +53,14 @@ def test_a_rank_of_a_silent_group_has_its_share_of_the_weights(tensor: int) -> N
     assert config.model.num_layers == 4
 
 
-def test_halves_and_what_runs_again_are_the_schedules_own_actions() -> None:
+def test_halves_and_recomputation_are_the_schedules_own_actions() -> None:
     run = LayerRun(CONFIG, Cell(1, 1, 2), CPU, "apart")
     kinds = {action.kind for action in run.replica.schedule.actions("body", 0)}
     assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.RECOMPUTE} <= kinds
     assert Kind.BACKWARD not in kinds
 
 
-def test_what_the_configuration_asks_of_layers_is_kept_and_its_layout_is_not() -> None:
+def test_layer_options_are_kept_and_layout_is_dropped() -> None:
     config = replace(CONFIG, recompute=replace(CONFIG.recompute, method="selective"))
     config.parallel = replace(config.parallel, pipeline=4, data=2, sequence=True, tensor=2)
     config.zero = replace(config.zero, stage=3)
@@ -97,7 +97,7 @@ def test_a_bert_needs_data() -> None:
         samples_for(BertPretrainConfig(model=BertModelConfig()))
 
 
-def test_a_silent_group_answers_in_the_shapes_of_a_real_one() -> None:
+def test_silent_groups_return_the_shapes_of_real_ones() -> None:
     group = silent_mesh(MeshShape({"tensor": 2, "context": 1}), 0, CPU).group("tensor")
     assert isinstance(group, SilentGroup)
     x = torch.arange(6.0).reshape(2, 3)

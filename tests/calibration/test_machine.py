@@ -41,7 +41,7 @@ def test_a_line_is_found_again(latency: float, rate: float, busy: float) -> None
         assert row.seconds(size) == pytest.approx(call.seconds, rel=1e-6)
 
 
-def test_times_that_grow_faster_than_bytes_make_no_negative_latency() -> None:
+def test_superlinear_times_make_no_negative_latency() -> None:
     row = fitted("send", 2, "nccl", {2**12: Call(1e-6, 1e-6), 2**20: Call(1e-1, 1e-3), 2**23: Call(2.0, 1.0)})
     assert row.latency == 0.0
     assert row.bandwidth > 0.0
@@ -68,7 +68,7 @@ def test_a_device_multiplies_and_copies() -> None:
         ({"out": Path("machine")}, r"machine is not a name of a hardware file; choose one that ends in \.yaml"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_before_anything_is_measured(arguments, message, tmp_path) -> None:  # type: ignore[no-untyped-def]
+def test_unmeasurable_machines_are_refused_before_any_measurement(arguments, message, tmp_path) -> None:  # type: ignore[no-untyped-def]
     lines: list[str] = []
     given = {"out": tmp_path / "machine.yaml", "ranks": 2, "tensor_sizes": [1], "micro_sizes": [1], **arguments}
     with pytest.raises(ConfigError, match=message):
@@ -107,7 +107,7 @@ def fail_on_the_last(mesh, number: int) -> int:  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.slow
-def test_ranks_answer_in_order_and_a_failure_names_its_rank() -> None:
+def test_ranks_answer_in_order_and_failures_name_their_rank() -> None:
     assert on_ranks(2, "cpu", fail_on_the_last, 5) == [5, 6]
     with pytest.raises(CommunicationError, match=r"(?s)rank 1 of 2 measuring ranks failed.*no root of -1"):
         on_ranks(2, "cpu", fail_on_the_last, -1)
@@ -142,7 +142,7 @@ def test_the_benchmark_compares_predictions_with_runs(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_signal_ends_a_profile_and_leaves_neither_file_nor_process(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_a_profile_without_files_or_processes(tmp_path: Path, number: signal.Signals) -> None:
     flags = [f"--{name}={value}" for name, value in {"output": tmp_path / "machine.yaml", "ranks": 2}.items()]
     model = ["--config", str(ROOT / "examples" / "quickstart.yaml"), "--training.precision=fp32"]
     environment = dict(os.environ, TMPDIR=str(tmp_path))

@@ -27,7 +27,7 @@ FOUND = NodeLinks(("a", "b"), (4, 4), 2e-5, ((0.0, 3e9), (1e9, 0.0)))
 
 
 @given(st.integers(1, 40))
-def test_every_pair_meets_once_and_nobody_twice_in_a_round(nodes: int) -> None:
+def test_pairs_meet_once_and_nodes_once_per_round(nodes: int) -> None:
     found = rounds(nodes)
     met = [tuple(sorted(pair)) for pairs in found for pair in pairs]
     assert sorted(met) == list(combinations(range(nodes), 2))
@@ -36,7 +36,7 @@ def test_every_pair_meets_once_and_nobody_twice_in_a_round(nodes: int) -> None:
 
 
 def from_a_slow_node(mesh: Mesh, sizes: tuple[int, ...], slow: int, seconds: float) -> NodeLinks:
-    """Nodes of so many ranks each; one of them sends late."""
+    """Measure nodes with the given numbers of ranks; one node sends late."""
     places = [Place(node, f"node{node}", local) for node, size in enumerate(sizes) for local in range(size)]
     own = places[mesh.rank]
     in_time = dist.send
@@ -67,11 +67,11 @@ def test_a_slow_node_is_seen_in_what_it_sends() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "told"),
+    ("sizes", "message"),
     [((2,), "all ranks are on one node"), ((1, 2), "started with 1, 2 ranks; start the same number on each")],
 )
-def test_nodes_that_cannot_be_paired(sizes: tuple[int, ...], told: str) -> None:
-    with pytest.raises(Exception, match=told):
+def test_nodes_that_cannot_be_paired(sizes: tuple[int, ...], message: str) -> None:
+    with pytest.raises(Exception, match=message):
         on_ranks(sum(sizes), "cpu", from_a_slow_node, sizes, -1, 0.0)
 
 
@@ -115,10 +115,10 @@ def test_two_nodes_measure_their_links(tmp_path: Path) -> None:
     jobs = [start(node, 2, port, tmp_path, *flags) for node in range(2)]
     said = [job.communicate(timeout=120) for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], said
-    (told,) = [out for out, _ in said if out]
+    (report,) = [out for out, _ in said if out]
     hardware = load_hardware(str(tmp_path / "cluster.yaml"))
     assert hardware.link_matrix is not None
-    assert json.loads(told)["bandwidth"][0][1] == pytest.approx(hardware.link_matrix[0][1], rel=1e-5)
+    assert json.loads(report)["bandwidth"][0][1] == pytest.approx(hardware.link_matrix[0][1], rel=1e-5)
     assert hardware.groups[0].num_nodes == 2
 
 

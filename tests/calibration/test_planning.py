@@ -1,4 +1,4 @@
-"""`--plan`: the machine that a run is planned for, what stays pinned, and that all ranks come to the same layout."""
+"""`--plan`: the machine that a run is planned for, what stays pinned, and that all ranks choose the same layout."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def test_gpus_are_known_by_their_names_and_memory(name: str, gib: float, preset:
 @pytest.mark.parametrize(
     ("name", "gib"), [("NVIDIA GeForce RTX 4090", 24), ("NVIDIA A100-SXM4-80GB MIG 1g.10gb", 9.5)]
 )
-def test_a_gpu_without_a_preset_is_refused_with_the_way_out(name: str, gib: float) -> None:
+def test_a_refused_gpu_without_a_preset_names_the_fix(name: str, gib: float) -> None:
     with pytest.raises(ConfigError, match=r"no preset matches .* and give --plan machine.yaml"):
         preset_of(name, gib * GIB)
 
@@ -56,11 +56,11 @@ def test_a_node_has_as_many_devices_as_ranks() -> None:
 
 
 def test_the_plan_is_valid_and_the_same_each_time() -> None:
-    first, told = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
-    assert told.startswith("plan for 4 x core: ")
+    first, message = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
+    assert message.startswith("plan for 4 x core: ")
     validate(first, 4)
-    second, again = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
-    assert (first, told) == (second, again)
+    second, second_message = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
+    assert (first, message) == (second, second_message)
 
 
 def test_what_is_given_stays() -> None:
@@ -73,13 +73,13 @@ def test_what_is_given_stays() -> None:
 
 
 def test_a_measured_machine_is_planned_by_its_measurements(tmp_path: Path) -> None:
-    told = []
+    messages = []
     for factor in (1.0, 100.0):
         rows = tuple(replace(row, forward=factor * row.forward, backward=factor * row.backward) for row in ROWS)
         file = tmp_path / f"times-{factor:g}.yaml"
         file.write_text(written(machine(layers=rows)))
-        told.append(planned(replace(given("--recompute.method=none"), config=run()), str(file), {}, 1)[1])
-    assert told[0] != told[1]
+        messages.append(planned(replace(given("--recompute.method=none"), config=run()), str(file), {}, 1)[1])
+    assert messages[0] != messages[1]
 
 
 def test_what_cannot_be_planned_is_refused() -> None:
@@ -93,14 +93,14 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(given("--parallel.tensor=3"), "auto", {}, 3)
 
 
-def test_a_memory_budget_is_kept_by_the_layout_and_then_by_the_run() -> None:
-    """The search has methods open within the budget; which one runs is found within its layout."""
+def test_layout_and_run_both_fit_the_memory_budget() -> None:
+    """The search leaves the method open within the budget; the run chooses one for its layout."""
     asked = given(
         "--recompute.method=auto", "--recompute.memory=0.0012", "--model.num_layers=6", "--batch.micro_size=2"
     )
-    config, told = planned(asked, "cpu", {}, 2)
+    config, message = planned(asked, "cpu", {}, 2)
     assert (config.recompute.method, config.recompute.memory, config.recompute.hardware) == ("auto", 0.0012, "cpu")
-    assert "recompute auto" in told
+    assert "recompute auto" in message
     assert resolved(config, load_hardware("cpu"), 2).config.recompute.method != "auto"
     assert planned(asked, "auto", {"LOCAL_WORLD_SIZE": "2"}, 2)[0].recompute.hardware is None
     with pytest.raises(ConfigError, match=r"no layout fits 2 devices of 'CPU, 2 cores, recompute.memory 1e-05 GiB'"):

@@ -59,7 +59,7 @@ def chosen(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig | Config
 
 
 @pytest.mark.parametrize("make", [gpt, bert], ids=["gpt", "bert"])
-def test_every_rank_takes_what_the_first_one_chose(make: Callable[[], PretrainConfig]) -> None:
+def test_every_rank_uses_the_choice_of_the_first(make: Callable[[], PretrainConfig]) -> None:
     config = make()
     budget = 0.9 * peak_bytes(config, "cpu")
     (first, messages), (second, _) = run_threads({"pipeline": 2}, chosen, auto(config, budget))
@@ -71,7 +71,7 @@ def test_every_rank_takes_what_the_first_one_chose(make: Callable[[], PretrainCo
     assert messages[0].startswith("recompute auto: ")
 
 
-def test_what_the_device_has_is_enough_for_a_small_model() -> None:
+def test_the_devices_memory_suffices_for_a_small_model() -> None:
     (found, messages), _ = run_threads({"pipeline": 2}, chosen, auto(gpt(), None))
     assert found == RecomputeConfig()
     assert "90% of a device's" in messages[0]
@@ -92,7 +92,7 @@ def test_every_rank_gets_the_reason_of_a_refusal(budget: float, hardware: str | 
         assert not lines
 
 
-def test_a_number_format_without_a_peak_is_as_good_as_the_fastest() -> None:
+def test_formats_without_a_peak_use_the_fastest_peak() -> None:
     """The CPU's preset has fp32 alone; what runs again is chosen by comparison."""
     config = gpt()
     config.training = replace(config.training, precision="bf16")
@@ -101,7 +101,7 @@ def test_a_number_format_without_a_peak_is_as_good_as_the_fastest() -> None:
     assert found.method != "none"
 
 
-def test_a_machine_with_two_kinds_of_memory_has_the_lesser(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machines_with_two_memory_sizes_use_the_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank asks its own device; here by turns."""
     sizes = iter([1e12, 500_000.0])
     monkeypatch.setattr(planning, "memory_bytes", lambda device, ranks: next(sizes))
@@ -132,7 +132,7 @@ def budgeted(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig, Layou
 
 
 @pytest.mark.exhaustive
-def test_real_ranks_stay_within_their_budgets_and_train_the_same(tmp_path: Path) -> None:
+def test_real_ranks_stay_within_budget_and_train_the_same(tmp_path: Path) -> None:
     """Two gloo ranks, every tensor counted. The more memory, the less runs again; no loss and no gradient differs by
     a bit from those of a run that recomputes nothing."""
     config = gpt(write_shard(tmp_path))
@@ -155,7 +155,7 @@ def test_real_ranks_stay_within_their_budgets_and_train_the_same(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_run_says_what_it_chose_and_a_resume_chooses_anew(tmp_path: Path) -> None:
+def test_runs_report_their_choice_and_resumes_choose_again(tmp_path: Path) -> None:
     """Six steps at once and with nothing run again; or three on one rank within a budget, and three more on two ranks
     of a pipeline within another one."""
     prefix = write_shard(tmp_path)
@@ -185,7 +185,7 @@ def test_a_run_says_what_it_chose_and_a_resume_chooses_anew(tmp_path: Path) -> N
 
 
 def _of(prefix: str, pipeline: int) -> PretrainConfig:
-    """What `launch` starts, as far as memory knows it."""
+    """The configuration that `launch` starts, as far as it determines memory."""
     model = replace(MODEL, tie_embeddings=PretrainConfig().model.tie_embeddings)
     config = make_config(prefix, model, batch={"micro_size": 2, "global_size": 4})
     return replace(config, parallel=replace(config.parallel, data=1, pipeline=pipeline))

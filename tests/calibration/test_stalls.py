@@ -55,7 +55,7 @@ class PlannedTime:
 
 
 class PlannedLoader(Loader):
-    """Loads as a thread ahead of the loop would, `depth` steps at most, in planned time."""
+    """Load as a prefetching thread would, at most `depth` steps early, in planned time."""
 
     def __init__(self, time: PlannedTime, depth: int = 2) -> None:
         super().__init__(BatchPlan(1, 1, 0), 1)
@@ -68,13 +68,13 @@ class PlannedLoader(Loader):
 
     @contextmanager
     def steps(self, consumed: int) -> Iterator[Iterator[StepBatch]]:
-        yield self._ahead(consumed)
+        yield self._prefetched(consumed)
 
-    def _ahead(self, consumed: int) -> Iterator[StepBatch]:
+    def _prefetched(self, consumed: int) -> Iterator[StepBatch]:
         thread = self._time.now
         taken: deque[float] = deque([-math.inf] * (self._depth + 1), maxlen=self._depth + 1)
         while True:
-            # A step is begun once the one before it is in the queue, which had to have room.
+            # A step is started when the previous one is in the queue, which needs room for it.
             thread = max(thread, taken[0]) + self._time.loading(consumed)
             self._time.now = max(self._time.now, thread)
             taken.append(self._time.now)

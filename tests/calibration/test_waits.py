@@ -1,4 +1,4 @@
-"""What ranks wait for one another in layers that they share: found by running them, beyond their own work."""
+"""Waits of ranks for each other in layers that they share: measured times beyond their own work."""
 
 import time
 from collections.abc import Sequence
@@ -51,19 +51,19 @@ def test_all_wait_for_a_rank_that_comes_late() -> None:
 def test_what_is_beyond_the_same_work_alone_is_waiting(alone: list[float], beyond: list[float]) -> None:
     one = MeasuredLayer("block", 2, 1, 4, *alone)
     both = MeasuredLayer("block", 2, 1, 4, *(1.5 * (own + more) for own, more in zip(alone, beyond, strict=True)))
-    (found,) = waits([MeasuredLayer("head", 2, 1, 4, *[9.0] * 5), one], [both], 1.5)
-    assert (found.kind, found.tensor, found.context, found.micro_size) == ("block", 2, 1, 4)
-    told = (found.forward, found.backward, found.backward_input, found.backward_weight)
-    assert told == pytest.approx(beyond[:4], abs=1e-9)
+    (layer,) = waits([MeasuredLayer("head", 2, 1, 4, *[9.0] * 5), one], [both], 1.5)
+    assert (layer.kind, layer.tensor, layer.context, layer.micro_size) == ("block", 2, 1, 4)
+    seconds = (layer.forward, layer.backward, layer.backward_input, layer.backward_weight)
+    assert seconds == pytest.approx(beyond[:4], abs=1e-9)
 
 
-def test_nobody_waits_less_than_nothing() -> None:
+def test_waits_are_never_negative() -> None:
     alone = MeasuredLayer("block", 2, 1, 1, *[1.0] * 5)
-    (found,) = waits([alone], [alone], 1.1)
-    assert (found.forward, found.backward, found.backward_input, found.backward_weight) == (0.0, 0.0, 0.0, 0.0)
+    (layer,) = waits([alone], [alone], 1.1)
+    assert (layer.forward, layer.backward, layer.backward_input, layer.backward_weight) == (0.0, 0.0, 0.0, 0.0)
 
 
-def test_layers_are_shared_by_as_many_ranks_as_there_are() -> None:
+def test_layers_are_shared_by_the_number_of_ranks() -> None:
     found = shared_cells(cells([1, 2, 4], [1, 2], [1]), 4)
     assert found == {2: [Cell(1, 2, 1), Cell(2, 1, 1)], 4: [Cell(2, 2, 1), Cell(4, 1, 1)]}
     assert shared_cells(cells([1, 2], [1], [1]), 1) == {}

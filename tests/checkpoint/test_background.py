@@ -83,7 +83,7 @@ def test_files_equal_those_of_a_save_between_steps(tmp_path: Path, layout: Layou
     assert [path.name for path in (tmp_path / "background").iterdir()] == ["step-00000005"]
 
 
-class HeldCopies(ThreadCopies):
+class BlockedCopies(ThreadCopies):
     """Copies that wait until they are released."""
 
     def __init__(self) -> None:
@@ -97,15 +97,15 @@ class HeldCopies(ThreadCopies):
 
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_each_state_waits_for_its_own_copy(tmp_path: Path, taken: int) -> None:
-    """The step starts some of the copies; the last copy is held, and the others are made when a state changes."""
+    """The step starts some of the copies; the last copy is blocked, and the others are made when a state changes."""
     mesh, states = alone(), make_states(alone(), ALONE)
     fill(states, 4)
     saver = BackgroundSaver(tmp_path, mesh)
     saver.start(states, {state.name: 4 for state in states}, run_state(4), by_step=True)
-    copies, held, free = saver.take_snapshot(), HeldCopies(), ThreadCopies("snapshot")
+    copies, blocked, free = saver.take_snapshot(), BlockedCopies(), ThreadCopies("snapshot")
     assert copies is not None
     assert saver.take_snapshot() is None
-    for state, lane in zip(states[:taken], (free, free, held), strict=False):
+    for state, lane in zip(states[:taken], (free, free, blocked), strict=False):
         copies.start(state, lane)
     for state in states[:2]:
         copies.wait(state)
@@ -114,7 +114,7 @@ def test_each_state_waits_for_its_own_copy(tmp_path: Path, taken: int) -> None:
     changed.start()
     changed.join(0.1)
     assert changed.is_alive() == (taken == 3)
-    held.released.set()
+    blocked.released.set()
     changed.join()
     saver.finish()
     load_step(mesh, ALONE, tmp_path / "step-00000004", 4)
@@ -130,18 +130,18 @@ def test_a_save_that_no_step_copies_is_whole(tmp_path: Path) -> None:
     assert saver.take_snapshot() is None
 
 
-def test_a_run_that_fails_during_its_copy_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
+def test_a_failure_during_a_copy_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 1)
-    mesh, states, held = alone(), make_states(alone(), ALONE), HeldCopies()
+    mesh, states, blocked = alone(), make_states(alone(), ALONE), BlockedCopies()
     fill(states, 2)
     saver = BackgroundSaver(tmp_path, mesh)
     saver.start(states, {state.name: 2 for state in states}, run_state(2), by_step=True)
     copies = saver.take_snapshot()
     assert copies is not None
     for state in states:
-        copies.start(state, held)
+        copies.start(state, blocked)
     saver.abandon(0.1)
-    held.released.set()
+    blocked.released.set()
     wait_until(lambda: not saver.under_way)
     assert check_whole(tmp_path) == 1
 
@@ -259,10 +259,10 @@ def failing_then_working(mesh: Mesh, directory: Path, victim: int) -> tuple[bool
     if mesh.rank == victim:
         wait_until(lambda: saver.failed)
     failed = any_rank(mesh, saver.failed)
-    begun = time.monotonic()
+    before = time.monotonic()
     with pytest.raises(CheckpointError) as raised:
         saver.finish()
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - before
     saver.finish()  # the error is raised once
     assert not saver.failed
     if isinstance(disk, FullDisk):

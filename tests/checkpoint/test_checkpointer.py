@@ -130,7 +130,7 @@ def test_a_run_without_checkpoints_leaves_no_folder(tmp_path: Path, corpus: str)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_last_few_are_kept_and_a_step_is_saved_once(tmp_path: Path, corpus: str) -> None:
+def test_the_last_checkpoints_stay_and_steps_are_saved_once(tmp_path: Path, corpus: str) -> None:
     config = config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": 2})
     train(alone(), config, 4)
     assert checkpoints(config) == ["step-00000003", "step-00000004"]

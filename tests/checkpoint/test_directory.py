@@ -47,18 +47,18 @@ def test_a_damaged_checkpoint_is_reported_and_set_aside(
 ) -> None:
     damage(directory / "step-00000003")
     assert newest_whole(directory) == directory / "step-00000002"
-    told: list[str] = []
-    assert newest_valid(directory, told.append) == directory / "step-00000002"
+    warnings: list[str] = []
+    assert newest_valid(directory, warnings.append) == directory / "step-00000002"
     (aside,) = set_aside(directory)
     assert aside.name.startswith(f"step-00000003.bad-{reason}")
-    (line,) = told
+    (line,) = warnings
     assert "step-00000003" in line
     assert aside.name in line
     assert list(steps(directory)) == [1, 2]
     # A second damaged checkpoint of this step gets another name.
     save_step(alone(), ALONE, directory, 3)
     damage(directory / "step-00000003")
-    newest_valid(directory, told.append)
+    newest_valid(directory, warnings.append)
     assert len(set_aside(directory)) == 2
 
 
@@ -89,7 +89,7 @@ def test_a_directory_has_one_job_at_a_time(tmp_path: Path) -> None:
     DirectoryLock(tmp_path).release()
 
 
-def test_a_failed_write_is_reported_with_how_to_fix_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_reported_with_the_fix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
     assert " bytes are free there" in explained(full, tmp_path / "runs" / "new")
     (tmp_path / "file").touch()

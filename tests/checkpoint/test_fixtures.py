@@ -53,7 +53,7 @@ def test_a_checkpoint_of_0_1_resumes_bit_for_bit(tmp_path: Path, name: str) -> N
     assert "does not record which data it was trained on" in warnings[0]
 
 
-def test_experts_of_0_1_are_not_chosen_by_another_rule(tmp_path: Path) -> None:
+def test_experts_of_0_1_keep_their_routing_rule(tmp_path: Path) -> None:
     """0.1 added the balancing biases to the scores, and stored no field that said so."""
     path = FOLDER / "experts/checkpoints/step-00000004"
     manifest, config = read_manifest(path), configuration("experts", tmp_path)

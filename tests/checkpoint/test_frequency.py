@@ -35,7 +35,7 @@ def simulate(
 ) -> Simulated:
     """Simulate a run. persist: seconds after the stall until a save is durable, by step. slowdown: of steps during a
     save. The seconds are those of the steps from `counted_from` on."""
-    clock, durable_at, begun_at = 0.0, math.inf, 0.0
+    clock, durable_at, started_at = 0.0, math.inf, 0.0
     run = Simulated([], 0.0, 0.0)
     for step in range(1, steps + 1):
         before = clock
@@ -45,11 +45,11 @@ def simulate(
         clock += taken
         timer.step(taken)
         if clock >= durable_at:
-            timer.ended(durable_at - begun_at)
+            timer.ended(durable_at - started_at)
             durable_at = math.inf
         if is_due:
             assert durable_at == math.inf, "a save would have to wait for the previous one"
-            begun_at, clock = clock, clock + stall
+            started_at, clock = clock, clock + stall
             durable_at = clock + persist(step)
             timer.begun(stall)
             run.saved.append(step)
@@ -128,8 +128,8 @@ def test_the_interval_follows_steps_and_disk(
 def test_minutes_alone_and_with_a_share() -> None:
     alone = simulate(SaveTimer(None, seconds_between=60.0), 200, lambda step: 7.0, 1.0, lambda step: 2.0)
     assert alone.saved[:3] == [9, 18, 27]
-    beside = simulate(SaveTimer(0.001, seconds_between=60.0), 200, lambda step: 7.0, 1.0, lambda step: 2.0)
-    assert beside.saved[-1] - beside.saved[-2] <= 9
+    with_share = simulate(SaveTimer(0.001, seconds_between=60.0), 200, lambda step: 7.0, 1.0, lambda step: 2.0)
+    assert with_share.saved[-1] - with_share.saved[-2] <= 9
 
 
 def test_a_failed_save_is_repeated_and_then_measured() -> None:

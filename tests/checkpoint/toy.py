@@ -104,8 +104,8 @@ def fill(states: Sequence[UnitState], step: int, moments: Sequence[str] = MOMENT
 
 def expected(shard: Shard, kind: str, step: int) -> Tensor:
     """Return the part of a whole tensor that a shard contains, in one dimension."""
-    held = shard.extent
-    return whole_box(shard.segment, kind, step)[held.start : held.stop]
+    extent = shard.extent
+    return whole_box(shard.segment, kind, step)[extent.start : extent.stop]
 
 
 def whole_box(segment: Segment, kind: str, step: int) -> Tensor:

@@ -32,7 +32,7 @@ def problems(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return [line for line in lines if line.startswith("problem: ")]
 
 
-def test_a_full_disk_and_an_unknown_host_name_are_problems(
+def test_full_disks_and_unknown_host_names_are_problems(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*_: object) -> None:

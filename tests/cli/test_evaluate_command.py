@@ -85,7 +85,7 @@ def test_two_ranks_give_the_same(run: tuple[Path, dict[str, Any]]) -> None:
     check_same(json.loads(done.stdout), record)
 
 
-def test_another_shard_is_used_whole_and_its_last_batch_only_if_full(
+def test_another_shard_is_evaluated_whole_in_full_batches(
     tmp_path: Path, run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = run

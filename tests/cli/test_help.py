@@ -43,7 +43,7 @@ def one_parser_per_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(help_command, "parser_of", built)
 
 
-def test_a_field_has_its_values_default_setters_pages_and_relatives() -> None:
+def test_help_of_fields_lists_values_default_setters_pages() -> None:
     rows = facts("parallel.tensor")
     assert explained("tensor") == explained("--parallel.tensor")
     assert rows["value"] == "a whole number of at least 1"

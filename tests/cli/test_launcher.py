@@ -171,7 +171,7 @@ def test_a_killed_rank_is_named_in_the_last_line(endless: Endless) -> None:
 @needs_proc
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_job_saves_and_is_its_status(endless: Endless, folder: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_becomes_the_jobs_status(endless: Endless, folder: Path, number: signal.Signals) -> None:
     """Ctrl-C reaches all processes, SIGTERM the launcher."""
     ranks = children(endless.process.pid)
     (os.killpg if number == signal.SIGINT else os.kill)(endless.process.pid, number)
@@ -182,7 +182,7 @@ def test_a_signal_to_the_job_saves_and_is_its_status(endless: Endless, folder: P
     wait_for_the_end([*ranks.values()])
 
 
-def test_a_rank_that_lost_a_killed_one_is_not_the_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rank_that_lost_its_peer_is_no_cause(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The agent notes the end of the killed rank later than the other one writes its reason."""
     lost = tmp_path / "error.json"
     lost.write_text('{"message": {"message": "lost rank 1", "extraInfo": {"timestamp": "1000"}}}')

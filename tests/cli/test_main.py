@@ -51,7 +51,7 @@ def test_every_subcommand_of_the_table_is_a_function() -> None:
         assert summary in " ".join(overview().split())
 
 
-def test_no_command_is_wrong_and_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_command_fails_and_version_prints_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr() == ("", f"{overview()}\n")
     assert main(["--version"]) == 0
@@ -80,9 +80,7 @@ def test_ctrl_c_during_an_import_ends_with_one_word() -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-def test_packaged_files_are_found_by_name_and_files_of_the_user_come_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packaged_files_have_names_and_user_files_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     llama = packaged_files("model")["llama3_8b"]
     assert parse(["--model", "llama3_8b"]) == parse([f"--model={llama}"]) == parse(["--model=llama3_8b"])

@@ -291,7 +291,7 @@ def test_any_losses_are_drawn(tmp_path: Path, losses: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_100_000_steps_is_listed_in_seconds_without_torch(tmp_path: Path) -> None:
+def test_long_runs_are_listed_in_seconds_without_torch(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     folder.mkdir()
     with (folder / METRICS).open("w") as file:

@@ -46,7 +46,7 @@ def stalls(config: Path, *more: str) -> dict[str, Any]:
     return found
 
 
-def test_a_configuration_is_measured_and_told(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_configuration_is_measured_and_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = stalls(config)
     assert found["tokens_per_step"] == 8 * 16
     assert found["samples_per_step"] == 8
@@ -57,10 +57,10 @@ def test_a_configuration_is_measured_and_told(config: Path, capsys: pytest.Captu
     assert found["samples_per_second"]["ingestion"] == pytest.approx(rates["ingestion"] / 16)
     assert not found["ingestion_was_given"]
     assert (found["storage_not_measured"] is None) == (seconds["cold"] is not None)
-    told = capsys.readouterr().out
-    assert "ingestion: model, batches in memory" in told
-    assert "stalls, as shares of a step: preparation" in told
-    assert "what if" in told
+    printed = capsys.readouterr().out
+    assert "ingestion: model, batches in memory" in printed
+    assert "stalls, as shares of a step: preparation" in printed
+    assert "what if" in printed
 
 
 def test_a_given_ingestion_rate_is_shared_by_the_replicas(config: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_given_ingestion_rate_is_shared_by_the_replicas(config: Path) -> None:
     assert found["tokens_per_second"]["ingestion"] == 32000
     assert found["samples_per_step"] == 4
     assert found["replicas"] == 2
-    # 64 tokens at 32,000 a second: the pause that stands for the model takes no less.
+    # 64 tokens at 32,000 per second: the pause that replaces the model takes at least this long.
     assert found["seconds_per_step"]["resident"]["whole"] >= 0.002
 
 
@@ -107,7 +107,7 @@ def test_files_that_stay_in_memory_are_not_called_cold(config: Path, monkeypatch
     assert found["seconds_per_step"]["cold"] is None
 
 
-def test_a_corpus_that_one_read_brings_in_is_told(
+def test_a_corpus_that_one_read_caches_is_reported(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In memory after the first drop, before the second and after it."""
@@ -120,7 +120,7 @@ def test_a_corpus_that_one_read_brings_in_is_told(
     assert "note: 90% of the shards were in memory after the run from storage" in capsys.readouterr().out
 
 
-def test_a_system_without_the_call_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_fadvise_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(files.os, "posix_fadvise")
     shards = ColdShards((write_shard(tmp_path),))
     assert not shards.make()

@@ -1,4 +1,4 @@
-"""What the tools' parsers say of a wrong command line: one line, status 2."""
+"""The tools' parsers answer a wrong command line with one line and status 2."""
 
 import argparse
 import re
@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("", "the following arguments are required: command (tool.py --help"),
         ("weigh", "invalid choice: 'weigh' (choose from"),
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
         ("count --time 1", "unrecognized arguments: --time 1"),
     ],
 )
-def test_a_wrong_command_line_is_told_in_one_line(words: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_line_is_one_error_line(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         parser().parse_args(words.split())
     assert caught.value.code == 2
@@ -55,7 +55,7 @@ def test_a_wrong_command_line_is_told_in_one_line(words: str, told: str, capsys:
     assert captured.out == ""
     (line,) = captured.err.splitlines()
     assert line.startswith("error: ")
-    assert told in line
+    assert message in line
 
 
 def test_flags_read_numbers_with_field_types() -> None:

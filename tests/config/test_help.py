@@ -77,7 +77,7 @@ def test_tools_print_no_markup_and_no_classes(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("kind", [PretrainConfig, BertPretrainConfig])
-def test_short_help_has_thirty_options_and_the_long_one_all(kind: type[PretrainConfig]) -> None:
+def test_short_help_has_thirty_options_and_long_help_all(kind: type[PretrainConfig]) -> None:
     parser = parser_of(kind)
     short, everything = (set(re.findall(r"^  (?:-\w.*)?(--[\w.-]+)", text, re.MULTILINE)) for text in helps(kind))
     assert everything == {action.option_strings[-1].removesuffix("+") for action in parser._actions}
@@ -118,7 +118,7 @@ def test_options_of_other_programs_name_a_field() -> None:
         assert answer[2] or field.rpartition(".")[2] == name
 
 
-def test_other_programs_options_name_a_field_that_takes_the_value() -> None:
+def test_options_of_other_programs_name_fields_that_take_them() -> None:
     known, values = options(BertPretrainConfig), []
     for name, target in TABLE:
         field, value, remark = split_target(target)
@@ -161,7 +161,7 @@ def test_every_other_name_is_answered_at_the_command_line() -> None:
 
 
 @pytest.mark.parametrize("file", ["--config quickstart", "--model llama3_8b"])
-def test_a_flag_of_a_bert_does_not_change_a_gpts_kind(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bert_flags_do_not_change_a_gpts_kind(file: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert train([*file.split(), "--model.transform_activation", "gelu"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: --model.transform_activation gelu is for BERT runs only, but the model of {file}")

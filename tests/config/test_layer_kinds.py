@@ -80,7 +80,7 @@ def test_kinds_that_make_no_sense_are_refused(kinds: Any, pattern: tuple[str, ..
 
 
 @given(field=st.sampled_from(sorted(OF_BLOCKS)), value=ANY)
-def test_any_value_of_a_file_works_or_is_one_line(field: str, value: Any) -> None:
+def test_any_value_of_a_file_works_or_fails_clearly(field: str, value: Any) -> None:
     model = model_with({"a": {field: value}}, ("a", "base"), positions="rotary")
     problems = model.problems()
     assert all("\n" not in each for each in problems)

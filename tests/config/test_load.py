@@ -48,7 +48,7 @@ def test_none_and_null_save_only_at_the_end(tmp_path: Path, word: str) -> None:
         parse(["--checkpoint.every", "never"])
 
 
-def test_a_blend_is_written_in_a_file_or_on_the_command_line(tmp_path: Path) -> None:
+def test_blends_come_from_files_or_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("data:\n  blend: {data/web: 7, data/code: 2.5}\n  fim_tokens: [1, 2, 3]\n")
     data = parse(["--config", str(tmp_path / "run.yaml")]).data
     assert data.blend == {"data/web": 7, "data/code": 2.5}
@@ -88,7 +88,7 @@ WRONG_FILES = """
 """
 
 
-def test_a_wrong_file_names_value_and_rule_in_one_line(tmp_path: Path) -> None:
+def test_errors_of_files_name_value_and_rule(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / f"{name}.yaml").write_text(text)
     (tmp_path / "bytes.yaml").write_bytes(b"model: \x80\xff\n")
@@ -176,7 +176,7 @@ def test_a_schedule_file_rules_out_what_it_says_itself() -> None:
     assert parse(["--schedule.name", "mine.txt", "--schedule.receive_ahead", "2"]).schedule.problems() == []
 
 
-def test_fields_that_were_written_are_told_from_defaults(tmp_path: Path) -> None:
+def test_written_fields_are_distinguished_from_defaults(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("batch: {micro_size: 1}\nmodel: {rope_scaling: {kind: linear, factor: 2.0}}\n")
     parser = build_parser("")
     parser.add_argument("--devices", type=int)
@@ -187,7 +187,7 @@ def test_fields_that_were_written_are_told_from_defaults(tmp_path: Path) -> None
     assert given.config == parse(words[:-2])
 
 
-def test_a_program_s_own_flags_are_no_part_of_the_printed_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+def test_program_flags_are_not_in_the_printed_configuration(capsys: pytest.CaptureFixture[str]) -> None:
     parser = build_parser("")
     parser.add_argument("--devices", type=int)
     with pytest.raises(SystemExit):

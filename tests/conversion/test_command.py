@@ -164,7 +164,7 @@ def test_diff_prints_the_difference_of_each_tensor(
     assert not (tmp_path / "mean").exists()
 
 
-def test_diff_after_a_round_trip_is_a_line_for_each_kind(
+def test_diff_after_round_trip_has_a_line_per_kind(
     checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["convert", str(checkpoint), "--to", "megapipe", str(tmp_path / "bare"), "--weights-only"]) == 0

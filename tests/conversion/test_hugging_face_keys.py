@@ -201,7 +201,7 @@ def test_missing_keys_have_defaults_or_are_refused(folder: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("family", families())
-def test_a_value_of_any_type_is_refused_in_one_line(family: str, tmp_path: Path) -> None:
+def test_wrong_values_of_any_type_are_one_error_line(family: str, tmp_path: Path) -> None:
     """Without a tensor no folder fits, so every value must end in a CheckpointError."""
     known = family_of(family)
     sizes = {"num_attention_heads": 2, "n_head": 2, "hidden_size": 8, "n_embd": 8}

@@ -75,14 +75,14 @@ def test_the_exported_configuration_is_the_one_that_was_read(trip: tuple[str, Pa
     before, after = (transformers.AutoConfig.from_pretrained(folder / place) for place in ("theirs", "back"))
     assert type(before) is type(after)
     ignored = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_name_or_path"}
-    told = {**before.to_dict()}
-    if told.get("n_inner", 0) is None:  # GPT-2 for four times the width
-        told["n_inner"] = 4 * told["n_embd"]
-    if "moe_intermediate_size" in told:  # no layer is without experts, so the other width is of nothing
-        del told["intermediate_size"]
+    expected = {**before.to_dict()}
+    if expected.get("n_inner", 0) is None:  # GPT-2 for four times the width
+        expected["n_inner"] = 4 * expected["n_embd"]
+    if "moe_intermediate_size" in expected:  # every layer has experts, so the dense width is unused
+        del expected["intermediate_size"]
     for name, value in after.to_dict().items():
-        if name in told and name not in ignored:
-            assert value == told[name], name
+        if name in expected and name not in ignored:
+            assert value == expected[name], name
 
 
 def test_transformers_and_we_agree_on_logits(trip: tuple[str, Path]) -> None:
@@ -145,7 +145,7 @@ def test_an_untied_head_keeps_the_bias_that_transformers_reads(name: str, tmp_pa
         assert torch.equal(found, expected)
 
 
-def test_a_tokenizer_with_another_padding_than_the_positions_is_refused(
+def test_tokenizers_whose_padding_differs_from_positions_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     theirs_of("roberta").save_pretrained(tmp_path / "theirs")
@@ -180,7 +180,7 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"bias": "none"}, "set model.bias to 'all'"),
         ({"num_kv_heads": 2}, "set model.num_kv_heads to 4"),
@@ -194,14 +194,14 @@ def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFi
     ],
     ids=str,
 )
-def test_a_model_that_no_family_has_is_refused_with_the_fields(changes: dict[str, object], told: str) -> None:
+def test_models_of_no_family_are_refused_with_their_fields(changes: dict[str, object], message: str) -> None:
     from megapipe.checkpoint import CheckpointError
     from megapipe.conversion.hugging_face import exported_config
 
     model = replace(case_of("gpt2").model, **{"family": "", **changes})
     with pytest.raises(CheckpointError) as raised:
         exported_config(model, "F32")
-    assert told in str(raised.value)
+    assert message in str(raised.value)
 
 
 def balanced(folder: Path, **changes: object) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -231,7 +231,7 @@ def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"expert_bias": "scores"}, "set model.expert_bias to 'shares'"),
         ({"sliding_window": 7}, "set model.sliding_window to None"),
@@ -240,15 +240,15 @@ def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
     ids=str,
 )
 def test_balanced_experts_that_ernie_lacks_are_refused(
-    changes: dict[str, object], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, object], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     balanced(tmp_path, **changes)
     assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not (tmp_path / "back").exists()
 
 
-def test_router_and_biases_may_be_fp32_beside_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_router_and_biases_may_be_fp32_among_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As transformers saves an Ernie that it loaded in bf16."""
     theirs, ours, back = (str(tmp_path / name) for name in ("theirs", "ours", "back"))
     theirs_of("ernie4_5_moe").save_pretrained(tmp_path / "fp32")

@@ -223,7 +223,7 @@ def test_tiktoken_files(tiktoken_pair: dict[str, tuple[Tokenizer, tokenizers.Tok
         assert theirs.token_to_id("<|endoftext|>") == ours.end_of_document
 
 
-def test_a_folder_of_hugging_face_is_copied_file_by_file(tmp_path: Path) -> None:
+def test_hugging_face_folders_are_copied_file_by_file(tmp_path: Path) -> None:
     files = {
         "tokenizer.json": TRAINERS["byte-level-bpe"][1](CORPUS, 300, ("<pad>",)),
         "tokenizer_config.json": b'{"eos_token": {"content": "<|endoftext|>"}, "pad_token": "<pad>"}',
@@ -258,7 +258,7 @@ def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str,
     assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, [0, 7], None)
 
 
-def test_an_unknown_tokenizer_is_not_taken_from_the_current_folder(
+def test_unknown_tokenizers_are_not_read_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     theirs = tmp_path / "theirs"

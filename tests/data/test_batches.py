@@ -76,7 +76,7 @@ def test_padding_and_document_ends_are_masked(tmp_path: Path) -> None:
     masked = make_source(tmp_path, lengths, sequential=True, micro_size=4, mask_end_of_document=True).microbatch(
         0, 0, 1
     )
-    # The labels 4 and 9 begin documents.
+    # The labels 4 and 9 start documents.
     assert masked.loss_mask.tolist() == [[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
     assert masked.labels[0, 2] == 4
     assert masked.labels[1, 3] == 9
@@ -132,7 +132,7 @@ def test_results_come_in_order_and_the_thread_ends() -> None:
     assert prefetch_threads() == []
 
 
-def test_endless_requests_are_loaded_only_a_bounded_number_ahead() -> None:
+def test_endless_requests_are_prefetched_to_a_bounded_depth() -> None:
     loaded: list[int] = []
     with Prefetcher(loaded.append, itertools.count(), depth=2) as results:
         next(results)

@@ -253,7 +253,7 @@ def test_every_range_is_used_once_in_an_epoch(tmp_path: Path) -> None:
     assert len({tuple(epoch) for epoch in firsts}) == 3
 
 
-def test_tokens_are_cut_from_both_ends_of_the_longer_part(tmp_path: Path) -> None:
+def test_tokens_are_cut_from_the_longer_parts_ends(tmp_path: Path) -> None:
     shard = shard_of(tmp_path, [[50, 9], [50, 60]])
     source = open_pairs(shard, sequence_length=33, short_probability=0.0, split="train", shares="1")
     cut_in_front = []
@@ -459,7 +459,7 @@ def test_megatron_core_hides_runs_of_the_same_lengths(max_ngram: int) -> None:
         inner = parts >= 0
         tokens = np.concatenate([tokens[:1], tokens[inner], tokens[-1:]])
         parts = np.where(np.isin(np.arange(len(tokens)), (0, len(tokens) - 1)), -1, 0)
-        tokens[1] = 10  # a word begins
+        tokens[1] = 10  # a word starts
         found = ours.apply(tokens, parts, Draws(1, "ours", number)).positions
         state = np.random.RandomState(number)
         other = Theirs._create_masked_lm_predictions(theirs, tokens.tolist(), LENGTH, state)[1]

@@ -1,6 +1,6 @@
 """The keyed order over 10^9 documents: what starting and drawing read of the index, counted, not timed.
 
-The index of such a corpus takes 20 GB. Here it is computed as it is read, which also tells what was read.
+The index of such a corpus takes 20 GB. Here it is computed as it is read, and each read is recorded.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from megapipe.data.samples import GptSamples
 from megapipe.data.shards import IndexedDataset
 
 LENGTH = 1000
-"""Of every document but the first, which has one token more."""
+"""Tokens of every document except the first, which has one more."""
 
 
 class ComputedArray:
@@ -87,7 +87,7 @@ def test_a_billion_documents_cost_what_a_thousand_do(split: str, monkeypatch: py
     assert reads[10**9][1] <= 4 * (4 * 31 + 6)
 
 
-def test_documents_among_a_billion_are_where_the_rule_puts_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_among_a_billion_are_where_the_rule_says(monkeypatch: pytest.MonkeyPatch) -> None:
     samples, _ = opened(10**9, monkeypatch, "train")
     assert len(samples) == 980_000_000 * LENGTH // 2048
     windows = samples.windows(np.arange(200))

@@ -142,12 +142,12 @@ def test_a_rarely_needed_last_epoch_is_shuffled_separately(
 def test_boundaries_are_where_the_numbers_jump(tmp_path: Path) -> None:
     lengths = [7, 2, 30, 1, 12, 5]
     prefix = write_shard(tmp_path / "shard", numbered_documents(lengths))
-    begins = set((np.cumsum([0, *lengths]) + 1).tolist())
+    starts = set((np.cumsum([0, *lengths]) + 1).tolist())
     samples = MegatronSamples(prefix, split="train", shares="1", sequence_length=9, seed=3, num_samples=40)
     for ordinal in range(40):
         tokens = samples.tokens(ordinal)
         found = samples.boundaries([ordinal])[0].tolist()
-        assert found == [place for place in range(1, 10) if tokens[place] in begins]
+        assert found == [place for place in range(1, 10) if tokens[place] in starts]
 
 
 @settings(max_examples=100, deadline=None)

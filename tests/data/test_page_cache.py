@@ -56,14 +56,14 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     if not made_cold(file):
         pytest.skip("this folder's file system keeps its files in memory")
     with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # nothing is read ahead
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # disable readahead
         opened.seek(PAGES // 2 * mmap.PAGESIZE)
         while opened.read(mmap.PAGESIZE):
             pass
     assert resident_share([file]) == pytest.approx(0.5, abs=0.2)
 
 
-def test_a_search_of_an_index_reads_the_pages_it_touches(tmp_path: Path) -> None:
+def test_index_searches_read_only_the_pages_they_touch(tmp_path: Path) -> None:
     prefix = tmp_path / "shard"
     with ShardWriter(prefix, np.dtype("<u2")) as writer:
         for _ in range(100_000):

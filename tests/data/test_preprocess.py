@@ -178,7 +178,7 @@ def test_unusable_input_is_refused(
     assert not list(tmp_path.rglob("shard*"))
 
 
-def test_a_full_disk_is_an_error_and_leaves_the_old_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_fails_and_keeps_the_old_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.txt").write_text("old")
     arguments = [*TOOL, "--tokenizer", "bytes", "--workers", "1", "--output-prefix", str(tmp_path / "out")]
     arguments += ["--input", str(tmp_path / "a.txt")]

@@ -105,10 +105,10 @@ def test_idle_workers_are_reported(
     assert preprocess(*command) == 0
     assert "workers busy" not in capsys.readouterr().err
     assert preprocess(*command, "--workers", 2) == 0
-    told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
-    assert len(told) == 1
-    assert "in.jsonl.zst keeps 1 of 2 workers busy" in told[0]
-    assert "several files" in told[0]
+    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
+    assert len(notes) == 1
+    assert "in.jsonl.zst keeps 1 of 2 workers busy" in notes[0]
+    assert "several files" in notes[0]
     large = 10 * inputs.PART_BYTES
     whole = [InputFile(Path(f"{number}.txt"), large) for number in range(3)]
     assert inputs.idle_workers(whole, 3) is None
@@ -117,7 +117,7 @@ def test_idle_workers_are_reported(
     assert inputs.idle_workers([InputFile(Path("a.jsonl.gz"), 100)], 8) is None
 
 
-def test_a_dataset_by_name_without_a_network_is_one_clear_error(
+def test_dataset_names_without_a_network_give_one_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def no_such_host(*arguments: object) -> None:
@@ -131,10 +131,10 @@ def test_a_dataset_by_name_without_a_network_is_one_clear_error(
     monkeypatch.setattr(tables.urllib.request, "getproxies", dict)
     monkeypatch.setattr(datasets, "load_dataset", not_there)
     monkeypatch.chdir(tmp_path)
-    assert preprocess("--input", "dataset:nobody/nothing@train", "--output-prefix", "out") == 2
-    (told,) = capsys.readouterr().err.splitlines()
-    assert "huggingface.co cannot be reached (Name or service not known)" in told
-    assert "dataset:FOLDER" in told
+    assert preprocess("--input", "dataset:missing/missing@train", "--output-prefix", "out") == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert "huggingface.co cannot be reached (Name or service not known)" in message
+    assert "dataset:FOLDER" in message
 
 
 def test_compressed_text_and_joined_fields_are_one_document(tmp_path: Path) -> None:

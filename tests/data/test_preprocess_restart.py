@@ -183,9 +183,9 @@ def test_leftovers_of_a_killed_run_are_not_used(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def held_tool(folder: Path) -> list[str]:
+def blocked_tool(folder: Path) -> list[str]:
     """Return a tool that waits after the first part that it has joined, and never ends."""
-    program = folder / "held.py"
+    program = folder / "blocked.py"
     program.write_text(
         "import runpy, time\n"
         "from megapipe.data.preprocess import command\n"
@@ -200,7 +200,7 @@ def test_an_interrupted_run_can_be_repeated(tmp_path: Path) -> None:
     arguments = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes"]
     arguments += ["--output-prefix", str(tmp_path / "out")]
     process = subprocess.Popen(
-        [*held_tool(tmp_path), *arguments, "--workers", "2"],
+        [*blocked_tool(tmp_path), *arguments, "--workers", "2"],
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -212,7 +212,7 @@ def test_an_interrupted_run_can_be_repeated(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.idx"))
     assert preprocess(*arguments) == 0
     assert texts_of(tmp_path / "out_text_document") == ["x" * 100_000] * 200
-    (tmp_path / "held.py").unlink()
+    (tmp_path / "blocked.py").unlink()
     assert len(list(tmp_path.iterdir())) == 4
 
 
@@ -221,7 +221,7 @@ def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
     """A terminal sends it to every process of the command; a worker that imports would print a traceback."""
     write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 800)
     options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
-    command = [*held_tool(tmp_path), *options, "--output-prefix", str(tmp_path / "out")]
+    command = [*blocked_tool(tmp_path), *options, "--output-prefix", str(tmp_path / "out")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
     wait_until(lambda: num_children(process.pid) >= 2)  # the first one tracks the others
@@ -234,7 +234,7 @@ def ctrl_c_is_blocked() -> bool:
     return signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
-def test_ctrl_c_is_blocked_in_workers_and_delayed_at_their_start() -> None:
+def test_workers_block_ctrl_c_and_delay_it_while_starting() -> None:
     assert list(map_in_order(ctrl_c_is_blocked, [(), ()], workers=2)) == [True, True]
     assert not ctrl_c_is_blocked()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

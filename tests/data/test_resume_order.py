@@ -81,14 +81,14 @@ def test_any_number_of_threads_reads_the_same(
     with ThreadPoolExecutor(threads) as pool:
         found = list(pool.map(samples.tokens, ordinals))
         boundaries = list(pool.map(samples.boundaries, ordinals))
-    for numbers, tokens, begins in zip(ordinals, found, boundaries, strict=True):
+    for numbers, tokens, starts in zip(ordinals, found, boundaries, strict=True):
         assert np.array_equal(tokens, samples.tokens(numbers))
-        assert [each.tolist() for each in begins] == [each.tolist() for each in samples.boundaries(numbers)]
+        assert [each.tolist() for each in starts] == [each.tolist() for each in samples.boundaries(numbers)]
 
 
 @pytest.mark.parametrize("kind", ["one corpus", "blend"])
 def test_epochs_of_the_corpora_are_whole(tmp_path: Path, kind: str) -> None:
-    """Of each corpus every window comes once before one comes again."""
+    """Every window of each corpus comes once before one is repeated."""
     samples = opened(tmp_path, kind)
     rows = [tokens for _, tokens in read(samples, 0, (2, 1, 200))]
     for first, per_epoch in ((0, 17), (1000, 23), (2000, 5)):

@@ -149,7 +149,7 @@ def test_a_bert_shard_opens_from_another_folder(tmp_path: Path, monkeypatch: pyt
     assert samples.vocabulary.size == 150
 
 
-def test_a_changed_copy_is_refused_and_a_removed_one_ignored(tmp_path: Path) -> None:
+def test_changed_copies_are_refused_and_removed_ones_ignored(tmp_path: Path) -> None:
     spec = str(Path(make("byte-level-bpe", tmp_path)).rename(tmp_path / "a:t.json"))
     prefix = preprocessed(tmp_path, spec)
     manifest = read_manifest(prefix)

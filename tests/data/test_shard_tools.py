@@ -119,9 +119,7 @@ def test_a_missing_shard_is_wrong_input(tmp_path: Path, capsys: pytest.CaptureFi
     assert "absent.idx does not exist: give the prefix of a shard" in line
 
 
-def test_inspect_shows_each_document_once_for_any_number_of_samples(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_inspect_shows_documents_once_for_any_sample_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = str(write_shard(tmp_path / "whole", [[[1]], [[2]], [[3]]]))
     for samples, shown in (("0", []), ("2", [0, 1]), ("99999999999999", [0, 1, 2])):
         assert main(["inspect", whole, "--samples", samples]) == 0

@@ -243,7 +243,7 @@ def test_a_truncated_file_is_named(tmp_path: Path, kind: str, suffix: str) -> No
         read_all(samples)
 
 
-def test_a_file_that_grew_is_named_and_a_replaced_one_is_not(tmp_path: Path) -> None:
+def test_files_that_grew_are_named_and_replaced_ones_not(tmp_path: Path) -> None:
     prefix = write_random_shard(tmp_path)
     shard = IndexedDataset(prefix)
     content = Path(f"{prefix}.bin").read_bytes()

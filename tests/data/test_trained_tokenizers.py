@@ -22,7 +22,7 @@ from megapipe.data.tokenizers.training import TRAINERS
 
 SOURCES = ["--input", "python-stdlib", "--include", "arg*.py", "textwrap.py", "json/*.py"]
 VOCABULARY = 500
-# U+2581 stands for the space in SentencePiece and comes back as one.
+# U+2581 represents the space in SentencePiece and comes back as one.
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60)
 
 
@@ -127,7 +127,7 @@ def gpt2_oracle(folder: Path) -> GPT2Tokenizer:
     return GPT2Tokenizer.from_pretrained(str(folder))
 
 
-def test_gpt2_files_are_found_by_folder_and_by_either_name(gpt2_folder: Path, tmp_path: Path) -> None:
+def test_gpt2_files_are_found_by_folder_or_name(gpt2_folder: Path, tmp_path: Path) -> None:
     fingerprints = {
         open_tokenizer(str(path)).fingerprint
         for path in (gpt2_folder, gpt2_folder / "vocab.json", gpt2_folder / "merges.txt")

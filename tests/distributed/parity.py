@@ -69,7 +69,7 @@ TOLERANCES = {"losses": 5e-6, "gradients": 1e-4, "logits": 1e-5, "text": 0.0}
 
 
 class Outcome(NamedTuple):
-    """What a training gives. losses: of each step. gradients: of the first, by our names. logits: of the trained model
+    """Results of a run. losses: of each step. gradients: of the first, by our names. logits: of the trained model
     on `probe`. text: tokens that the trained model continues PROMPTS with; None for a BERT."""
 
     losses: list[float]

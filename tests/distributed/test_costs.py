@@ -61,7 +61,7 @@ def test_a_rank_keeps_inputs_and_one_group_of_blocks(corpus: str, blocks: int, i
 
 @pytest.mark.slow
 def test_stages_with_sharded_tokens_hold_less_and_send_shards(make: Make) -> None:
-    """gpipe keeps the activations of all micro-batches, of which the paper's 10 of 34 bytes are no longer whole."""
+    """gpipe keeps the activations of all micro-batches, of which sharding divides the paper's 10 of 34 bytes."""
     config = make("gpt2-untied-dropout", TP, schedule("gpipe"), {"batch": {"micro_size": 2}})
     sharded = replace(config, parallel=replace(config.parallel, sequence=True))
     for (less, half), (more, full) in zip(*(run_mesh(TP, peak, each) for each in (sharded, config)), strict=True):

@@ -1,4 +1,4 @@
-"""Features in pairs: each pair of values of tests/support/layouts.py in some run, beside one process and the formulas.
+"""Features in pairs: each pair of values of tests/support/layouts.py, compared with one process and the formulas.
 
 Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered. What every rank
 exchanges, keeps between steps and holds for a while is what megapipe/layout/prediction.py predicts, to the byte.
@@ -94,7 +94,7 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"parallel": {"vocabulary": "pipeline_2"}, "training": {"precision": "bf16"}},
     ),
 ]
-"""What the array leaves out: a case, and what else is changed."""
+"""Cases that the array omits, and other changes to their configuration."""
 WINDOWS: Change = {
     "model": {
         "layer_kinds": {"local": {"sliding_window": 5, "rope_theta": 100.0}},
@@ -324,7 +324,7 @@ FORM_RULES = (
 """Kinds that do not go together; tests of the models name the reasons."""
 FORM_CASES = covering_array(FORM_AXES, lambda case: not any(Rule(each, "").forbids(case) for each in FORM_RULES))
 SCALARS = 4096
-"""Bytes of tables and numbers that live on between steps besides the buffers."""
+"""Bytes of tables and numbers that live between steps in addition to the buffers."""
 NUMBERS = 512
 """Bytes of a step's own numbers: how many tokens count in each update, and the terms of a BERT's losses."""
 TABLES = 1024
@@ -361,9 +361,7 @@ def expected(corpora: Corpora) -> Oracles:
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=name_of)
-def test_a_pair_of_features_trains_as_one_process_and_costs_what_is_predicted(
-    corpora: Corpora, expected: Oracles, case: Case
-) -> None:
+def test_feature_pairs_match_one_process_and_predicted_costs(corpora: Corpora, expected: Oracles, case: Case) -> None:
     config = config_of(case, *corpora)
     validate(config, world_size(case))
     ranks = predicted_and_counted(config)
@@ -386,9 +384,7 @@ def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Cas
 @pytest.mark.slow
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "change"), MIXED)
-def test_blocks_that_differ_train_as_one_process_and_cost_what_is_predicted(
-    corpora: Corpora, case: Case, change: Change
-) -> None:
+def test_unequal_blocks_match_one_process_and_predicted_costs(corpora: Corpora, case: Case, change: Change) -> None:
     case = {**BASE, "model": "llama", **case}
     config = changed(config_of(case, *corpora), change)
     kept = {group: fields for group, fields in change.items() if group in ("model", "data", "batch", "optimizer")}
@@ -421,8 +417,8 @@ def changed(config: PretrainConfig, change: Change) -> PretrainConfig:
 
 
 def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, LayoutRun]]:
-    """Of each rank the prediction and the run; on a busy machine gloo's threads may hold a tensor for longer than is
-    waited for, and then all is counted again."""
+    """Return the prediction and the run of each rank; on a busy machine gloo's threads may hold a tensor for longer
+    than the wait, and then all is counted again."""
 
     def run() -> list[tuple[RankPrediction, LayoutRun]]:
         ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
@@ -432,11 +428,11 @@ def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, 
         )
         return list(zip(predicted, ranks, strict=True))
 
-    return undisturbed(run, lambda ranks: all(held_fits(*each) for each in ranks))
+    return undisturbed(run, lambda ranks: all(activations_fit(*each) for each in ranks))
 
 
-def held_fits(predicted: RankPrediction, rank: LayoutRun) -> bool:
-    """Whether activations, and the peak of all that lives besides the state, are those predicted, but for the few
+def activations_fit(predicted: RankPrediction, rank: LayoutRun) -> bool:
+    """Whether activations, and the peak of all bytes that are not state, are those predicted, except for the few
     numbers of a step that no op of a layer declares."""
     tables = TABLES if predicted.costs.config.offload.activations != "none" else 0
     together = float(np.sum(predicted.timeline[:-1], axis=0).max())
@@ -451,7 +447,7 @@ def check_costs(predicted: RankPrediction, rank: LayoutRun) -> None:
     assert rank.state.total <= rank.lasting - rank.host <= rank.state.total + SCALARS
     peak = predicted.peak()
     assert list(rank.peak[:-1]) == [peak.weights, peak.gradients, peak.summands, peak.reloaded]
-    assert held_fits(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
+    assert activations_fit(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
 
 
 def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:
@@ -474,8 +470,8 @@ def broken(case: Mapping[str, str]) -> list[Rule]:
     return [rule for rule in RULES if rule.forbids(case)]
 
 
-def test_the_array_leaves_out_what_rules_forbid_and_wide_pipelines_alone() -> None:
-    """The array's own construction is tested in tests/support/test_covering.py, four stages beside two of something
+def test_the_array_omits_forbidden_cases_and_wide_pipelines_alone() -> None:
+    """The array's own construction is tested in tests/support/test_covering.py, four stages with two of something
     else, eight ranks, with the table of docs/parallelism.md."""
     assert len(CASES) <= MOST_CASES
     for pair in possible_pairs(AXES, lambda case: not broken(case)) - possible_pairs(AXES, allowed):

@@ -27,7 +27,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_a_run_with_blocks_is_the_run_with_a_mask(
+def test_attention_over_blocks_equals_attention_with_a_mask(
     make: Make, one_process: Oracle, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     expected = [result.loss for result in one_process(Case("llama", ONE, run=DOCUMENTS), STEPS).results]

@@ -3,7 +3,7 @@
 Losses, first gradients and weights are those of one process, bit for bit where no sum is reordered, else in fp32: in
 fewer bits a sum in another order sends some token to another expert. No rank calls an all-to-all for its experts. What
 is exchanged and kept between steps is predicted to the byte; activations are where every token goes to all experts, so
-that rows are shared out evenly as the formulas take them to be.
+that rows are distributed evenly, which the formulas assume.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ SLOW: list[Case] = [
     {"model": "bert", "tied": "untied", "context": "2 all-to-all"},
 ]
 SHOWN = 60
-"""Of so many cases of the covering array one is slow, the others are exhaustive."""
+"""One of this number of cases of the covering array is slow, the others are exhaustive."""
 
 
 def marked(kind: str, case: Case, *marks: pytest.MarkDecorator) -> object:
@@ -111,7 +111,7 @@ def expected(corpora: Corpora) -> Oracles:
 
 
 @pytest.mark.parametrize(("kind", "case"), EVERY_CASE)
-def test_a_layout_trains_as_one_process_and_exchanges_what_is_predicted(
+def test_layouts_match_one_process_and_predicted_traffic(
     corpora: Corpora, expected: Oracles, kind: str, case: Case
 ) -> None:
     config = with_experts(kind, case, corpora)

@@ -49,9 +49,7 @@ def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str
         *(pytest.param(schedule, "SIGINT", marks=pytest.mark.exhaustive) for schedule in ("1f1b", "2bw")),
     ],
 )
-def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
-    tmp_path: Path, corpus: str, schedule: str, number: str
-) -> None:
+def test_a_signal_stops_and_saves_after_a_whole_step(tmp_path: Path, corpus: str, schedule: str, number: str) -> None:
     arguments = ["--data.prefix", corpus, "--optimizer.decay", "constant", "--checkpoint.every", "100000"]
     arguments += ["--schedule.name", schedule]
     arguments += ["--training.steps", "100000", "--parallel.pipeline", "2"]
@@ -85,7 +83,7 @@ def test_a_signal_ends_all_ranks_after_a_whole_step_and_saves_it(
         (1, ["--schedule.name", "zigzag"], ["zigzag"]),
     ],
 )
-def test_a_wrong_start_says_what_and_how_to_mend_it(
+def test_a_wrong_start_names_the_value_and_the_fix(
     tmp_path: Path, corpus: str, num_processes: int, arguments: list[str], parts: list[str]
 ) -> None:
     finished = launch(num_processes, "--data.prefix", corpus, "--training.steps", "1", *arguments, folder=tmp_path)

@@ -89,7 +89,7 @@ def test_a_feature_changes_no_bit_of_its_layout(make: Make, case: Case) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt2-dropout", pytest.param("llama", marks=EXHAUSTIVE)])
-def test_matrices_have_the_gradients_of_tensor_parallelism_bit_for_bit(make: Make, model: str) -> None:
+def test_matrix_gradients_equal_those_of_tensor_parallelism_bitwise(make: Make, model: str) -> None:
     """Between two ranks sequence parallelism reorders no sum over channels, but those of vectors over tokens."""
     sharded, plain = (
         run_mesh(T2, run_gpt, make(model, T2, change), 1, backend="threads") for change in (sequence(), {})
@@ -103,9 +103,7 @@ def test_matrices_have_the_gradients_of_tensor_parallelism_bit_for_bit(make: Mak
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_uneven_loss_masks_give_one_gradient_for_every_micro_batch_size(
-    make: Make, one_process: Oracle, size: int
-) -> None:
+def test_gradients_of_uneven_masks_ignore_the_micro_batch_size(make: Make, one_process: Oracle, size: int) -> None:
     for model in ("gpt2", "bert-post"):
         expected = one_process(Case(model, ONE), STEPS)
         found = one_process(Case(model, ONE, run={"batch": {"micro_size": size}}), STEPS)

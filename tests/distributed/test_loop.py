@@ -15,8 +15,8 @@ RUN = ["--training.steps=6", "--batch.global_size=8", "--batch.ramp_start=2", "-
        "--model.hidden_dropout=0.1", "--tracking.tensorboard=true"]  # fmt: skip
 
 
-def told(folder: Path) -> list[tuple[object, ...]]:
-    """Steps and evaluations, without times."""
+def metrics(folder: Path) -> list[tuple[object, ...]]:
+    """Return steps and evaluations of a run's metrics.jsonl, without times."""
     lines = (folder / "runs/default/metrics.jsonl").read_text().splitlines()
     found = [json.loads(line) for line in lines]
     return [
@@ -27,9 +27,7 @@ def told(folder: Path) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
-def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(
-    tmp_path: Path, corpus: str, schedule: str
-) -> None:
+def test_pipelines_ramp_evaluate_and_resume_like_one_process(tmp_path: Path, corpus: str, schedule: str) -> None:
     alone, split = tmp_path / "alone", tmp_path / "split"
     for folder in (alone, split):
         folder.mkdir()
@@ -37,19 +35,19 @@ def test_a_pipeline_ramps_evaluates_and_goes_on_as_one_process_does(
     first = launch(1, f"--data.prefix={corpus}", *run, folder=alone)
     assert first.returncode == 0, first.stderr
     layout = ["--parallel.pipeline=2"]
-    begun = launch(2, f"--data.prefix={corpus}", *run, *layout, "--training.stop_at=4", folder=split)
-    assert begun.returncode == 0, begun.stderr
-    assert begun.stdout.count("losses to beat") == 1
+    started = launch(2, f"--data.prefix={corpus}", *run, *layout, "--training.stop_at=4", folder=split)
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.count("losses to beat") == 1
     ended = launch(1, f"--data.prefix={corpus}", *run, folder=split)
     assert "resumed from" in ended.stdout
-    expected = told(alone)
+    expected = metrics(alone)
     assert [entry[3] for entry in expected if entry[0] is None] == [2, 2, 4, 6, 8, 8]
-    # The first part evaluates once more where it stops.
-    assert [entry for entry in told(split) if entry[:2] != ("evaluation", 4)] == expected
+    # The first part also evaluates where it stops.
+    assert [entry for entry in metrics(split) if entry[:2] != ("evaluation", 4)] == expected
     assert list((split / "runs/default/tensorboard").glob("events.*"))
 
 
-def test_a_terminal_gets_a_bar_and_has_its_cursor_back(tmp_path: Path, corpus: str) -> None:
+def test_terminals_get_a_bar_and_their_cursor_back(tmp_path: Path, corpus: str) -> None:
     ours, theirs = pty.openpty()
     arguments = [f"--data.prefix={corpus}", *RUN, "--training.steps=3"]
     process = subprocess.Popen(
@@ -65,7 +63,7 @@ def test_a_terminal_gets_a_bar_and_has_its_cursor_back(tmp_path: Path, corpus: s
     while True:
         try:
             part = os.read(ours, 65536)
-        except OSError:  # Linux's end of file on a terminal that nobody holds any more
+        except OSError:  # Linux's end of file on a terminal that no process has open
             break
         seen += part
         if not part:

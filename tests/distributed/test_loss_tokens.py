@@ -49,7 +49,7 @@ def test_samples_without_loss_tokens_count_on_every_layout_alike(
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-def test_a_batch_without_loss_tokens_has_no_loss_and_no_gradient(corpus: str, sizes: dict[str, int]) -> None:
+def test_batches_without_loss_tokens_have_no_gradient(corpus: str, sizes: dict[str, int]) -> None:
     config = make_config(corpus, GPT2_SHAPE)
     for results in run_threads(sizes, masked_steps, config, config.batch.global_size):
         for result in results:

@@ -82,7 +82,7 @@ def trained(mesh: Mesh, config: PretrainConfig, drained: tuple[int, ...] = (), p
     return RankRun(results, [], shards(states, [state.master for state in states]))
 
 
-class Held:
+class GradientKeeper:
     """An optimizer that keeps the gradients and does not change the weights."""
 
     def __init__(self) -> None:
@@ -100,8 +100,8 @@ def recursion(mesh: Mesh, config: PretrainConfig, poisoned: bool = False) -> Ran
     """2BW by hand in one process: `older` computes gradients, which update `newest`."""
     config = replace(config, schedule=replace(config.schedule, name="1f1b", update=None))
     older, newest = (Replica(config, mesh) for _ in range(2))
-    held = Held()
-    older.assembly.optimizer = held  # type: ignore[assignment]
+    keeper = GradientKeeper()
+    older.assembly.optimizer = keeper  # type: ignore[assignment]
     older.engine = older.engine_for(config.batch.global_size)
     weights = [[state.master.clone() for state in newest.states()]] * 2
     results = []
@@ -112,9 +112,9 @@ def recursion(mesh: Mesh, config: PretrainConfig, poisoned: bool = False) -> Ran
         results.append(older.engine.run(given))
         if not results[-1].skipped:
             for state in newest.states():
-                state.gradients[0].copy_(held.gradients[state.name])
+                state.gradients[0].copy_(keeper.gradients[state.name])
             version = newest.states()[0].newest + 1
-            newest.optimizer.update(newest.states(), version, given.learning_rate, held.coefficient)
+            newest.optimizer.update(newest.states(), version, given.learning_rate, keeper.coefficient)
         weights.append([state.master.clone() for state in newest.states()])
     states = newest.states()
     return RankRun(results, [], shards(states, [state.master for state in states]))
@@ -175,7 +175,7 @@ def test_where_2bw_is_drained_changes_nothing(make: Make, update: str) -> None:
         check_equal(run_threads(P2, trained, make("gpt2", P2, run), drained), [expected])
 
 
-def test_pipedream_is_the_same_however_it_is_run_and_drained(make: Make) -> None:
+def test_pipedream_does_not_depend_on_layout_and_drains(make: Make) -> None:
     config = make("llama", P2, schedule("pipedream"), UNCLIPPED)
     check_equal(run_mesh(P2, trained, config, (0, 3)), run_threads(P2, trained, config))
 

@@ -67,7 +67,7 @@ def test_tensor_ranks_train_in_fp8_with_agreed_scales(make: Make, one_process: O
         pytest.param("tensorwise", 2, NOTHING, 1e-4, marks=EXHAUSTIVE),
     ],
 )
-def test_shards_of_tokens_are_rounded_to_fp8_as_whole_samples(
+def test_sharded_tokens_are_rounded_to_fp8_like_whole_samples(
     make: Make, recipe: str, chunks: int, halves: Groups, within: float
 ) -> None:
     """Sums of two ranks' numbers have the same bits scattered, and tokens the same scales gathered; chunks of them
@@ -127,7 +127,7 @@ def test_tensor_ranks_round_replicated_parameters_alike(make: Make, one_process:
     assert same > 0.97 * sum(each.numel() for each in wanted.values())
 
 
-def test_gradients_in_fp16_are_those_of_fp32_but_for_rounding(one_process: Oracle) -> None:
+def test_fp16_gradients_equal_fp32_ones_up_to_rounding(one_process: Oracle) -> None:
     """Another power of two as scale changes nothing: fp16's range is wide enough for this model with either."""
     runs = [
         one_process(Case("llama-5", ONE, run=run), STEPS)
@@ -168,7 +168,9 @@ def fed(
 
 
 @pytest.mark.parametrize(("sizes", "name", "lag"), [(D2, "1f1b", 0), (DP, "1f1b", 0), (P2, "2bw", 1)], ids=str)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(make: Make, sizes: dict[str, int], name: str, lag: int) -> None:
+def test_overflow_on_one_rank_skips_the_step_everywhere(
+    make: Make, sizes: dict[str, int], name: str, lag: int
+) -> None:
     scale: Groups = {"loss_scale": {"hysteresis": 1, "initial": 1024.0}}
     config = make("llama-5", sizes, FP16, schedule(name), scale)
     ranks = run_threads(sizes, fed, config)
@@ -194,7 +196,7 @@ def test_too_large_a_scale_comes_down_by_itself(make: Make) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_prints_its_precision_and_ends_where_no_scale_helps(tmp_path: Path, corpus: str) -> None:
+def test_runs_print_precision_and_end_without_a_usable_scale(tmp_path: Path, corpus: str) -> None:
     def launched(world: int, *arguments: str) -> Any:
         steps = ["--training.steps=3", "--training.log_every=1"]
         return launch(world, f"--data.prefix={corpus}", *steps, *arguments, folder=tmp_path)

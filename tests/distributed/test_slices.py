@@ -59,7 +59,7 @@ def evaluated(mesh: InProcessMesh, config: PretrainConfig) -> float:
     return record.loss
 
 
-def test_an_evaluation_in_slices_has_the_loss_of_whole_samples(tmp_path: Path) -> None:
+def test_evaluation_in_slices_has_the_loss_of_whole_samples(tmp_path: Path) -> None:
     whole = configuration(tmp_path, DROPPING)
     config = configuration(tmp_path, DROPPING, parallel={"pipeline": 2}, schedule={"name": "seq1f1b", **FLOPS})
     (expected,) = run_threads({}, evaluated, whole)

@@ -137,7 +137,7 @@ def test_what_shards_do_not_support_is_refused(
         validate(config, parallel["pipeline"] * parallel.get("tensor", 1))
 
 
-def test_an_evaluation_with_shards_has_the_loss_of_one_process(tmp_path: Path) -> None:
+def test_evaluation_with_shards_has_one_process_loss(tmp_path: Path) -> None:
     whole, config = configurations(tmp_path, SCALED, {"pipeline": 2})
     (expected,) = run_threads({}, evaluated, whole)
     assert run_threads({"pipeline": 2}, evaluated, config) == pytest.approx([expected] * 2, rel=1e-6)

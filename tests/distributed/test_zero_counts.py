@@ -1,4 +1,4 @@
-"""What shared state costs, counted: collectives and elements in a step, layers that are whole at once, bytes."""
+"""Counted costs of sharded state: collectives and elements of a step, layers that are whole at once, bytes."""
 
 import itertools
 from collections.abc import Callable
@@ -158,7 +158,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_a_layer(corpus: str
 
 
 @pytest.mark.exhaustive
-def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: str) -> None:
+def test_single_micro_batches_gather_and_reduce_each_time(corpus: str) -> None:
     cases = (1, 3)
     configs = [config_of(corpus, microbatches, {"name": "gpipe"}, stage=3) for microbatches in cases]
     for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
@@ -169,7 +169,7 @@ def test_one_micro_batch_after_the_other_gathers_and_reduces_for_each(corpus: st
 
 
 @pytest.mark.exhaustive
-def test_versions_are_gathered_and_reduced_as_if_no_other_were_there(corpus: str) -> None:
+def test_each_version_is_gathered_and_reduced_independently(corpus: str) -> None:
     """2bw reads one version in all of a step's micro-batches, so that layers at both turns stay on hand, as in 1f1b;
     pipedream reads another in each. Room for every layer's gradient leaves one reduction an update."""
     microbatches = 3

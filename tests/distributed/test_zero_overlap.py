@@ -1,4 +1,4 @@
-"""What is gathered and reduced travels while layers compute: orders in a measured trace of slow collectives.
+"""Gathers and reductions overlap compute of layers: the order in a measured trace of slow collectives.
 
 Collectives take 10 ms, on a stream of their own, and a layer at least 20 ms a pass.
 """
@@ -100,7 +100,7 @@ def passes(events: list[Event], letter: str) -> list[tuple[int, int]]:
     return list(found.values())
 
 
-def test_the_next_layers_weights_are_there_before_a_layers_forward_ends(corpus: str) -> None:
+def test_the_next_weights_arrive_before_a_forward_ends(corpus: str) -> None:
     for events, log in run(corpus, weight_buffers=2):
         gathers = [(start, end) for operation, start, end in log if operation == "gather_into"][:UNITS]
         layers = passes(events, "F")
@@ -117,12 +117,12 @@ def test_without_a_second_buffer_weights_come_after_it(corpus: str) -> None:
             assert start > layer[1]
 
 
-def test_a_layers_gradients_travel_while_the_one_before_it_computes(corpus: str) -> None:
+def test_gradients_are_reduced_while_the_previous_layer_computes(corpus: str) -> None:
     for events, log in run(corpus, weight_buffers=2):
         reductions = [(start, end) for operation, start, end in log if operation == "reduce_into_part"]
         layers = passes(events, "B")
         assert len(reductions) == len(layers) == UNITS
-        # The first pair shares its stream with the gathers that the backward begins with.
+        # The first pair shares its stream with the gathers at the start of the backward.
         for layer, following, reduction in list(zip(layers, layers[1:], reductions, strict=False))[1:]:
             assert layer[1] <= reduction[0] <= following[0]
             assert reduction[1] < following[1]

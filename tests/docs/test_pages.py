@@ -1,4 +1,4 @@
-"""What pages say about files, commands and messages is true; their tables and pictures are in test_figures.py."""
+"""Statements of pages about files, commands and messages are true; tables and pictures are in test_figures.py."""
 
 import contextlib
 import io
@@ -77,7 +77,7 @@ def test_named_tests_exist(page: str) -> None:
     assert not [name for name in named if not (ROOT / "tests" / f"{name}.py").is_file()]
 
 
-def test_every_fault_has_a_test_and_every_test_of_faults_is_named() -> None:
+def test_faults_and_their_tests_are_listed_completely() -> None:
     text = read("docs/reliability.md")
     rows = re.findall(r"^\| (\d+) \| .* \| (.*) \|$", text[text.index("## All of them") :], re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, 27))

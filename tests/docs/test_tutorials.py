@@ -20,7 +20,7 @@ def without_figures(line: str) -> str:
     return re.sub(r"[\s-]+", " ", line).strip()
 
 
-def test_every_tutorial_has_commands_and_says_what_needs_other_hardware() -> None:
+def test_tutorials_have_commands_and_name_other_hardware() -> None:
     assert set(PAGES) == {
         "first_run",
         "own_data",
@@ -44,7 +44,7 @@ def test_every_tutorial_has_commands_and_says_what_needs_other_hardware() -> Non
     [pytest.param(each, marks=pytest.mark.slow if each in SLOW else pytest.mark.exhaustive) for each in PAGES],
 )
 def test_commands_run_and_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
-    """Up to numbers; `...` in a page stands for lines, or for the rest of a line."""
+    """Numbers may differ; `...` in a page replaces lines, or the rest of a line."""
     printed: list[str] = []
     shown = 0
     for block in blocks(PAGES[name].read_text(encoding="utf-8")):

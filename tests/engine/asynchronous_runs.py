@@ -12,7 +12,7 @@ from tests.engine.asynchronous_toy import Case, Replica
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw, and the weights that it was left with."""
+    """The results of a rank, and its final weights."""
 
     results: list[StepResult]
     weights: dict[tuple[str, int], Tensor]
@@ -62,7 +62,7 @@ def train_each(mesh: Mesh, cases: Sequence[Case], steps: int) -> list[Outcome]:
 
 
 def train_after_a_restart(mesh: Mesh, case: Case, before: int, after: int) -> Outcome:
-    """What a checkpoint holds is taken out of one replica and put into another one."""
+    """Train, restore the saved state into another replica, and train that one."""
     first = Replica(mesh, case)
     results = first.train(range(before))
     second = Replica(mesh, case)

@@ -41,7 +41,7 @@ SHARED = "shared.weight"
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained and how. layers_per_stage: one stage a pipeline rank. num_microbatches: of one replica.
+    """A model and how it is trained. layers_per_stage: one stage a pipeline rank. num_microbatches: of one replica.
 
     poisoned: (step, micro-batch of the global batch) whose targets hold an infinity.
     """
@@ -122,7 +122,7 @@ def specs(chain: Chain, layer: int) -> dict[str, ParameterSpec]:
 
 
 class Replica:
-    """One rank's part of a case. scalars: the group of the sums that run beside its actions."""
+    """One rank's part of a case. scalars: the group of the sums that run alongside its actions."""
 
     def __init__(self, mesh: Mesh, case: Case, scalars: Group | None = None) -> None:
         self.mesh, self.case, self.chain = mesh, case, case.chain

@@ -1,4 +1,4 @@
-"""The weight recursions of schedules that never flush, in one process and plain torch: what the engine is held to.
+"""The weight recursions of schedules that never flush, in one process and plain torch: the engine's oracle.
 
 Update k takes the gradient of its share of micro-batches with weights that are some updates old:
 

@@ -1,4 +1,4 @@
-"""What runs beside a rank's actions: on a thread of its own, in turns, its errors where its result is read."""
+"""Background work of a rank: on a thread of its own, in turns, with its errors raised where its result is read."""
 
 import threading
 from contextlib import nullcontext
@@ -13,7 +13,7 @@ from megapipe.engine.reductions import Turns, run_beside, run_now
 CPU = torch.device("cpu")
 
 
-def test_what_runs_beside_does_not_hold_the_caller() -> None:
+def test_background_work_does_not_block_the_caller() -> None:
     gate = threading.Event()
     future = run_beside(lambda: gate.wait(10), None)
     assert not future.done()
@@ -31,7 +31,7 @@ def test_errors_come_out_where_results_are_read() -> None:
         run_now(fail)
 
 
-def test_ranks_are_spoken_to_in_the_order_of_the_starts() -> None:
+def test_turns_communicate_in_the_order_of_their_starts() -> None:
     """The first one finds late what the second one has at once; it still shares first."""
     turns, gate, shared = Turns(), threading.Event(), list[str]()
     first = turns.run_beside(lambda: gate.wait(10), lambda _: shared.append("first"), CPU)
@@ -43,14 +43,14 @@ def test_ranks_are_spoken_to_in_the_order_of_the_starts() -> None:
     assert shared == ["first", "second"]
 
 
-def test_a_turn_that_failed_does_not_hold_the_next_one() -> None:
+def test_a_failed_turn_does_not_block_the_next_one() -> None:
     turns = Turns()
     broken = turns.run_beside(lambda: 1 / 0, lambda _: None, CPU)
     assert turns.run_beside(lambda: 2, lambda found: found, CPU).result(10) == 2
     assert isinstance(broken.exception(), ZeroDivisionError)
 
 
-def test_on_a_gpu_all_turns_share_a_stream_and_await_their_own_work_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_turns_share_a_stream_and_await_own_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch has 32 streams, which communicators use, too: a new one for each step would soon be one of theirs."""
     made, awaited = list[Any](), list[str]()
 

@@ -109,7 +109,7 @@ def forward_losses(mesh: Mesh) -> list[float]:
 
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_forward_mode_gives_each_micro_batch_on_the_last_rank(backend: Backend) -> None:
+def test_forward_mode_returns_micro_batches_on_the_last_rank(backend: Backend) -> None:
     first, second = run_mesh({"pipeline": 2}, forward_losses, backend=backend)
     assert first == []
     assert second == forward_losses(solo())
@@ -131,14 +131,14 @@ def test_gradients_that_are_not_finite_skip_the_update_everywhere() -> None:
     assert not torch.equal(replica.states[0].master, before["layers.0"])
 
 
-def wish_to_stop(mesh: Mesh) -> bool:
+def request_to_stop(mesh: Mesh) -> bool:
     replica = toy(mesh, "1f1b", 2, SPLITS[2])
     stop = mesh.rank == 1
     return replica.engine.run(StepInput(0, contexts(0, 2), [float(ROWS)] * 2, 0.01, stop)).stop
 
 
 def test_one_rank_that_wants_to_stop_stops_all() -> None:
-    assert run_threads({"pipeline": 2}, wish_to_stop) == [True, True]
+    assert run_threads({"pipeline": 2}, request_to_stop) == [True, True]
 
 
 def test_a_failing_unit_is_named_with_its_action() -> None:
@@ -151,7 +151,7 @@ def test_a_failing_unit_is_named_with_its_action() -> None:
         replica.engine.run(StepInput(7, broken, [1.0]))
 
 
-def test_a_failure_has_the_number_of_its_action_in_the_schedule() -> None:
+def test_failures_name_the_number_of_their_action() -> None:
     """Several updates after a micro-batch are one instruction."""
     engine, broken = toy(solo(), "pipedream", 4, SPLITS[1]).engine, contexts(0, 4)
     broken[2].inputs = torch.zeros(1)
@@ -162,7 +162,7 @@ def test_a_failure_has_the_number_of_its_action_in_the_schedule() -> None:
 
 
 def message_of_the_survivor(mesh: Mesh, victim: int) -> str:
-    """The victim fails in a unit and ends; the other rank returns what it was told."""
+    """The victim fails in a unit and ends; the other rank returns its error message."""
     replica = toy(mesh, "1f1b", 4, SPLITS[2])
     batch = contexts(0, 4)
     if mesh.rank == victim:
@@ -177,11 +177,11 @@ def message_of_the_survivor(mesh: Mesh, victim: int) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_the_peer_of_a_failed_rank_names_it_and_its_own_action(victim: int) -> None:
-    told = run_ranks(2, in_mesh, {"pipeline": 2}, message_of_the_survivor, victim, may_die=[victim])[1 - victim]
-    assert f"pipeline rank {1 - victim}, step 0, action" in told
-    assert f"rank {1 - victim} waited for rank {victim} to send message" in told
-    assert f"rank {victim} has ended" in told
+def test_a_failed_ranks_peer_names_it_and_its_action(victim: int) -> None:
+    message = run_ranks(2, in_mesh, {"pipeline": 2}, message_of_the_survivor, victim, may_die=[victim])[1 - victim]
+    assert f"pipeline rank {1 - victim}, step 0, action" in message
+    assert f"rank {1 - victim} waited for rank {victim} to send message" in message
+    assert f"rank {victim} has ended" in message
 
 
 def unanswered_send(mesh: Mesh) -> str:
@@ -194,9 +194,11 @@ def unanswered_send(mesh: Mesh) -> str:
     return str(caught.value)
 
 
-def test_a_send_that_nobody_takes_is_named_at_the_end_of_the_step() -> None:
-    told = run_threads({"pipeline": 2}, unanswered_send)[0]
-    assert told.startswith("pipeline rank 0, step 3, after the last action of 1f1b: rank 0 waited for rank 1 to take")
+def test_sends_without_receiver_are_named_when_the_step_ends() -> None:
+    message = run_threads({"pipeline": 2}, unanswered_send)[0]
+    assert message.startswith(
+        "pipeline rank 0, step 3, after the last action of 1f1b: rank 0 waited for rank 1 to take"
+    )
 
 
 def test_stages_of_another_rank_are_refused() -> None:
@@ -241,7 +243,7 @@ def over_replicas(schedule: Schedule) -> Schedule:
     return Schedule(replace(schedule.header, data_parallel=True), schedule.sections)
 
 
-def test_each_unit_is_reduced_once_while_the_backward_goes_on() -> None:
+def test_units_are_reduced_once_while_the_backward_continues() -> None:
     events: list[str] = []
     replica = toy(solo(), "1f1b", 3, [LAYERS], change=over_replicas, data_group=RecordingGroup(events))
     for index, module in enumerate(replica.modules):

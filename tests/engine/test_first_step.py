@@ -38,7 +38,7 @@ def train_over_connecting_links(mesh: Mesh, layers: list[nn.Module]) -> Any:
     return train(mesh, layers, "interleaved_1f1b", 4, {"chunks": 2}), used
 
 
-def test_the_first_step_does_not_hang_if_first_uses_block() -> None:
+def test_first_steps_do_not_hang_if_first_uses_block() -> None:
     layers = adoptable()
     outcomes, used = zip(*run_mesh({"pipeline": 2}, train_over_connecting_links, layers), strict=True)
     assert_same_bits(merged(list(outcomes)), plain(layers, 4))

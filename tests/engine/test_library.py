@@ -85,10 +85,10 @@ def test_layers_that_cannot_split_get_equal_gradients(schedule: str, options: di
     assert_same_bits(merged(outcomes), plain(layers, 4))
 
 
-def test_layers_that_cannot_split_are_told_once() -> None:
-    with pytest.warns(UserWarning, match="without a weight half") as told:
+def test_layers_that_cannot_split_are_warned_about_once() -> None:
+    with pytest.warns(UserWarning, match="without a weight half") as warnings:
         train(solo(), foreign(), "zb_h1", 2)
-    assert len({str(each.message) for each in told}) == 1
+    assert len({str(warning.message) for warning in warnings}) == 1
 
 
 def test_processes_give_the_same_bits() -> None:
@@ -221,13 +221,13 @@ class Listed(nn.Module):
 
 @pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("zb_h1", 0), ("2bw", 1)])
 @pytest.mark.filterwarnings("ignore:some parameters")
-def test_a_parameter_that_is_also_in_a_plain_list_is_trained_there(schedule: str, delay: int) -> None:
+def test_parameters_in_plain_lists_are_trained_there(schedule: str, delay: int) -> None:
     torch.manual_seed(0)
     layers = [Start(), Listed(), Head()]
     assert_same_bits(train(solo(), layers, schedule, 2), plain(layers, 2, delay=delay))
 
 
-def test_one_module_as_two_layers_is_one_set_of_weights() -> None:
+def test_one_module_as_two_layers_shares_its_weights() -> None:
     torch.manual_seed(0)
     block = Block()
     layers = [Start(), block, block, Head()]
@@ -237,7 +237,7 @@ def test_one_module_as_two_layers_is_one_set_of_weights() -> None:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_layers_without_parameters_can_stand_anywhere(schedule: str) -> None:
+def test_layers_without_parameters_can_be_anywhere(schedule: str) -> None:
     def steps(mesh: Mesh) -> list[float]:
         pipeline = Pipeline(
             FLAT, mesh, loss=lambda y, t: (y - t).square().sum(), sample=x[:2], microbatches=2, schedule=schedule
@@ -250,7 +250,7 @@ def test_layers_without_parameters_can_stand_anywhere(schedule: str) -> None:
     assert run_threads({"pipeline": 3}, steps) == [steps(solo())] * 3
 
 
-def test_makers_of_layers_run_where_their_layer_runs_and_draw_the_same_weights_everywhere() -> None:
+def test_layer_makers_run_locally_and_draw_the_same_weights() -> None:
     def makers(made: list[int]) -> list[Any]:
         def maker(index: int, kind: type[nn.Module]) -> Any:
             def make() -> nn.Module:
@@ -277,7 +277,7 @@ def test_makers_of_layers_run_where_their_layer_runs_and_draw_the_same_weights_e
     assert all(torch.equal(first[1][name], weight) for name, weight in weights.items())
 
 
-def test_the_given_modules_stay_and_the_result_loads_into_them() -> None:
+def test_trained_weights_load_into_the_given_modules() -> None:
     layers = adoptable(1)
     before = {name: value.clone() for name, value in nn.Sequential(*layers).state_dict().items()}
     outcome = train(solo(), layers, "zb_h1", 2)
@@ -288,7 +288,7 @@ def test_the_given_modules_stay_and_the_result_loads_into_them() -> None:
     assert type(layers[1].out) is nn.Linear
 
 
-def test_bfloat16_layers_keep_float32_masters_and_the_bits_of_one_rank() -> None:
+def test_bfloat16_layers_have_float32_masters_and_one_ranks_bits() -> None:
     layers = [layer.to(torch.bfloat16) for layer in adoptable(2)]
     alone = train(solo(), layers, "zb_h1", 4)
     outcome = merged(run_threads({"pipeline": 2}, train, layers, "zb_h1", 4))

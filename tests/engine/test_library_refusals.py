@@ -1,4 +1,4 @@
-"""What a Pipeline refuses, and what it leaves behind: by name, before it trains anything wrongly."""
+"""A Pipeline refuses wrong input by name before it trains, and releases its resources."""
 
 import gc
 import os
@@ -124,8 +124,8 @@ def test_what_cannot_run_is_named_before_the_first_step(case: str) -> None:
         Pipeline(layers, solo(), **arguments)
 
 
-def test_a_file_with_several_state_units_in_a_layer_is_refused(tmp_path: Path) -> None:
-    """A layer of a library user is one state unit that is kept whole: nothing says which weights a second one has."""
+def test_files_with_several_state_units_per_layer_are_refused(tmp_path: Path) -> None:
+    """A library user's layer is one whole state unit, because nothing says which weights a second one has."""
     states = StateTable(((StateUnit(0), StateUnit(0)),))
     plain = order("gpipe", 1, 2)
     path = tmp_path / "apart.txt"
@@ -180,7 +180,7 @@ def test_a_loss_without_gradient_is_refused(schedule: str) -> None:
 
 
 @pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0])
-def test_a_count_that_nothing_can_be_divided_by_is_refused(share: float) -> None:
+def test_counts_that_divide_nothing_are_refused(share: float) -> None:
     pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, count=lambda targets: share)
     with pytest.raises(PipelineError, match=rf"count gave {share} for the targets \[2, 5\] int64"):
         pipeline.step(*batch(0, 2))
@@ -204,7 +204,7 @@ class Autocast(nn.Linear):
             return super().forward(x)
 
 
-def test_outputs_of_another_type_than_meta_tensors_gave_are_named() -> None:
+def test_outputs_whose_type_differs_from_meta_tensors_are_named() -> None:
     def step(mesh: Mesh) -> None:
         pipeline = Pipeline(LAYERS, mesh, loss=lambda y: y.sum(), sample=torch.empty(2, 8), microbatches=2)
         pipeline.step(torch.zeros(4, 8))
@@ -245,14 +245,14 @@ def seconds_until_failure(mesh: Mesh) -> tuple[float, str]:
 
     pipeline = Pipeline(adoptable(1), mesh, loss=failing, sample=SAMPLE, microbatches=2, timeout=40.0)
     start = time.monotonic()
-    with pytest.raises(EngineError) as told:
+    with pytest.raises(EngineError) as raised:
         pipeline.step(*batch(0, 2))
     seconds = time.monotonic() - start
     mesh.world.barrier()
-    return seconds, str(told.value)
+    return seconds, str(raised.value)
 
 
-def test_a_step_that_fails_on_one_rank_soon_fails_on_all() -> None:
+def test_a_failure_on_one_rank_soon_fails_everywhere() -> None:
     first, second = run_mesh({"pipeline": 2}, seconds_until_failure, backend="processes", timeout=120.0)
     assert "bad batch" in second[1]
     assert "rank 0 waited for rank 1 to send message 0" in first[1]
@@ -284,7 +284,7 @@ def test_a_closed_pipeline_leaves_no_open_files(schedule: str) -> None:
         assert len(set(counts)) == 1, counts
 
 
-def test_weights_are_not_read_while_a_step_is_under_way() -> None:
+def test_weights_cannot_be_read_during_a_step() -> None:
     pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule="2bw")
     tokens = torch.zeros(4, 5, dtype=torch.int64)
     assert pipeline.step(tokens, tokens) == ()

@@ -87,8 +87,8 @@ def test_sharded_gradients_are_those_of_one_process(zero: int, tied: bool) -> No
         for kept, weights in found:
             torch.testing.assert_close(weights[name], expected.weights[name], rtol=1e-4, atol=1e-6)
             if name in kept:
-                held, values = kept[name]
-                flat[held.start : held.stop] = values
+                extent, values = kept[name]
+                flat[extent.start : extent.stop] = values
         torch.testing.assert_close(flat.view_as(gradient), gradient, rtol=1e-4, atol=1e-6)
 
 
@@ -148,10 +148,10 @@ def test_muon_updates_hidden_matrices_alone(sizes: dict[str, int]) -> None:
         moved = outcome.weights[name] - before
         if before.dim() == 2 and name[0] in "12":
             momentum = gradients[name] * (1 - share)
-            ahead = momentum * (1 - share) + momentum * share if config.muon.nesterov else momentum
+            direction = momentum * (1 - share) + momentum * share if config.muon.nesterov else momentum
             if config.muon.nesterov:
-                ahead = gradients[name] * (1 - share) + momentum * share
-            torch.testing.assert_close(moved, -0.1 * update_of(ahead, config.muon), rtol=0.05, atol=2e-3)
+                direction = gradients[name] * (1 - share) + momentum * share
+            torch.testing.assert_close(moved, -0.1 * update_of(direction, config.muon), rtol=0.05, atol=2e-3)
         elif before.dim() == 2:
             assert moved.abs().max() <= 0.1001 * config.muon.elementwise_rate
 

@@ -1,4 +1,4 @@
-"""What a rank keeps alive during a step: activations of the micro-batches in flight, and nothing of those behind."""
+"""During a step a rank keeps the activations of micro-batches in flight alone, none of finished ones."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def first_rank_peak(name: str, num_microbatches: int) -> int:
     return run_threads({"pipeline": PIPELINE}, peak_bytes, name, num_microbatches)[0]
 
 
-def test_1f1b_keeps_as_many_micro_batches_as_there_are_ranks() -> None:
+def test_1f1b_keeps_one_micro_batch_per_rank() -> None:
     in_pipeline = first_rank_peak("gpipe", PIPELINE)
     assert in_pipeline > PIPELINE * LAYERS * MESSAGE
     for num_microbatches in (8, 32):

@@ -1,4 +1,4 @@
-"""Copies run beside the compute, and a rank holds on its device what its schedule says."""
+"""Copies run alongside the compute, and a rank holds on its device what its schedule says."""
 
 import threading
 from collections import deque
@@ -66,20 +66,20 @@ class SlowCopies(ThreadCopies):
     def __init__(self, name: str, progress: Progress) -> None:
         super().__init__(name)
         self._progress = progress
-        self._begun: deque[int] = deque()
+        self._starts: deque[int] = deque()
         self.overlapped: list[bool] = []
 
     def start(self, moves: Sequence[Move]) -> Copy:
-        self._begun.append(self._progress.done)
+        self._starts.append(self._progress.done)
         return super().start(moves)
 
     def copy(self, moves: Sequence[Move]) -> None:
-        self.overlapped.append(self._progress.wait_beyond(self._begun.popleft()))
+        self.overlapped.append(self._progress.wait_beyond(self._starts.popleft()))
         super().copy(moves)
 
 
 class CountingRecorder(Recorder):
-    """Tells a Progress of every compute action that has run."""
+    """Notifies a Progress of every compute action that has run."""
 
     progress: Progress
 
@@ -132,7 +132,7 @@ def test_compute_goes_on_while_copies_are_under_way(config: PretrainConfig, sche
 
 
 def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
-    """The most bytes that the second step made and held at once, bytes of host memory, and most units away at once."""
+    """Return the peak bytes allocated in the second step, bytes of host memory, and the most units away at once."""
     config = replace(config, parallel=replace(config.parallel, data=1))
     replica = Replica(config, mesh, swaps := Swaps(CPU))
     first, second = two_steps(replica, config, mesh)
@@ -145,7 +145,7 @@ def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("prefetch", [1, 2])
-def test_the_device_holds_what_moves_and_the_host_what_has_left(config: PretrainConfig, prefetch: int) -> None:
+def test_moved_activations_leave_the_device_for_the_host(config: PretrainConfig, prefetch: int) -> None:
     """gpipe on one rank: of all blocks but the last micro-batch's last ones the activations leave; on the device are
     all heads', and of the blocks the one in use, those that wait and those that never left."""
     config = replace(config, offload=OffloadConfig(activations="blocks", prefetch=prefetch))
@@ -171,7 +171,7 @@ def states(count: int, dtype: torch.dtype) -> list[UnitState]:
 
 
 @pytest.mark.parametrize(("dtype", "buffers"), [(torch.float32, 2), (torch.bfloat16, 3)], ids=["fp32", "bf16"])
-def test_two_units_states_are_on_the_device_and_changes_reach_the_host(dtype: torch.dtype, buffers: int) -> None:
+def test_two_states_are_on_device_and_updates_reach_host(dtype: torch.dtype, buffers: int) -> None:
     """buffers: moments, and the master of bf16."""
     swaps, made = Swaps(CPU), states(5, dtype)
     at_home = [state.update_buffers() for state in made]
@@ -196,7 +196,7 @@ def test_two_units_states_are_on_the_device_and_changes_reach_the_host(dtype: to
         assert torch.equal(state.master, (masters[index].float() + 0.5).to(state.master.dtype))
 
 
-def test_state_that_begins_on_the_device_goes_to_the_host_with_its_first_update() -> None:
+def test_state_on_the_device_leaves_at_its_first_update() -> None:
     swaps = Swaps(CPU)
     state = UnitState("layer", SPECS, compute_dtype=torch.bfloat16)
     swaps.reload_state(state)
@@ -224,7 +224,7 @@ def broken_run(mesh: Mesh, config: PretrainConfig) -> str:
     return str(error.value)
 
 
-def test_a_copy_that_fails_names_the_action_that_waited_for_it(config: PretrainConfig) -> None:
+def test_failed_copies_name_the_action_that_waited(config: PretrainConfig) -> None:
     message = run_threads({}, broken_run, config)[0]
     assert "OFFLOAD stage 0 unit 2 microbatch 0" in message
     assert message.endswith("the copy engine has failed")

@@ -1,4 +1,4 @@
-"""Weights in host memory: what the device holds of them, counted, and that their copies run beside the compute."""
+"""Weights in host memory: the bytes of them on the device, and copies that run alongside the compute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ from tests.support.meshes import run_threads
 LAYERS = 4
 WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
 STATE_BYTES = {"fp32": 8, "bf16": 12}
-"""Of an element, which updates change: Adam's two moments, and the fp32 master weight of bf16."""
+"""Bytes per element that updates change: Adam's two moments, and the fp32 master weight of bf16."""
 ONE_COEFFICIENT = 4
 """Bytes of what gradients are multiplied by where nothing is clipped."""
 
@@ -61,8 +61,8 @@ class Counted(ThreadCopies):
 
 @dataclass
 class Found:
-    """Of one replica. units, weights: most units whose weights were on the device at once in a second step, and most
-    bytes of these. gathered: bytes of the step's gathers. copied_in, copied_out: of all its copies. created: live
+    """Counts of one replica. units, weights: most units whose weights were on the device at once in a second step, and
+    most bytes of these. gathered: bytes of the step's gathers. copied_in, copied_out: of all its copies. created: live
     bytes of a new replica, new_home those of them in host memory, and home those after the step."""
 
     created: int
@@ -130,9 +130,7 @@ def test_no_more_units_than_buffers_are_on_the_device(
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
-def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_the_host(
-    dtype: torch.dtype, precision: str
-) -> None:
+def test_updates_use_two_units_weights_and_reach_the_host(dtype: torch.dtype, precision: str) -> None:
     swaps, states = Swaps(CPU), [HostWeights(f"layer{index}", SPECS, compute_dtype=dtype) for index in range(4)]
     for state in states:
         state.initialize(0)
@@ -161,7 +159,7 @@ def test_two_units_weights_are_on_the_device_during_updates_and_changes_reach_th
 
 
 class PrefetchedCopies(SlowCopies):
-    """Of these, copies that have something to hide behind are slow.
+    """Slow copies, except those that no compute can hide.
 
     hidden: for each copy, in order, whether an action is computed between its start and its use.
     """
@@ -178,7 +176,7 @@ class PrefetchedCopies(SlowCopies):
         if slow:
             super().copy(moves)
         else:
-            self._begun.popleft()
+            self._starts.popleft()
             ThreadCopies.copy(self, moves)
 
 
@@ -222,7 +220,7 @@ def plain_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[Ten
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 def test_weights_come_while_the_unit_before_computes(config: PretrainConfig, schedule: str) -> None:
     """A copy ends only once an action that follows its start has run: were it waited for, the run would hang. Only a
-    step's first gather has nothing to hide behind. Evaluation brings weights the same way."""
+    step's first gather has no compute to hide it. Evaluation brings weights the same way."""
     config = replace(config, schedule=replace(config.schedule, name=schedule))
     losses, overlapped, hidden, outputs = run_threads({}, slow_run, config)[0]
     gathers = hidden[: hidden.index(False, 1)]

@@ -155,17 +155,17 @@ def test_halves_that_take_turns_compute_the_same_bits(tmp_path: Path, pipeline: 
             assert all(torch.equal(one.values, other.values) for one, other in zip(found, wanted, strict=True))
 
 
-def test_pairs_run_in_order_for_a_reason_that_is_printed() -> None:
+def test_pairs_that_run_in_order_print_the_reason() -> None:
     schedule, distributed = build("dualpipe_v", 2, 4), mock.Mock(spec=DistributedGroup, size=2)
 
-    def told(tensor: Any = distributed, device: str = "cuda", name: str = "dualpipe_v", **fields: Any) -> Any:
+    def overlap_of(tensor: Any = distributed, device: str = "cuda", name: str = "dualpipe_v", **fields: Any) -> Any:
         groups = {("tensor",): tensor, ("context",): SoloGroup("context"), ("data", "context"): distributed}
         mesh: Any = SimpleNamespace(device=torch.device(device), group=lambda *names: groups[names])
         return pair_overlap(Holding(**fields), mesh, schedule if name == "dualpipe_v" else build(name, 2, 4))
 
-    assert told() == (True, "pairs of a forward and a backward overlap on two streams")
-    assert told(device="cpu") == told(name="zb_v") == (False, None)
-    assert told(choices=[LayerChoice(1, "selective", fp8=True)])[0]
+    assert overlap_of() == (True, "pairs of a forward and a backward overlap on two streams")
+    assert overlap_of(device="cpu") == overlap_of(name="zb_v") == (False, None)
+    assert overlap_of(choices=[LayerChoice(1, "selective", fp8=True)])[0]
     for words, changes in {
         "parallel.tensor and parallel.context are 1": {"tensor": SoloGroup("tensor")},
         "tensor and context ranks are threads": {"tensor": SilentGroup("tensor", (0, 1), 0)},
@@ -174,6 +174,6 @@ def test_pairs_run_in_order_for_a_reason_that_is_printed() -> None:
         "offload.activations": {"choices": [LayerChoice(0, offload=True)]},
         "offload.weights": {"offload": OffloadConfig(weights=True)},
     }.items():
-        overlaps, remark = told(**changes)  # type: ignore[arg-type]
+        overlaps, remark = overlap_of(**changes)  # type: ignore[arg-type]
         assert not overlaps
         assert words in remark

@@ -85,7 +85,7 @@ def test_vertical_sync_is_another_recursion() -> None:
 
 @pytest.mark.parametrize("vertical_sync", [False, True])
 @pytest.mark.parametrize("num_microbatches", [3, 5])
-def test_a_drain_behind_any_step_changes_nothing(num_microbatches: int, vertical_sync: bool) -> None:
+def test_a_drain_after_any_step_changes_nothing(num_microbatches: int, vertical_sync: bool) -> None:
     steps = 4
     case = pipedream(3, num_microbatches, "momentum", vertical_sync=vertical_sync)
     history = serial(case, steps)
@@ -94,7 +94,7 @@ def test_a_drain_behind_any_step_changes_nothing(num_microbatches: int, vertical
 
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_goes_on_exactly_where_every_version_is_kept(optimizer: str) -> None:
+def test_resumes_exactly_where_every_version_is_kept(optimizer: str) -> None:
     case = pipedream(4, 5, optimizer)
     outcomes = run_threads({"pipeline": 4}, train_after_a_restart, case, 2, 2)
     check_bits(case, outcomes, serial(case, 4))
@@ -121,10 +121,10 @@ def poisoned_run(mesh: Mesh, case: Case) -> str:
 
 @pytest.mark.parametrize("microbatch", [0, 2])
 def test_gradients_that_are_not_finite_end_the_run(microbatch: int) -> None:
-    """The update is made before anybody else knows of them."""
+    """The update is made before another rank knows of them."""
     case = replace(pipedream(2, 3), poisoned=(1, microbatch))
-    for told in run_threads({"pipeline": 2}, poisoned_run, case):
-        assert told.startswith(
+    for message in run_threads({"pipeline": 2}, poisoned_run, case):
+        assert message.startswith(
             "the gradients of step 1 were not finite, and pipedream updates after every micro-batch"
         )
 

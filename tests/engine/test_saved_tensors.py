@@ -1,4 +1,4 @@
-"""What a forward keeps, moved away and back: counted once, freed in between, the same bits after."""
+"""Saved tensors of a forward, moved away and back: counted once, freed in between, the same bits after."""
 
 from collections.abc import Callable
 
@@ -51,7 +51,7 @@ def curved(x: Tensor) -> Tensor:
     return (x.view(-1).sin().view_as(x) * x).t().contiguous().t() * x[:1]
 
 
-def test_a_storage_is_counted_once_and_freed_and_the_gradient_is_the_same() -> None:
+def test_storages_count_once_are_freed_and_gradients_equal() -> None:
     data = torch.randn(SIZE, SIZE)
     expected = data.clone().requires_grad_()
     gradient = torch.randn(SIZE, SIZE)

@@ -1,4 +1,4 @@
-"""What reaches the device is what was read: values, dtype, and memory of its own on a GPU."""
+"""The device receives the values and dtypes that were read, in memory of its own on a GPU."""
 
 import numpy as np
 import pytest
@@ -25,10 +25,10 @@ def test_ids_and_masks_arrive_contiguous_in_their_dtype(device: str) -> None:
 @pytest.mark.parametrize(
     ("array", "crosses"), [(np.array([[0, 5, 2**31 - 1]]), torch.int32), (np.ones((1, 2), np.float32), torch.float32)]
 )
-def test_a_gpu_gets_narrow_integers_from_pinned_memory_without_waiting(
+def test_gpus_read_narrow_integers_from_pinned_memory_asynchronously(
     monkeypatch: pytest.MonkeyPatch, array: np.ndarray, crosses: torch.dtype
 ) -> None:
-    """What is asked of torch, on a machine that has no GPU: in this order, with nothing in between."""
+    """Calls of torch on a machine without a GPU: in this order, with no other call in between."""
     asked: list[tuple[object, ...]] = []
 
     def pinned(tensor: torch.Tensor) -> torch.Tensor:

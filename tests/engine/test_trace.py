@@ -1,4 +1,4 @@
-"""What a recorder notes is what a rank did, and recording changes nothing."""
+"""A recorder notes the actions of a rank, and recording changes nothing."""
 
 import itertools
 import statistics
@@ -61,9 +61,7 @@ def plain(mesh: Mesh, name: str, per_stage: list[int]) -> tuple[list[float], Any
 
 @pytest.mark.parametrize("backend", ["threads", "processes"])
 @pytest.mark.parametrize(("name", "per_stage"), [("1f1b", [2, 2]), ("zb_v", [1, 1, 1, 1])])
-def test_every_action_is_noted_in_order_and_nothing_else_changes(
-    backend: Backend, name: str, per_stage: list[int]
-) -> None:
+def test_actions_are_recorded_in_order_without_side_effects(backend: Backend, name: str, per_stage: list[int]) -> None:
     ranks = run_mesh({"pipeline": 2}, recorded, name, per_stage, backend=backend)
     expected = run_mesh({"pipeline": 2}, plain, name, per_stage, backend=backend)
     for (events, words, losses, weights), (plain_losses, plain_weights) in zip(ranks, expected, strict=True):
@@ -100,7 +98,7 @@ def slow_first_rank(mesh: Mesh) -> list[Event]:
     return recorder.events()
 
 
-def test_waiting_for_a_slow_peer_is_told_from_working() -> None:
+def test_waiting_for_a_slow_peer_is_distinguished_from_working() -> None:
     first, second = run_threads({"pipeline": 2}, slow_first_rank)
     forwards = [[event for event in events if event.action.startswith("F")] for events in (first, second)]
     assert len(forwards[1]) == MICROBATCHES
@@ -167,16 +165,16 @@ def test_a_wait_for_a_copy_is_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert max(event.wait for event in events if event.action.startswith("B")) >= 10e6
 
 
-def test_a_single_rank_waits_for_nobody() -> None:
+def test_a_single_rank_does_not_wait() -> None:
     events, *_ = recorded(connected_mesh(MeshShape({}), torch.device("cpu")), "1f1b", [2])
     assert statistics.median(event.wait for event in events if event.wait > 0) < 5e6
     assert {event.wait for event in events if event.action[0] == "F"} == {0}
 
 
 def compared(mesh: Mesh) -> tuple[int, int, bool]:
-    """Rank 1's host runs 5 s ahead."""
-    ahead = 5_000_000_000 * mesh.rank
-    found = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + ahead)
+    """The clock of rank 1's host is 5 s fast."""
+    lead = 5_000_000_000 * mesh.rank
+    found = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + lead)
     return found.nanoseconds, found.error, found.leads_host
 
 

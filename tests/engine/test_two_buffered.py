@@ -77,7 +77,7 @@ def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int
 
 
 def test_the_recursion_is_not_the_one_without_a_delay() -> None:
-    """What the other tests could not see if a delay made no difference."""
+    """The delay changes weights; otherwise the other tests would be blind to it."""
     case = two_buffered(2, 2)
     delayed, plain = serial(case, 3), expected(case, 3, [0] * case.chain.num_layers)
     assert delayed.losses()[0] == plain.losses()[0]
@@ -119,7 +119,7 @@ def test_a_skipped_step_advances_the_version_by_a_copy(backend: Backend) -> None
 
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 @pytest.mark.parametrize(("pipeline", "num_microbatches"), [(2, 2), (4, 5)])
-def test_a_drain_behind_any_step_changes_nothing(update: str, pipeline: int, num_microbatches: int) -> None:
+def test_a_drain_after_any_step_changes_nothing(update: str, pipeline: int, num_microbatches: int) -> None:
     steps = 5
     case = with_options(two_buffered(pipeline, num_microbatches), update=update)
     history = serial(case, steps)
@@ -146,7 +146,7 @@ def test_goes_on_from_any_step(before: int) -> None:
 
 
 def train_and_evaluate(mesh: Mesh, case: Case, steps: int) -> tuple[list[StepResult], list[Tensor]]:
-    """Training goes on behind the evaluation."""
+    """Training continues after the evaluation."""
     replica = Replica(mesh, case)
     results = replica.train(range(steps))
     losses = replica.losses(steps)
@@ -213,7 +213,7 @@ def train_with_a_late_sum(mesh: Mesh, case: Case) -> Outcome:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_sums_of_neighbouring_steps_keep_their_order(pipeline: int) -> None:
-    """A lazy update stands behind the last rank's next sum, so that two of them are under way there. (Not where that
+    """A lazy update comes after the last rank's next sum, so that two of them are under way there. (Not where that
     one waits for a tied weight's gradient from a rank that waits for the sum before.)"""
     case = two_buffered(pipeline, pipeline, tied=False)
     outcomes = run_threads({"data": 2, "pipeline": pipeline}, train_with_a_late_sum, case)
@@ -221,7 +221,7 @@ def test_sums_of_neighbouring_steps_keep_their_order(pipeline: int) -> None:
 
 
 @pytest.mark.parametrize(("pipeline", "num_microbatches"), [(2, 1), (4, 3)])
-def test_fewer_micro_batches_than_ranks_are_refused_with_the_reason(pipeline: int, num_microbatches: int) -> None:
+def test_too_few_micro_batches_are_refused_with_the_reason(pipeline: int, num_microbatches: int) -> None:
     with pytest.raises(
         ScheduleError,
         match=f"{num_microbatches} micro-batches on {pipeline} ranks would need weights that do not exist yet",

@@ -17,7 +17,7 @@ SGD = OptimizerConfig(name="sgd", weight_decay=0.0, clip_norm=1.0)
 FLUSHING = Case("1f1b", (1,) * PIPELINE, MICROBATCHES, SGD, width=WIDTH)
 
 ELEMENTS = WIDTH * WIDTH + WIDTH
-"""Of a stage: a weight and a bias. A tensor of a micro-batch, three rows, is an 85th of that."""
+"""Elements of a stage: a weight and a bias. A tensor of a micro-batch, three rows, is an 85th of that."""
 
 SLACK = 8 * ELEMENTS // 4
 """Less than any copy of the weights, more than all activations and messages in flight."""
@@ -59,7 +59,7 @@ def test_two_buffered_weights_are_two(
 
 
 @pytest.mark.parametrize("options", [{}, {"vertical_sync": True}], ids=["plain", "vertical sync"])
-def test_pipedream_keeps_as_many_versions_as_micro_batches_in_flight(options: dict[str, Any]) -> None:
+def test_pipedream_keeps_one_version_per_micro_batch_in_flight(options: dict[str, Any]) -> None:
     optimizer = replace(SGD, clip_norm=None)
     one = bytes_by_rank(replace(FLUSHING, optimizer=optimizer))
     several = bytes_by_rank(with_options(replace(FLUSHING, name="pipedream", optimizer=optimizer), **options))

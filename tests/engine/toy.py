@@ -29,7 +29,7 @@ SPEC = TensorSpec((ROWS, WIDTH), torch.float32)
 
 @dataclass
 class Context:
-    """What one micro-batch carries: inputs for the first layer and targets for the loss."""
+    """One micro-batch: inputs for the first layer and targets for the loss."""
 
     inputs: Tensor
     targets: Tensor
@@ -160,7 +160,7 @@ def toy(
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a rank saw: losses and norms by step, gradients by step and layer, final weights by layer."""
+    """The results of a rank: losses and norms by step, gradients by step and layer, final weights by layer."""
 
     losses: list[float]
     norms: list[float]

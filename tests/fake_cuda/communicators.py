@@ -39,7 +39,7 @@ class Nccl:
 
     Attributes:
         log: every exchange of tensors, in the order of the calls.
-        open: works that nobody has waited for, and where they were started.
+        open: works that no thread has waited for, and where they were started.
     """
 
     def __init__(self, watch: Watch, rank: int, world_size: int, folder: Path) -> None:
@@ -322,7 +322,7 @@ class Communicator(dist.ProcessGroup):
 
 
 def check_logs(logs: Sequence[Sequence[Exchanged]]) -> list[str]:
-    """What does not match between the ranks' logs, by rank: collectives are the same on all members, and what one
+    """Return mismatches between the ranks' logs, by rank: collectives are the same on all members, and what one
     rank sends another receives in the same order."""
     problems = []
     names = {each.communicator for log in logs for each in log}

@@ -19,7 +19,7 @@ TOTAL_MEMORY = 80 << 30
 
 
 class Properties:
-    """Of the device that is not there: an H100."""
+    """Properties of the imitated device: an H100."""
 
     name = "NVIDIA H100 80GB HBM3"
     total_memory = TOTAL_MEMORY
@@ -205,7 +205,7 @@ class Baton:
         self._lock = threading.Lock()
         self._timeline = timeline
         self._enter = enter
-        self._held = threading.local()
+        self._local = threading.local()
 
     def install(self) -> None:
         """Take the baton, and let every thread that starts from now on wait for it."""
@@ -221,18 +221,18 @@ class Baton:
                 with baton._enter():
                     run(thread)
             finally:
-                baton._timeline.tell(thread)
+                baton._timeline.publish(thread)
                 baton._give()
 
         def start_later(thread: threading.Thread) -> None:
-            baton._held.starts = True
+            baton._local.starts = True
             try:
                 start(thread)
             finally:
-                baton._held.starts = False
+                baton._local.starts = False
 
         def wait_without_baton(condition: threading.Condition, timeout: float | None = None) -> bool:
-            if not baton._has() or getattr(baton._held, "starts", False):
+            if not baton._has() or getattr(baton._local, "starts", False):
                 return wait(condition, timeout)
             baton._give()
             try:
@@ -243,7 +243,7 @@ class Baton:
                     saved = condition._release_save()  # type: ignore[attr-defined]
                     baton._lock.acquire()
                     condition._acquire_restore(saved)  # type: ignore[attr-defined]
-                baton._held.held = True
+                baton._local.has_baton = True
 
         def join_without_baton(thread: threading.Thread, timeout: float | None = None) -> None:
             if not baton._has():
@@ -256,11 +256,11 @@ class Baton:
                 baton._timeline.learn(thread)
 
         def sleep_without_baton(seconds: float) -> None:
-            held = baton._has()
-            if held:
+            has_baton = baton._has()
+            if has_baton:
                 baton._give()
             sleep(seconds)
-            if held:
+            if has_baton:
                 baton._take()
 
         time.sleep = sleep_without_baton
@@ -271,22 +271,22 @@ class Baton:
         threading.Thread.join = join_without_baton  # type: ignore[method-assign]
 
     def _hand_clocks_over(self) -> None:
-        """What a thread waited for is known to whoever takes its result, its message or its start."""
-        for owner, tells, learns in (
+        """Copy a thread's clock to the thread that receives its result, its message or its start."""
+        for owner, senders, receivers in (
             (threading.Thread, ("start",), ()),
             (threading.Event, ("set",), ("wait", "is_set")),
             (queue.Queue, ("put",), ("get",)),
             (Future, ("set_result", "set_exception"), ("result", "exception")),
         ):
-            for name in tells:
+            for name in senders:
                 setattr(owner, name, self._before(getattr(owner, name)))
-            for name in learns:
+            for name in receivers:
                 setattr(owner, name, self._after(getattr(owner, name)))
 
     def _before(self, method: Any) -> Any:
         @functools.wraps(method)
         def call(owner: Any, *arguments: Any, **named: Any) -> Any:
-            self._timeline.tell(owner)
+            self._timeline.publish(owner)
             return method(owner, *arguments, **named)
 
         return call
@@ -303,12 +303,12 @@ class Baton:
     def _has(self) -> bool:
         # A thread of autograd's runs while the thread that waits for it has the baton.
         of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
-        return of_autograd or getattr(self._held, "held", False)
+        return of_autograd or getattr(self._local, "has_baton", False)
 
     def _take(self) -> None:
         self._lock.acquire()
-        self._held.held = True
+        self._local.has_baton = True
 
     def _give(self) -> None:
-        self._held.held = False
+        self._local.has_baton = False
         self._lock.release()

@@ -110,7 +110,7 @@ def install_csrc(watch: Watch) -> None:
 
 
 def install_apex(watch: Watch) -> None:
-    """Let this process have apex installed, for the rest of it: results and rules are those of the tests' stand-in."""
+    """Install the tests' stand-in for apex, with its results and rules, for the rest of the process."""
     apex_stand_in.install(pytest.MonkeyPatch())
     for function in FUNCTIONS:
         module = sys.modules[function.extension]

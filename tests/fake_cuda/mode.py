@@ -201,7 +201,7 @@ class Watch(TorchDispatchMode):
         *,
         keeps_values: bool = False,
     ) -> None:
-        """One kernel of the program's own, by default on the current stream. keeps_values: what small tensors held."""
+        """One kernel of the program's own, by default on the current stream. keeps_values: of small tensors."""
         read, written = [self.memory_of(each) for each in reads], [self.memory_of(each) for each in writes]
         self._launch(name, read, written, sum(map(num_bytes, (*reads, *writes))), stream, at)
         for each in () if keeps_values else writes:
@@ -393,11 +393,11 @@ def set_shadow(tensor: Tensor, value: Tensor | None) -> None:
     if not has_shadow(tensor):
         return
     with _disable_current_modes():
-        held: Tensor | None = getattr(tensor, "_fake_cuda_value", None)
+        shadow: Tensor | None = getattr(tensor, "_fake_cuda_value", None)
         if value is not None:
             tensor._fake_cuda_value = value  # type: ignore[attr-defined]
-        elif held is not None:
-            held.fill_(1)
+        elif shadow is not None:
+            shadow.fill_(1)
         else:
             tensor._fake_cuda_value = torch.ones(tensor.shape, dtype=tensor.dtype)  # type: ignore[attr-defined]
 

@@ -25,7 +25,7 @@ Half = tuple[int, int, int]
 
 @dataclass
 class Pair:
-    """Of each half, forward first: kernels, collectives, and kernels that wait for a collective of the other half."""
+    """Counts of each half, forward first: kernels, collectives, and kernels that wait for the other half."""
 
     kernels: list[int]
     collectives: list[int]

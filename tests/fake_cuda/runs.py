@@ -53,7 +53,7 @@ from tests.fake_cuda.timeline import Timeline
 
 @dataclass
 class Phase:
-    """What one part of a run did. launches, moved: operations and bytes by name. syncs: (reason, place) -> times."""
+    """Counts of one part of a run. launches, moved: operations and bytes by name. syncs: (reason, place) -> times."""
 
     launches: Counter[str]
     moved: Counter[str]
@@ -67,7 +67,7 @@ class Phase:
 
 @dataclass
 class Report:
-    """What one rank's run did. faults: in words. log: exchanges. peak: bytes. waits: places at which
+    """The report of one rank's run. faults: in words. log: exchanges. peak: bytes. waits: places at which
     the program lets a stream or the host wait. results: what the run returned."""
 
     phases: dict[str, Phase] = field(default_factory=dict)
@@ -162,7 +162,7 @@ def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
 
 
 SPARE = 2**16
-"""Bytes that a step of a small model may have beside what its rehearsal had."""
+"""Bytes that a step of a small model may have in addition to its rehearsal's."""
 
 
 def _capture_graphs(watch: Watch) -> None:
@@ -198,7 +198,7 @@ def train(
 ) -> None:
     """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
 
-    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: bytes beside a step.
+    dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: more bytes of a step.
     chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`. pairs_in_order: run the
     halves of pairs one after the other.
     """

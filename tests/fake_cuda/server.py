@@ -30,7 +30,7 @@ class FakeCudaError(RuntimeError):
 def run_fake(function: Callable[..., Any], *args: Any, ranks: int = 1, timeout: float = 120.0) -> list[Any]:
     """Run `function(rank, *args)` on each of `ranks` fake devices, and return their results in rank order.
 
-    `function` stands at the top level of a module whose import needs no device; arguments and results are pickled.
+    `function` is at the top level of a module whose import needs no device; arguments and results are pickled.
 
     Raises FakeCudaError: a rank raised, died or did not answer in time.
     """

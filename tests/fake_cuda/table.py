@@ -52,7 +52,7 @@ ROWS: tuple[tuple[str, str, Changes], ...] = (
     ("1.3B", "2 x 2 x 2 (tensor, pipeline, data)", {"parallel": {"tensor": 2, "pipeline": 2, "data": 2}}),
 )
 SPARE = 2**21
-"""Bytes that a step may have beside what its rehearsal had: samples of the steps before and after it."""
+"""Bytes that a step may have in addition to its rehearsal's: samples of the steps before and after it."""
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def test_every_way_to_wait_for_the_device_is_counted() -> None:
         ("apex", "d_weight.dtype == torch.float32"),
     ],
 )
-def test_a_call_that_an_extension_would_misread_ends_the_run(mistake: str, words: str) -> None:
+def test_calls_that_extensions_would_misread_end_the_run(mistake: str, words: str) -> None:
     with pytest.raises(FakeCudaError) as failure:
         run_fake(faulty.calls_extensions, mistake)
     assert words in str(failure.value)

@@ -1,4 +1,4 @@
-"""Launches of the project's own kernels in a step: as many as the ops of the layers declare, on every rank."""
+"""Launches of the project's own kernels in a step: the number that the ops of the layers declare, on every rank."""
 
 from collections import Counter
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What every rank of a run has on its device at its fullest moment is what the planner predicts, to a megabyte."""
+"""The planner predicts the peak device bytes of every rank of a run to a megabyte."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

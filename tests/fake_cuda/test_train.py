@@ -170,7 +170,7 @@ def test_every_option_of_a_model_trains_without_a_fault(corpora: tuple[str, Bert
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [GPT2_SHAPE, LLAMA_SHAPE], ids=["gpt2", "llama"])
-def test_compiled_blocks_are_one_graph_and_train_without_a_fault(
+def test_compiled_blocks_are_one_graph_without_faults(
     corpora: tuple[str, BertDataConfig], shape: dict[str, Any]
 ) -> None:
     """As far as the graph: nothing can be compiled for a device that is not there."""
@@ -297,7 +297,7 @@ def test_the_library_trains_any_modules_without_a_fault(schedule: str) -> None:
     assert check_logs([report.log for report in reports]) == []
 
 
-def test_a_rehearsal_loads_kernels_and_memory_before_the_first_message(corpora: tuple[str, BertDataConfig]) -> None:
+def test_rehearsals_load_kernels_and_memory_before_messages(corpora: tuple[str, BertDataConfig]) -> None:
     """The other tests see no fault because pipelines are rehearsed."""
     config = shortened(make_config(corpora[0], GPT2_SHAPE, training={"precision": "bf16"}), 2)
     config.parallel = replace(config.parallel, pipeline=2)

@@ -24,7 +24,7 @@ RUNS = {
 }
 FAST = ("replicas",)
 NOT_NEEDED_HERE = {
-    "self._done.synchronize()": "for whoever reads optimizer state on the host between steps: nobody does here",
+    "self._done.synchronize()": "for readers of optimizer state on the host between steps; these runs have none",
     "stream.record_event().synchronize()": "the function before it has read the sums, which waits too",
 }
 """Lines of the product that wait for what these runs do not need."""
@@ -50,7 +50,7 @@ def test_a_wait_that_is_left_out_is_found(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_optimizer_state_has_come_to_the_host_when_it_is_saved(tmp_path: Path) -> None:
+def test_saved_optimizer_state_is_on_the_host(tmp_path: Path) -> None:
     groups = {
         "training": {"precision": "bf16", "steps": 2, "directory": str(tmp_path / "run"), "memory_check": "warn"},
         "checkpoint": {"every": 1},
@@ -62,7 +62,7 @@ def test_optimizer_state_has_come_to_the_host_when_it_is_saved(tmp_path: Path) -
     assert report.faults == []
 
 
-def test_a_tensor_given_to_another_thread_is_awaited_and_kept() -> None:
+def test_tensors_for_another_thread_are_awaited_and_kept() -> None:
     (report,) = run_fake(runs.hands_over)
     assert report.faults == []
 

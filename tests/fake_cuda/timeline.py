@@ -1,4 +1,4 @@
-"""What a GPU's streams would do, as vector clocks: which operation surely ends before which other one starts.
+"""A GPU's streams as vector clocks: which operation surely ends before which other one starts.
 
 A stream's clock says, for every stream, how many of its operations surely ended before the next one here starts. The
 host has a clock for each thread: what it has waited for. Two accesses of one memory race unless the clocks order them.
@@ -157,7 +157,7 @@ class Timeline:
         return event
 
     def wait(self, stream: int, event: dict[int, int]) -> None:
-        """What is given to the stream from now on runs after the event. The program asks for it."""
+        """Run later operations of the stream after the event. The program asks for it."""
         if not self._drops():
             self.follow(stream, event)
 
@@ -173,7 +173,7 @@ class Timeline:
 
     @property
     def host(self) -> dict[int, int]:
-        """What this thread of the host knows to have ended."""
+        """The operations that this thread of the host knows to have ended."""
         if not hasattr(self._host, "clock"):
             self._host.clock = {}
         clock: dict[int, int] = self._host.clock
@@ -191,14 +191,14 @@ class Timeline:
         """This thread of the host waits for all streams."""
         self.synchronize(dict(self._ticks), reason)
 
-    def tell(self, carrier: object) -> None:
-        """Whoever learns from the carrier (a thread, a future, a queue) knows what this thread of the host knows."""
+    def publish(self, carrier: object) -> None:
+        """Publish the clock of this host thread through the carrier (a thread, a future, a queue)."""
         if self.host:
             clock = carrier.__dict__.setdefault("_known_to_have_ended", {})
             _advance(clock, self.host)
 
     def learn(self, carrier: object) -> None:
-        """The counterpart of `tell`."""
+        """The counterpart of `publish`."""
         clock = carrier.__dict__.get("_known_to_have_ended")
         if clock:
             _advance(self.host, clock)
@@ -313,18 +313,18 @@ class Timeline:
         access = Access(stream, self._ticks[stream], at)
         clock[stream] = access.tick
         for memory in reads:
-            self._check_held(memory, "reads", at)
+            self._check_not_released(memory, "reads", at)
             writer = memory.writer
             if writer is not None and clock.get(writer.stream, 0) < writer.tick:
                 self.fault("reads what another stream writes, without waiting for it", at, writer.place, "written")
             memory.readers[stream] = access
         for memory in writes:
-            self._check_held(memory, "writes", at)
+            self._check_not_released(memory, "writes", at)
             self._check_overwrite(memory, clock, at)
             memory.writer, memory.readers = access, {}
         return access
 
-    def _check_held(self, memory: Memory, verb: str, at: Place) -> None:
+    def _check_not_released(self, memory: Memory, verb: str, at: Place) -> None:
         """A tensor that looks into a released storage has its shape, but no memory."""
         if memory.released is not None:
             self.fault(f"{verb} memory that was released", at, memory.released, "released")
@@ -339,7 +339,7 @@ class Timeline:
 
     def host_reads(self, memory: Memory) -> None:
         """The host looks into host memory."""
-        self._check_held(memory, "the host uses", place())
+        self._check_not_released(memory, "the host uses", place())
         if memory.writer is not None and self.host.get(memory.writer.stream, 0) < memory.writer.tick:
             self.fault("the host reads what a copy still fills", place(), memory.writer.place, "copied")
 

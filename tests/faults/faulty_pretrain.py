@@ -1,4 +1,4 @@
-"""pretrain_gpt.py with a fault in it, which the environment tells of: a program for tests to start under torchrun.
+"""pretrain_gpt.py with a fault that the environment describes: a program for tests to start under torchrun.
 
 MEGAPIPE_FAULT holds the JSON of a `Fault`; without it this is pretrain_gpt.py.
 """
@@ -56,7 +56,7 @@ class Fault:
 
 
 def wrap(owner: Any, name: str, before: Callable[..., None]) -> None:
-    """Have something happen ahead of every call of a function."""
+    """Call `before` before every call of a function."""
     function = getattr(owner, name)
 
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -80,7 +80,7 @@ def in_collective(fault: Fault) -> None:
 
 
 def flipped_bit(fault: Fault) -> None:
-    """Flip the lowest bit of one weight ahead of the comparison of replicas."""
+    """Flip the lowest bit of one weight before the comparison of replicas."""
 
     def flip(guards: Guards, replica: Replica, step: int) -> None:
         if step == fault.step:
@@ -119,8 +119,8 @@ def late_start(fault: Fault) -> None:
     time.sleep(LATE_SECONDS)
 
 
-def beside_training(fault: Fault) -> None:
-    """As a save is written beside the step that comes behind it, which waits for the fault."""
+def during_training(fault: Fault) -> None:
+    """Strike while a save is written during the next step, which waits for the fault."""
     saves, fed, struck = threading.Event(), threading.Event(), threading.Event()
 
     def feed(engine: Engine, given: StepInput) -> None:
@@ -148,7 +148,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
     "save": lambda fault: wrap(
         importlib.import_module("megapipe.checkpoint.save_and_load"), "write_share", once(fault)
     ),
-    "save beside training": beside_training,
+    "save during training": during_training,
     "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),
     "collective": in_collective,
     "weights": flipped_bit,
@@ -157,7 +157,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
 
 if __name__ == "__main__":
     if VARIABLE in os.environ:
-        told = Fault(**json.loads(os.environ[VARIABLE]))
-        if told.rank is None or told.rank == int(os.environ.get("RANK", "0")):
-            PLACES[told.place](told)
+        fault = Fault(**json.loads(os.environ[VARIABLE]))
+        if fault.rank is None or fault.rank == int(os.environ.get("RANK", "0")):
+            PLACES[fault.place](fault)
     raise SystemExit(run_program(PretrainConfig, sys.argv[1:]))

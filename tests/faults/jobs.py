@@ -1,4 +1,4 @@
-"""Jobs under torchrun as tests see them: their processes, what they told and what they saved."""
+"""Jobs under torchrun as tests see them: their processes, output, metrics and checkpoints."""
 
 import json
 import re
@@ -66,8 +66,8 @@ def wait_for_the_end(processes: list[int]) -> None:
         time.sleep(0.05)
 
 
-def told_steps(run: Path) -> dict[int, dict[str, Any]]:
-    """What metrics.jsonl in a run's folder tells last of every step, without times."""
+def metrics_of_steps(run: Path) -> dict[int, dict[str, Any]]:
+    """Return the last metrics of every step in a run's metrics.jsonl, without times."""
     lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
     steps = {line["step"]: line for line in lines if "event" not in line}
     return {n: {k: v for k, v in line.items() if k not in TIMES} for n, line in steps.items()}
@@ -89,8 +89,8 @@ def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
 
 
 def assert_same_run(found: Path, expected: Path, step: int) -> None:
-    """What two runs told of every step up to `step`, and saved after it, is the same, bit for bit."""
-    assert told_steps(found) == told_steps(expected)
+    """Check that metrics of every step up to `step`, and tensors saved after it, are the same, bit for bit."""
+    assert metrics_of_steps(found) == metrics_of_steps(expected)
     ours, theirs = saved_tensors(found, step), saved_tensors(expected, step)
     assert ours.keys() == theirs.keys() != set()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -100,11 +100,11 @@ class Job:
     """A job with a fault, started as users start it: under torchrun, or one rank by itself."""
 
     def __init__(self, folder: Path, fault: Fault | None, *arguments: str, ranks: int = 2) -> None:
-        told = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
+        variables = {} if fault is None else {VARIABLE: json.dumps(asdict(fault))}
         self.output: list[str] = []
         self.workers: list[int] = []
-        told["PYTHONPATH"] = str(ROOT)
-        self.process = start(ranks, *arguments, folder=folder, program=PROGRAM, errors=subprocess.STDOUT, **told)
+        variables["PYTHONPATH"] = str(ROOT)
+        self.process = start(ranks, *arguments, folder=folder, program=PROGRAM, errors=subprocess.STDOUT, **variables)
 
     def wait_for(self, words: str) -> None:
         """Read on until a line holds them; its workers are known then."""
@@ -117,14 +117,14 @@ class Job:
         pytest.fail(f"never said {words!r}: {''.join(self.output)}")
 
     def end(self) -> str:
-        """What it said, once it has ended and nothing of it is left."""
+        """Return its output, after it has ended with all of its processes."""
         output = rest_of(self.process, LIMIT_SECONDS)
         wait_for_the_end(self.workers)
         return "".join([*self.output, output])
 
 
-def told_by(folder: Path, fault: Fault | None, *arguments: str) -> str:
-    """What a job says that is left alone, and that its fault struck."""
+def output_of(folder: Path, fault: Fault | None, *arguments: str) -> str:
+    """Return the output of a job that runs to its end, after its fault if it has one."""
     job = Job(folder, fault, *arguments)
     if fault is not None:
         job.wait_for(MARK)
@@ -132,5 +132,5 @@ def told_by(folder: Path, fault: Fault | None, *arguments: str) -> str:
 
 
 def statuses(output: str) -> set[int]:
-    """Exit statuses of the ranks that torchrun tells of as failed."""
+    """Return the exit statuses of ranks that torchrun reports as failed."""
     return {int(found) for found in re.findall(r"exitcode +: (-?\d+)", output)}

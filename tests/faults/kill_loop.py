@@ -68,7 +68,7 @@ def survives(folder: Path, kills: int, seed: int, snapshot: str | None, save_on:
             victim, operation = chosen.randrange(2), chosen.randrange(OPERATIONS)
             run_ranks(2, _live, config, victim, delay, operation, save_on, may_die={0, 1})
         except RankError:
-            pass  # the survivor tells of its dead peer
+            pass  # the survivor reports its dead peer
         else:
             continue
         done += 1

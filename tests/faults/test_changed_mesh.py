@@ -68,7 +68,7 @@ def unsaved(config: PretrainConfig, resume: bool) -> PretrainConfig:
 
 
 def save_and_go_on(mesh: Mesh, config: PretrainConfig) -> list[RankOutcome]:
-    """What the rank held when it saved, at the end of a run that resumed there, and of one that nothing disturbed."""
+    """Return the rank's state when it saved, at the end of a run that resumed there, and of an undisturbed run."""
     saved = train(mesh, config, SAVED_AT)
     return [saved, train(mesh, unsaved(config, True), END), train(mesh, unsaved(config, False), END)]
 
@@ -79,7 +79,7 @@ def load_each(mesh: Mesh, configs: Sequence[PretrainConfig]) -> list[RankOutcome
 
 
 def put_together(ranks: Sequence[Sequence[RankOutcome]]) -> list[tuple[Outcome, Tensors]]:
-    """The runs of all ranks, each as one, and what they held at their start."""
+    """Merge the ranks of each run, and the state that they had at its start."""
     found = []
     for run in zip(*ranks, strict=True):
         assert all(rank.losses == run[0].losses for rank in run)
@@ -116,7 +116,7 @@ def check_all_pairs(folder: Path, layouts: Sequence[Sizes], **groups: dict[str, 
                 raise AssertionError(f"saved on {source}, resumed on {sizes}") from error
 
 
-def test_the_layouts_are_all_of_up_to_four_ranks_and_meet_all_stages() -> None:
+def test_layouts_cover_up_to_four_ranks_and_all_stages() -> None:
     assert len(LAYOUTS) == 10
     pairs = {(saved_stage(one), loaded_stage(other)) for one in REPLICATED for other in REPLICATED}
     assert pairs == set(itertools.product(range(4), repeat=2))

@@ -1,7 +1,7 @@
 """Every kind of damage to every file of a checkpoint, seen by a run that resumes: it goes on from whole bits alone.
 
 The oracle is what undamaged checkpoints give: a resumed run has the weights, moments and losses of the newest step,
-or, where the damage was noticed and told with the file, those of the step before it.
+or, where the damage was noticed and reported with the file, those of the step before it.
 """
 
 import re
@@ -31,12 +31,12 @@ FLIPS = 20
 class Damage:
     """apply: to the newest checkpoint's folder, given also the folder before it and the one of another run.
 
-    told: what the run says of it. harmless: whether it may change nothing that is read.
+    message: a pattern of the run's warning. harmless: whether it may change nothing that is read.
     """
 
     name: str
     apply: Callable[[Path, Path, Path], object]
-    told: str
+    message: str
     harmless: bool = False
 
 
@@ -70,7 +70,7 @@ def replayed(file: str, of_another_run: bool) -> Callable[[Path, Path, Path], ob
         source = other if of_another_run else before
         assert (source / file).read_bytes() != (newest / file).read_bytes()
         if file != MANIFEST:
-            assert (source / file).stat().st_size == (newest / file).stat().st_size, "sizes alone would tell"
+            assert (source / file).stat().st_size == (newest / file).stat().st_size, "sizes alone would reveal it"
         shutil.copyfile(source / file, newest / file)
 
     return apply
@@ -96,22 +96,22 @@ def damages() -> Iterator[Damage]:
         for number in range(FLIPS):
             apply = flipped(file, number / (FLIPS - 1), number % 8)
             # The header of these files ends before a quarter of them.
-            told = rf"{file}: tensor '\w+/.*checksum" if file != MANIFEST and number > FLIPS // 4 else file
-            yield Damage(f"{file}, bit flipped at {number} of {FLIPS}", apply, told, harmless=told == file)
+            message = rf"{file}: tensor '\w+/.*checksum" if file != MANIFEST and number > FLIPS // 4 else file
+            yield Damage(f"{file}, bit flipped at {number} of {FLIPS}", apply, message, harmless=message == file)
     yield Damage("files swapped", lambda *folders: swapped(*folders, same_sizes=False), FILES[0])
     yield Damage("files swapped, sizes kept", lambda *folders: swapped(*folders, same_sizes=True), FILES[0])
     for file in FILES[:2]:
         for of_another_run in (False, True):
             origin = "another run" if of_another_run else "the step before"
-            told = rf"{file}: tensor 'weights/.*checksum"
-            yield Damage(f"{file} of {origin}", replayed(file, of_another_run), told)
+            message = rf"{file}: tensor 'weights/.*checksum"
+            yield Damage(f"{file} of {origin}", replayed(file, of_another_run), message)
     yield Damage(f"{MANIFEST} of the step before", replayed(MANIFEST, False), "contains the checkpoint of step 1")
     yield Damage("the checkpoint of the step before", replaced, "contains the checkpoint of step 1")
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What a run did about a damage. same_bits: whether all that it holds is what was saved."""
+    """The reaction of a run to a damage. same_bits: whether its whole state equals the saved one."""
 
     step: int
     same_bits: bool
@@ -131,7 +131,7 @@ def resumed_from_each(mesh: Mesh, config: PretrainConfig, template: Path, other:
     """One rank of a run that finds each damaged directory in turn."""
     directory = checkpoint_directory(config)
     replica = Replica(config, mesh)
-    held, losses = {}, {}
+    expected, losses = {}, {}
 
     def prepared(damage: Damage | None, upto: int) -> None:
         shutil.rmtree(directory, ignore_errors=True)
@@ -156,13 +156,13 @@ def resumed_from_each(mesh: Mesh, config: PretrainConfig, template: Path, other:
 
     for step in (1, 2):
         assert resumed(None, step)[0] == step
-        held[step] = kept(replica)
-    assert not same(held[1], held[2])
+        expected[step] = kept(replica)
+    assert not same(expected[1], expected[2])
     seen = []
     for damage in damages():
         step, said = resumed(damage)
         aside = tuple(sorted(path.name for path in directory.glob("*.bad-*")))
-        seen.append(Seen(step, same(kept(replica), held[step]), "\n".join(said), aside))
+        seen.append(Seen(step, same(kept(replica), expected[step]), "\n".join(said), aside))
         mesh.world.all_gather_object(None)
     return seen
 
@@ -190,7 +190,7 @@ def test_a_run_resumes_from_whole_bits_alone(tmp_path: Path) -> None:
         assert seen.step == 1, damage.name
         (aside,) = seen.set_aside
         assert aside.startswith("step-00000002.bad-"), damage.name
-        assert re.search(damage.told, seen.said), f"{damage.name} is told as: {seen.said}"
+        assert re.search(damage.message, seen.said), f"{damage.name} was reported as: {seen.said}"
         assert aside in seen.said
     # White space and shapes in a header of safetensors, which nothing depends on.
     assert harmless <= 2

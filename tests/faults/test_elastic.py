@@ -35,7 +35,7 @@ def life(mesh: Mesh, config: PretrainConfig) -> list[tuple[int, list[int], list[
 
 
 def samples(config: PretrainConfig, replicas: list[int]) -> list[dict[int, list[int]]]:
-    """Number of each sample -> its tokens, step by step, over lives with so many replicas each."""
+    """Number of each sample -> its tokens, step by step, over runs with the given numbers of replicas."""
     found: dict[int, dict[int, list[int]]] = {}
     for data in replicas:
         sized = replace(config, parallel=replace(config.parallel, data=data))

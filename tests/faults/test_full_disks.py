@@ -30,7 +30,7 @@ from megapipe.training.observe import records
 from megapipe.training.observe.display import PlainLines
 from megapipe.training.pretrain import _train, named_recompute, pretrain
 from megapipe.training.resilience.watchdog import Heartbeat
-from tests.faults.jobs import saved_steps, told_steps
+from tests.faults.jobs import metrics_of_steps, saved_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
 
@@ -131,9 +131,7 @@ def files(directory: Path) -> list[bytes]:
         *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(4, 20)),
     ],
 )
-def test_a_disk_that_fills_at_any_moment_ends_no_run(
-    tmp_path: Path, corpus: str, undisturbed: Path, seed: int
-) -> None:
+def test_disks_that_fill_at_any_moment_end_no_run(tmp_path: Path, corpus: str, undisturbed: Path, seed: int) -> None:
     """The disk has room again some steps later; the run then saves the same bytes as an undisturbed run."""
     chosen = random.Random(seed)
     error = chosen.choice([errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
@@ -159,11 +157,11 @@ def test_a_disk_that_fills_at_any_moment_ends_no_run(
         finally:
             freed.cancel()
     assert files(tmp_path / "run") == files(undisturbed)
-    ours, theirs = told_steps(tmp_path / "run"), told_steps(undisturbed)
+    ours, theirs = metrics_of_steps(tmp_path / "run"), metrics_of_steps(undisturbed)
     assert ours.items() <= theirs.items(), "lines may be missing, and those that are there are right"
 
 
-def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
+def test_permanently_full_disks_cost_steps_since_the_last_save(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     disk = FillingDisk(1 << 40)
@@ -181,7 +179,7 @@ def test_a_disk_that_stays_full_costs_what_came_after_the_last_save(
     assert output.count("warning: log.txt failed and is turned off") == 1
     assert [output.count(f"warning: no checkpoint after step {step}: ") for step in (6, 8)] == [1, 1]
     assert pretrain(configuration(corpus, tmp_path), LaunchEnvironment()) == 0
-    assert sorted(told_steps(tmp_path)) == list(range(1, STEPS + 1))
+    assert sorted(metrics_of_steps(tmp_path)) == list(range(1, STEPS + 1))
 
 
 def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> list[str]:
@@ -247,7 +245,7 @@ SPOILS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]
         "no more files fit there",
     ),
 }
-"""What fills a disk, what frees it, and the words of the warning."""
+"""Calls that fill a disk and free it, and the words of the warning."""
 
 
 @pytest.mark.slow

@@ -61,7 +61,7 @@ def test_a_killed_job_is_started_again_and_goes_on(tmp_path: Path) -> None:
                 if line.startswith("step "):
                     break
             assert (f"after step {steps[-1]} " in first) == (life > 0)
-            wait_until(lambda: saved_steps(tmp_path / RUN)[-1:] > steps[-1:])  # saves end beside training
+            wait_until(lambda: saved_steps(tmp_path / RUN)[-1:] > steps[-1:])  # saves end during training
             time.sleep(chosen.uniform(0.0, 0.5))
         finally:
             # torchrun gives its workers sessions of their own.

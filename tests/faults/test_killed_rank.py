@@ -17,7 +17,7 @@ pytestmark = needs_proc
 def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str, limit: float = LIMIT_SECONDS) -> str:
     """Start a run that would never end, signal one rank after its first step, and return what the job says.
 
-    The job must fail within `limit` seconds and leave no process behind.
+    The job must fail within `limit` seconds and leave no process running.
     """
     process = start(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments, folder=folder)
     try:
@@ -72,6 +72,6 @@ def test_a_hanging_rank_is_named_after_the_time_out(tmp_path: Path, arguments: l
     # As long as one rank may come late to their meeting. torchrun itself gives a process that ignores its signals half
     # a minute before it kills it.
     errors = errors_after(signal.SIGSTOP, 1, tmp_path, "--parallel.timeout_seconds=15", *arguments, limit=120)
-    told = [line for line in errors.splitlines() if "pipeline rank 0, step" in line]
-    assert told, errors
-    assert "rank 1" in told[0]
+    lines = [line for line in errors.splitlines() if "pipeline rank 0, step" in line]
+    assert lines, errors
+    assert "rank 1" in lines[0]

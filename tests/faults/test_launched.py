@@ -41,8 +41,8 @@ def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Pope
     assert process.stdout is not None
     output = process.stdout
     try:
-        told = itertools.islice((line for line in output if line.startswith("step ")), 2)
-        assert len(list(told)) == 2, (folder / "errors").read_text()
+        steps = itertools.islice((line for line in output if line.startswith("step ")), 2)
+        assert len(list(steps)) == 2, (folder / "errors").read_text()
         threading.Thread(target=output.read, daemon=True).start()
         yield process, children(process.pid)
     finally:
@@ -59,7 +59,7 @@ def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
         wait_for_the_end([*workers.values(), *watchers])
 
 
-def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Path) -> None:
+def test_watchdogs_name_a_stopped_rank_and_end_the_job(tmp_path: Path) -> None:
     """Each watcher is stopped while the other one reports, because the first of them to end its rank ends the job."""
     watchdog = ["--watchdog.floor_seconds=5", "--watchdog.factor=20"]
     with endless_job(tmp_path, "--parallel.pipeline=2", *watchdog) as (process, workers):
@@ -74,9 +74,9 @@ def test_a_stopped_rank_is_named_by_the_watchdogs_and_the_job_ends(tmp_path: Pat
         assert process.wait(timeout=LIMIT_SECONDS) != 0
         wait_for_the_end([*workers.values()])
     errors = (tmp_path / "errors").read_text()
-    told = {line.split(" made")[0]: line for line in errors.splitlines() if line.startswith("watchdog: ")}
-    assert "is stopped by a signal" in told["watchdog: rank 1"]
-    assert "(may wait for rank 1)" in told["watchdog: rank 0"]
+    reports = {line.split(" made")[0]: line for line in errors.splitlines() if line.startswith("watchdog: ")}
+    assert "is stopped by a signal" in reports["watchdog: rank 1"]
+    assert "(may wait for rank 1)" in reports["watchdog: rank 0"]
     assert f"exitcode  : {ExitCode.STALLED:d}" in errors
     (stacks,) = (tmp_path / "runs/default/stacks").glob("rank-0-pid-*.txt")
     assert "in _execute" in stacks.read_text()
@@ -93,7 +93,7 @@ def test_a_signal_saves_and_ends_all(tmp_path: Path, whom: str) -> None:
         process.wait(timeout=LIMIT_SECONDS)
         wait_for_the_end([*workers.values()])
     assert len(list((tmp_path / "runs/default/checkpoints").glob("step-*"))) == 1
-    if whom == "one rank":  # torchrun tells of the first to end: the one that was asked, or the one that heard of it
+    if whom == "one rank":  # torchrun reports the first to end: the rank that was signalled, or the other one
         errors = (tmp_path / "errors").read_text()
         assert f"exitcode  : {ExitCode.HUNG_UP:d}" in errors or f"exitcode  : {ExitCode.INTERRUPTED:d}" in errors
 
@@ -111,7 +111,7 @@ def test_a_reader_that_leaves_costs_nothing(tmp_path: Path) -> None:
     assert [line["event"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "event" in line][-1] == "end"
 
 
-def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: Path) -> None:
+def test_persistent_infinities_end_the_job_with_their_status(tmp_path: Path) -> None:
     arguments = ["--optimizer.learning_rate=1e30", "--optimizer.warmup_steps=0", "--reliability.non_finite_patience=2"]
     arguments += [f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2"]
     done = launch_with_torchrun(2, *arguments, folder=tmp_path)
@@ -120,12 +120,12 @@ def test_numbers_that_stay_infinite_end_the_job_with_their_own_status(tmp_path: 
     assert f"exitcode  : {ExitCode.NOT_FINITE:d}" in done.stderr
 
 
-def test_a_killed_rank_costs_nothing_where_torchrun_starts_the_job_again(tmp_path: Path) -> None:
+def test_killed_ranks_cost_nothing_under_torchrun_restarts(tmp_path: Path) -> None:
     """Twice: each time the ranks that torchrun starts go on from the newest checkpoint by themselves."""
     corpus = write_shard(tmp_path)
     arguments = [f"--data.prefix={corpus}", f"--training.steps={STEPS}", "--training.log_every=1"]
     arguments += ["--parallel.data=2", "--checkpoint.every=3", "--checkpoint.keep_last=1"]
-    arguments += ["--checkpoint.asynchronous=false"]  # a save is durable before the step after it is told
+    arguments += ["--checkpoint.asynchronous=false"]  # a save is durable before the next step is printed
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     for folder in (disturbed, whole):
         folder.mkdir()
@@ -143,9 +143,9 @@ def test_a_killed_rank_costs_nothing_where_torchrun_starts_the_job_again(tmp_pat
     assert process.stdout is not None
     kills, resumed = {4: 1, 8: 0}, []
     try:
-        for told in process.stdout:
-            resumed += [told] if told.startswith("resumed from") else []
-            step = int(told.split("/")[0].removeprefix("step ")) if told.startswith("step ") else 0
+        for line in process.stdout:
+            resumed += [line] if line.startswith("resumed from") else []
+            step = int(line.split("/")[0].removeprefix("step ")) if line.startswith("step ") else 0
             if step in kills:
                 os.kill(children(process.pid)[kills.pop(step)], signal.SIGKILL)
         assert process.wait(timeout=LIMIT_SECONDS) == 0, (disturbed / "errors").read_text()

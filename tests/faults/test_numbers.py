@@ -28,7 +28,7 @@ from megapipe.training.observe.records import RANKS, TIME_PARTS
 from megapipe.training.observe.traces import StragglerWatch
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.guards import NonFiniteCount, NonFiniteError, SpikeError
-from tests.faults.jobs import told_steps
+from tests.faults.jobs import metrics_of_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, shards, write_shard
 from tests.support.meshes import run_threads
 
@@ -89,7 +89,7 @@ def poisoned_run(mesh: Mesh, config: PretrainConfig, where: str) -> tuple[list[S
     ],
     ids=str,
 )
-def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
+def test_infinities_on_one_rank_skip_the_step_everywhere(
     corpus: str, sizes: dict[str, int], where: str, precision: str
 ) -> None:
     config = make_config(corpus, GPT2_SHAPE, parallel={"data": None, **sizes}, training={"precision": precision})
@@ -101,7 +101,7 @@ def test_what_is_not_finite_on_one_rank_skips_the_step_on_all(
         assert all(bool(each.isfinite().all()) for each in later)
 
 
-def test_optimizer_state_gone_bad_on_one_replica_stops_all_updates(corpus: str) -> None:
+def test_bad_optimizer_state_on_one_replica_stops_updates(corpus: str) -> None:
     """Its next update spoils that replica's weights; from then on no rank updates, until the run is ended."""
     config = make_config(corpus, GPT2_SHAPE, parallel={"data": None})
     for results, weights in run_threads({"data": 2}, poisoned_run, config, "moment"):
@@ -129,7 +129,7 @@ def test_steps_that_stay_not_finite_end_the_run() -> None:
 
 
 def spiking(monkeypatch: pytest.MonkeyPatch, first: int, stop: int) -> None:
-    """Batches that begin from sample `first` and before `stop` hold the rarest token alone: their loss jumps up."""
+    """Fill batches that start from sample `first` and before `stop` with the rarest token: their loss jumps up."""
     load = BatchLoader.load
 
     def loaded(self: BatchLoader, consumed: int) -> StepBatch:
@@ -158,7 +158,7 @@ def spike_config(corpus: str, directory: Path, **groups: dict[str, Any]) -> Pret
 
 
 @pytest.mark.slow
-def test_a_spike_is_gone_round_as_if_its_samples_had_been_left_out_by_hand(
+def test_spike_recovery_equals_skipping_its_samples_by_hand(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spiking(monkeypatch, 48, 56)  # the batch of step 7
@@ -167,8 +167,8 @@ def test_a_spike_is_gone_round_as_if_its_samples_had_been_left_out_by_hand(
         corpus, tmp_path / "by hand", spikes={"deviations": None}, reliability={"skip_samples": [[40, 56]]}
     )
     assert pretrain(by_hand, LaunchEnvironment()) == 0
-    rewound = told_steps(tmp_path / "rewound")
-    assert rewound == told_steps(tmp_path / "by hand")
+    rewound = metrics_of_steps(tmp_path / "rewound")
+    assert rewound == metrics_of_steps(tmp_path / "by hand")
     assert [rewound[step]["consumed_samples"] for step in (5, 6, 9)] == [40, 64, 88]
     for folder, step in (("rewound", 6), ("by hand", 6)):
         lines = (tmp_path / folder / SKIPPED).read_text().splitlines()
@@ -177,10 +177,10 @@ def test_a_spike_is_gone_round_as_if_its_samples_had_been_left_out_by_hand(
     (rewind,) = [event for event in events if event.get("event") == "rewind"]
     assert (rewind["step"], rewind["spiked"], rewind["first"], rewind["stop"]) == (4, 7, 40, 56)
     # What was left out is part of the next checkpoint: a run that goes on from it replays nothing and skips the same.
-    once_more = spike_config(corpus, tmp_path / "in parts")
-    assert pretrain(replace(once_more, training=replace(once_more.training, stop_at=8)), LaunchEnvironment()) == 0
-    assert pretrain(once_more, LaunchEnvironment()) == 0
-    assert told_steps(tmp_path / "in parts") == rewound
+    in_parts = spike_config(corpus, tmp_path / "in parts")
+    assert pretrain(replace(in_parts, training=replace(in_parts.training, stop_at=8)), LaunchEnvironment()) == 0
+    assert pretrain(in_parts, LaunchEnvironment()) == 0
+    assert metrics_of_steps(tmp_path / "in parts") == rewound
 
 
 def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,8 +219,8 @@ def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int, late: Ca
 
 
 def test_a_slow_rank_is_named(corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second more in each step beside a few milliseconds of work. The clock counts a rank's own work alone, so
-    that a busy machine does not make the others slow."""
+    """Half a second more in each step, which has a few milliseconds of work. The clock counts a rank's own work alone,
+    so that a busy machine does not make the others slow."""
     lateness = threading.local()
 
     def late(nanoseconds: int) -> None:

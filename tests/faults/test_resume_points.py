@@ -65,8 +65,8 @@ def run(config: PretrainConfig) -> None:
     assert pretrain(config, LaunchEnvironment()) == 0
 
 
-def told(directory: Path) -> list[dict[str, Any]]:
-    """What is told of the steps, times aside."""
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """Return the metrics of the steps, without times."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "event" not in record]
     return [{name: value for name, value in step.items() if name not in TIMES} for step in steps]
@@ -86,7 +86,7 @@ def whole(corpora: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that nothing disturbed, with a checkpoint of every step."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     run(configuration(corpora, directory))
-    assert [record["consumed_samples"] for record in told(directory)] == list(CONSUMED[1:])
+    assert [record["consumed_samples"] for record in metrics(directory)] == list(CONSUMED[1:])
     where = {"split": "train", "shares": "100,0,0", "sequence_length": 16, "seed": 0}
     assert tuple(len(GptSamples(prefix, **where)) for prefix in corpora) == EPOCHS
     assert CONSUMED[4] == sum(EPOCHS)
@@ -104,7 +104,7 @@ def test_resumed_after_any_step(corpora: list[str], whole: Path, tmp_path: Path,
     else:
         shutil.copytree(whole / name, tmp_path / name)
     run(configuration(corpora, tmp_path))
-    assert told(tmp_path) == told(whole)[step:]
+    assert metrics(tmp_path) == metrics(whole)[step:]
     assert saved(tmp_path) == saved(whole)
     assert not list((tmp_path / "checkpoints").glob(".step-*"))
 
@@ -135,12 +135,12 @@ def test_a_clock_that_jumps_changes_nothing(
     config = configuration(corpora, tmp_path)
     run(replace(config, training=replace(config.training, stop_at=3)))
     run(config)
-    assert next(looks) > STEPS, "the clock is looked at, for what is told"
-    assert told(tmp_path) == told(whole)
+    assert next(looks) > STEPS, "metrics read the clock"
+    assert metrics(tmp_path) == metrics(whole)
     assert saved(tmp_path) == saved(whole)
 
 
-def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
+def test_refused_saves_cost_that_checkpoint_alone(
     corpora: list[str],
     whole: Path,
     tmp_path: Path,
@@ -156,7 +156,7 @@ def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
         self.finish()  # the checkpoint before, which may be larger
         with no_larger_files(100_000):
             path = save(self, replica, step, *args, **options)
-            with pytest.raises(CheckpointError):  # the loop hears of it beside training
+            with pytest.raises(CheckpointError):  # the loop is notified during training
                 self.finish()
         seen.append(sorted(path.name for path in self.directory.iterdir()))
         return path
@@ -168,5 +168,5 @@ def test_a_save_that_the_system_refuses_costs_that_checkpoint_alone(
         assert output.count(f"warning: no checkpoint after step {step}: ") == 1
     assert os.strerror(errno.EFBIG) in output
     assert seen == [["step-00000001"]] * 2, "what was written of a refused save is removed"
-    assert told(tmp_path) == told(whole)
+    assert metrics(tmp_path) == metrics(whole)
     assert saved(tmp_path) == saved(whole)

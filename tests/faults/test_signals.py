@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.training.resilience.signals import ECHO_SECONDS
 from tests.faults.faulty_pretrain import MARK, Fault
-from tests.faults.jobs import RUN, Job, assert_same_run, needs_proc, saved_steps, statuses, told_by
+from tests.faults.jobs import RUN, Job, assert_same_run, needs_proc, output_of, saved_steps, statuses
 from tests.support.gpt_runs import write_shard
 from tests.support.patience import wait_until
 
@@ -24,26 +24,26 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.mark.exhaustive
 def test_signals_in_evaluations_and_saves_cost_nothing(tmp_path: Path, corpus: str) -> None:
-    """One job, four lives: each is ended where a signal is easily lost, and the next goes on behind it. The oracle is
-    the job that nothing disturbed."""
+    """Start one job four times: each is ended where a signal is easily lost, and the next one continues there. The
+    oracle is the job that nothing disturbed."""
     arguments = [f"--data.prefix={corpus}", "--data.split=50,50,0", "--parallel.data=2", "--training.steps=14"]
     arguments += ["--evaluation.every=3", "--evaluation.samples=16", "--checkpoint.every=5"]
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     for folder in (disturbed, whole):
         folder.mkdir()
-    between, beside = "--checkpoint.asynchronous=false", "--checkpoint.asynchronous=true"
+    between, background = "--checkpoint.asynchronous=false", "--checkpoint.asynchronous=true"
     lives = [
-        (Fault("evaluation", 1, signal.SIGTERM), beside, 3, {143, 130}),
+        (Fault("evaluation", 1, signal.SIGTERM), background, 3, {143, 130}),
         (Fault("save", 1, signal.SIGINT), between, 5, {130}),
-        (Fault("save beside training", 0, signal.SIGTERM), beside, 12, {143, 130}),  # asked in step 11
+        (Fault("save during training", 0, signal.SIGTERM), background, 12, {143, 130}),  # asked in step 11
     ]
     for fault, how, step, expected in lives:
-        output = told_by(disturbed, fault, *arguments, how)
+        output = output_of(disturbed, fault, *arguments, how)
         assert statuses(output) <= expected, output
         assert "stopped by" in output
         assert saved_steps(disturbed / RUN)[-1] == step, "no further step was made"
     for folder in (disturbed, whole):
-        output = told_by(folder, None, *arguments, beside)
+        output = output_of(folder, None, *arguments, background)
         assert "finished after step 14/14" in output, output
     assert_same_run(disturbed / RUN, whole / RUN, 14)
 
@@ -55,11 +55,11 @@ def test_a_signal_during_the_first_compile_saves_two_steps(tmp_path: Path, corpu
     for folder in (disturbed, whole):
         folder.mkdir()
     pipeline = "--parallel.pipeline=2"
-    output = told_by(disturbed, Fault("compile", 1, signal.SIGTERM), *arguments, pipeline)
+    output = output_of(disturbed, Fault("compile", 1, signal.SIGTERM), *arguments, pipeline)
     assert statuses(output) <= {143, 130}, output
-    assert saved_steps(disturbed / RUN) == [2], "ranks agree as a step begins: the first one had begun"
+    assert saved_steps(disturbed / RUN) == [2], "ranks agree at the start of a step, and the first step had started"
     for folder in (disturbed, whole):
-        assert "finished after step 4/4" in told_by(folder, None, *arguments, pipeline)
+        assert "finished after step 4/4" in output_of(folder, None, *arguments, pipeline)
     assert_same_run(disturbed / RUN, whole / RUN, 4)
 
 
@@ -85,8 +85,8 @@ def test_before_training_a_job_ends_at_once(
     assert "Traceback" not in "".join(line for line in output.splitlines() if "[rank" in line)
 
 
-def test_a_second_signal_ends_a_job_that_is_stuck_in_its_save(tmp_path: Path, corpus: str) -> None:
-    """The first one is noted, and the save goes on; there is no checkpoint then, and the next start begins anew."""
+def test_a_second_signal_ends_a_job_stuck_saving(tmp_path: Path, corpus: str) -> None:
+    """The first one is noted, and the save goes on; there is no checkpoint then, and the next run starts at step 1."""
     arguments = [f"--data.prefix={corpus}", "--training.steps=3", "--checkpoint.every=2"]
     job = Job(tmp_path, Fault("save", 0), *arguments, "--checkpoint.asynchronous=false", ranks=1)
     job.wait_for(MARK)
@@ -95,7 +95,7 @@ def test_a_second_signal_ends_a_job_that_is_stuck_in_its_save(tmp_path: Path, co
     assert job.process.poll() is None
 
     def ended_by_another() -> bool:
-        """A process that is held up takes signals that come meanwhile for one."""
+        """Signals that reach a blocked process count as one."""
         job.process.send_signal(signal.SIGINT)
         time.sleep(2 * ECHO_SECONDS)
         return job.process.poll() is not None
@@ -111,6 +111,6 @@ def test_a_second_signal_ends_a_job_that_is_stuck_in_its_save(tmp_path: Path, co
 
 def test_sigusr1_to_a_rank_saves_and_training_goes_on(tmp_path: Path, corpus: str) -> None:
     arguments = [f"--data.prefix={corpus}", "--parallel.data=2", "--training.steps=8", "--checkpoint.every=100"]
-    output = told_by(tmp_path, Fault("step", 1, signal.SIGUSR1, step=3), *arguments)
+    output = output_of(tmp_path, Fault("step", 1, signal.SIGUSR1, step=3), *arguments)
     assert "finished after step 8/8" in output
     assert saved_steps(tmp_path / RUN) in ([4, 8], [5, 8]), "noticed in that step or the next"

@@ -37,7 +37,7 @@ OTHERS = {
     "a missing file": (["--data.prefix=nowhere"], "rank 1: nowhere.idx does not exist"),
     "a layout for more ranks": (["--parallel.data=3"], "rank 1: "),
 }
-"""What rank 1 alone is given, and the part of the line that ends all ranks."""
+"""Options that only rank 1 gets, and the part of the line that ends all ranks."""
 COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data=2", "--checkpoint.every=5"]
 
 
@@ -172,7 +172,7 @@ def test_a_refused_second_start_changes_no_file(folder: Path, every: int | None)
 
 @needs_proc
 @pytest.mark.slow
-def test_the_same_command_a_second_time_leaves_the_first_alone(folder: Path) -> None:
+def test_starting_a_command_twice_does_not_disturb_the_first(folder: Path) -> None:
     arguments = ["--data.prefix=corpus", "--training.steps=100000", "--optimizer.decay=constant"]
     first = start(1, *arguments, folder=folder)
     assert first.stdout is not None

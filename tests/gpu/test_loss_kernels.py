@@ -65,7 +65,7 @@ def test_linear_cross_entropy(sizes: list[int], dtype: torch.dtype) -> None:
 
 
 def test_more_logits_than_32_bits_count() -> None:
-    """The last of 17,000 rows of 128k columns, by itself and behind all others."""
+    """The last of 17,000 rows of 128k columns, alone and after all others."""
     op = backend("cross_entropy")
     logits = torch.zeros(17_000, 128_256, dtype=torch.bfloat16, device="cuda")
     logits[-1] = draw(128_256, dtype=torch.bfloat16, device="cuda")

@@ -39,7 +39,7 @@ def run_and_peak(mesh: Mesh, config: PretrainConfig) -> tuple[RankRun, int]:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
 @pytest.mark.parametrize("offload", [EVERYTHING, EVERYTHING | {"weights": True}], ids=str)
-def test_a_run_has_the_same_bits_and_needs_less_memory(
+def test_offload_gives_the_same_bits_with_less_memory(
     tmp_path: Path, schedule: str, precision: str, offload: dict[str, Any]
 ) -> None:
     config = config_of(tmp_path, precision, name=schedule)

@@ -16,7 +16,7 @@ from tests.training.test_profile import trained
 pytestmark = pytest.mark.gpu
 
 CYCLES = 50_000_000
-"""Of the device's clock; some 25 to 50 ms."""
+"""Cycles of the device's clock; 25 to 50 ms."""
 
 
 def test_the_clock_counts_what_the_host_only_launched() -> None:

@@ -106,8 +106,10 @@ def test_candidates_are_those_of_transformers(fill: Fill, folder: Path, replica:
     filled, *gaps = output.splitlines()
     assert len(gaps) == 2
     for number, (gap, places, shares) in enumerate(zip(gaps, expected.indices, expected.values, strict=True), start=1):
-        told = ", ".join(f"{WORDS[place]} {share:.1%}" for place, share in zip(places, shares.tolist(), strict=True))
-        assert gap == f"  gap {number}: {told}"
+        choices = ", ".join(
+            f"{WORDS[place]} {share:.1%}" for place, share in zip(places, shares.tolist(), strict=True)
+        )
+        assert gap == f"  gap {number}: {choices}"
     first, second = (WORDS[place].removeprefix("##") for place in expected.indices[:, 0])
     assert filled == f"def {first}(self, name{second}):"
 
@@ -138,14 +140,14 @@ def test_a_wrong_input_names_value_and_rule(fill: Fill, words: list[str], parts:
         assert part in messages
 
 
-def test_a_larger_vocabulary_than_the_models_is_told(fill: Fill, tmp_path: Path) -> None:
+def test_a_vocabulary_larger_than_the_models_is_reported(fill: Fill, tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
     status, _, messages = fill("--text", "while [MASK]", "--tokenizer", f"bert-uncased:{tmp_path / 'vocab.txt'}")
     assert status == 2
     assert f"has token {len(WORDS)} but the model's vocabulary is {len(WORDS)}" in messages
 
 
-def test_a_checkpoint_that_is_not_there_and_one_of_a_gpt_are_told(fill: Fill, tmp_path: Path) -> None:
+def test_missing_and_gpt_checkpoints_are_reported(fill: Fill, tmp_path: Path) -> None:
     assert "no complete checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
     status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
     assert (status, output) == (2, "")

@@ -158,7 +158,7 @@ def test_prompts_may_pass_in_chunks_of_any_size(name: str, chunk: int, monkeypat
 
 @pytest.mark.parametrize("name", most_exhaustive(("mistral", "gemma2", "gpt_oss")))
 def test_prompts_may_be_longer_than_the_window(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In chunks, beside prompts that end in earlier ones."""
+    """In chunks, together with prompts that end in earlier ones."""
     case, prompts = case_of(name), [[*range(3, 40)], [7, 5], [*range(40, 19, -1)], [*range(9, 34, 2)]]
     monkeypatch.setattr(generation, "CHUNK", 4)
     expected = [their_greedy(case, prompt) for prompt in prompts]
@@ -181,7 +181,7 @@ def test_every_layout_gives_the_same_texts(name: str, sizes: dict[str, int]) -> 
         assert texts == expected
 
 
-def test_a_text_does_not_depend_on_its_batch_or_its_neighbours() -> None:
+def test_texts_do_not_depend_on_batch_or_neighbours() -> None:
     model, settings = SHAPES["gpt2-tied"], SamplingSettings(seed=8)
     expected = alone(model, settings, limits_of(model), samples=3)
     assert [(text.prompt, text.sample) for text in expected] == [(p, s) for p in range(4) for s in range(3)]

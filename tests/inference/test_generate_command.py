@@ -39,7 +39,7 @@ def save_run(folder: Path, prefix: str, model: ModelConfig = MODEL) -> Path:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run trained on a shard of bytes, which lies in the same folder."""
+    """A run trained on a shard of bytes, which is in the same folder."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("some text")
     words = ["--input", str(folder / "text.txt"), "--tokenizer", "bytes", "--append-eod", "--workers", "1"]
@@ -77,7 +77,7 @@ def test_a_slow_generation_shows_its_progress(generate: Generate, monkeypatch: p
     assert "generating" not in output
 
 
-def test_several_texts_stand_under_headings(generate: Generate, tmp_path: Path) -> None:
+def test_several_texts_have_headings(generate: Generate, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("two\nlines\n")
     status, output, _ = generate("--prompt", "a", "--prompt-file", str(tmp_path / "prompt.txt"), "--num-samples", "2")
     assert status == 0
@@ -114,7 +114,7 @@ def test_stop_strings_end_a_text_before_them(generate: Generate) -> None:
     assert generate(*words, "--stop", "never", "--stop", stop)[1] == expected
 
 
-def test_an_empty_prompt_begins_a_document(generate: Generate) -> None:
+def test_an_empty_prompt_starts_a_document(generate: Generate) -> None:
     status, output, _ = generate("--prompt", "")
     assert status == 0
     assert len(output) > 1
@@ -159,7 +159,7 @@ def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str]
         assert part in messages
 
 
-def test_a_folder_without_checkpoints_is_told(generate: Generate, tmp_path: Path) -> None:
+def test_a_folder_without_checkpoints_is_reported(generate: Generate, tmp_path: Path) -> None:
     for folder, part in ((tmp_path, "no complete checkpoint in"), (tmp_path / "absent", "is not a folder")):
         status, _, messages = generate("--prompt", "x", checkpoint=folder)
         assert status == 2

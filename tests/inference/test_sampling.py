@@ -55,7 +55,7 @@ def test_penalized_logits_equal_those_of_transformers(seed: int, tokens: list[in
     assert torch.equal(penalized(logits, [tokens, tokens[:1]], penalty), expected)
 
 
-def test_equal_logits_at_the_edge_of_top_k_all_stay_and_at_that_of_top_p_the_lower_ids_do() -> None:
+def test_ties_survive_top_k_and_are_cut_by_topp() -> None:
     logits = torch.tensor([[1.0, 1.0, 0.0, 1.0]])
     share = 1 / (3 + np.exp(-1.0))
     assert probabilities(logits, SamplingSettings(top_k=2))[0].tolist() == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3])
@@ -91,7 +91,7 @@ def test_the_outermost_numbers_pick_tokens_that_can_be_picked(number: float) -> 
     assert pick(logits, SamplingSettings(), [number]).tolist() == [1 if number == 0.0 else 2]
 
 
-def test_random_numbers_are_even_and_differ_by_seed_prompt_sample_and_position() -> None:
+def test_random_numbers_are_uniform_and_differ_by_every_key() -> None:
     numbers = np.array(
         [uniform(5, prompt, sample, at) for prompt in range(10) for sample in range(10) for at in range(20)]
     )

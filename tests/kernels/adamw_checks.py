@@ -1,4 +1,4 @@
-"""What a backend of AdamW must do, on any device."""
+"""Requirements of AdamW backends, on any device."""
 
 from typing import Any
 

@@ -30,7 +30,7 @@ _MOST_WARPS = 32
 
 @dataclass(frozen=True)
 class MachineCode:
-    """What a compiled kernel uses. stack: bytes of it per thread. local: spills, in instructions. shared: bytes.
+    """Resources of a compiled kernel. stack: bytes of it per thread. local: spills, in instructions. shared: bytes.
 
     wide_loads, wide_stores: 128-bit instructions that read global memory, to registers or shared memory, and write it.
     """
@@ -75,7 +75,7 @@ def _run(*command: str) -> str:
 
 
 def problems(specimen: Specimen, code: MachineCode, architecture: int) -> list[str]:
-    """What is wrong with the machine code, in words."""
+    """Return the problems of the machine code, in words."""
     found = []
     if specimen.launch.num_warps > _MOST_WARPS:
         found.append(f"{specimen.launch.num_warps} warps, above {_MOST_WARPS}")

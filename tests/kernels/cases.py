@@ -1,4 +1,4 @@
-"""What tests of kernels share: draws, awkward layouts, and the rule for how exact a kernel must be.
+"""Shared by tests of kernels: draws, awkward layouts, and the rule for how exact a kernel must be.
 
 A kernel's checks are functions of a device and a shape, and live in a module without test functions, such as
 `norm_checks`. tests/kernels runs them on small shapes, interpreted where there is no GPU; tests/gpu/test_kernels.py
@@ -38,12 +38,12 @@ def draw(
 
 
 def misaligned(x: Tensor) -> Tensor:
-    """The same numbers one element behind an aligned address."""
+    """The same numbers one element after an aligned address."""
     return torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape)
 
 
 def strided(x: Tensor) -> Tensor:
-    """The same numbers with a gap behind each."""
+    """The same numbers with a gap after each."""
     return torch.stack([x, x], dim=-1)[..., 0]
 
 

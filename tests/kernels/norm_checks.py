@@ -1,4 +1,4 @@
-"""What a backend of the norms must do, on any device."""
+"""Requirements of norm backends, on any device."""
 
 from collections.abc import Callable
 
@@ -39,7 +39,7 @@ class Norm:
         return function(x, x.shape[-1:], *parameters, eps=EPSILON)
 
     def torchs_gradients(self, x: Tensor, parameters: list[Tensor], dy: Tensor, dx: Tensor) -> list[Tensor]:
-        """Of x, with dx beside, and of the parameters."""
+        """Return gradients of x, with dx added, and of the parameters."""
         leaves = [x.detach().requires_grad_(), *(parameter.detach().requires_grad_() for parameter in parameters)]
         found = torch.autograd.grad([self.torchs(leaves[0], leaves[1:]), leaves[0]], leaves, [dy, dx])
         return list(found)
@@ -79,8 +79,8 @@ def check_against_double(
     for one, other in zip(whole, halves, strict=True):
         assert_same_bits(one, other)
     alone = norm.module.input_gradient(dy, x, *statistics, parameters[0])
-    beside = torch.zeros_like(dx)
-    assert_same_bits(alone, norm.module.input_gradient(dy, x, *statistics, parameters[0], beside))
+    residual = torch.zeros_like(dx)
+    assert_same_bits(alone, norm.module.input_gradient(dy, x, *statistics, parameters[0], residual))
 
 
 def both(function: Callable[..., object], *arguments: object) -> tuple[object, object]:

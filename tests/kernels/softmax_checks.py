@@ -1,4 +1,4 @@
-"""What a backend of the masked softmax must do, on any device."""
+"""Requirements of masked softmax backends, on any device."""
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def mask_of(kind: str, shape: tuple[int, ...], device: str) -> Tensor | None:
 
 
 def torchs(scores: Tensor, hidden: Tensor) -> Tensor:
-    """What one writes in torch without this op."""
+    """The same softmax in torch, without this op."""
     return torch.softmax((scores * SCALE).masked_fill(hidden, -torch.inf), -1).masked_fill(hidden, 0)
 
 
@@ -69,7 +69,7 @@ def check_against_double(
 def check_rules(
     module: Implementation, shape: tuple[int, ...], dtype: torch.dtype, device: str, keys: int = 24
 ) -> None:
-    """Check two runs of scores with this shape, special numbers among so many keys, empty scores, and autograd."""
+    """Check two runs of scores with this shape, special numbers among `keys` keys, empty scores, and autograd."""
     check_two_runs(module, shape, dtype, device)
     check_special_values(module, keys, device)
     check_empty(module, device)

@@ -164,8 +164,8 @@ def test_installed_extensions_are_found_and_reported(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("_apex")
-def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
-    """And the backends that refuse some arguments are never chosen by themselves."""
+def test_ops_with_an_apex_backend_take_known_builds() -> None:
+    """Backends that refuse some arguments are never chosen automatically."""
     backends = {op.name: backend for op in OPS.ops for backend in op.backends if backend.name == "apex"}
     assert set(backends) == set(apex_backend.EXTENSIONS)
     for name, backend in backends.items():
@@ -176,7 +176,7 @@ def test_every_op_with_an_apex_backend_takes_a_known_build() -> None:
 
 
 @pytest.mark.usefixtures("_apex")
-def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unknown_builds_are_refused_when_choosing_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     extension = importlib.import_module("fused_layer_norm_cuda")
     known = apex_kernels.LAYER_NORM_BACKWARD.forms[-1]
     longer = apex_kernels.Form("later", "2030", (*known.arguments, "more:int"))
@@ -199,14 +199,14 @@ def test_an_unknown_build_is_refused_when_a_backend_is_chosen(monkeypatch: pytes
 
 
 def test_arguments_are_counted_in_docstrings_of_pybind11() -> None:
-    """Of functions of torch, which the same library binds."""
+    """The functions are torch's, which the same library binds."""
     assert apex_kernels._count(torch._C._jit_set_profiling_mode) == 1
     assert apex_kernels._count(torch._C._jit_pass_inline) == 1
     assert apex_kernels._count(torch._C._propagate_shapes) == 3
 
 
 @pytest.mark.usefixtures("_apex")
-def test_apex_is_chosen_and_reported_where_triton_and_csrc_cannot_run() -> None:
+def test_apex_is_chosen_where_triton_and_csrc_cannot_run() -> None:
     ops = OPS.with_overrides({})
     names = ("layer_norm", "adamw", "gradient_norm")
     choices = [ops.choice(name, "cuda", torch.float32, 64) for name in names]

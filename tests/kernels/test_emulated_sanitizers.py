@@ -27,7 +27,7 @@ def run_tests(chosen: str, csrc: Path = ROOT / "csrc") -> subprocess.CompletedPr
 
     chosen: as pytest's -k takes it.
     """
-    # It has to be loaded before everything else, and exceptions must find the right unwinder behind it.
+    # It has to be loaded first, and the right unwinder for exceptions after it.
     preloaded = f"{library('libasan.so')} {library('libstdc++.so')}"
     environment = os.environ | {SANITIZERS: CHECKS, "LD_PRELOAD": preloaded, "ASAN_OPTIONS": "detect_leaks=0"}
     code = (

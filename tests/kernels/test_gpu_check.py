@@ -46,7 +46,7 @@ def test_a_failure_is_reported_with_its_last_line() -> None:
     assert outcome.detail == f"{gpu_check.ROOT / 'megapipe' / '__init__.py'} 18; broken"
 
 
-def test_a_part_over_its_limit_is_stopped_with_its_children(tmp_path: Path) -> None:
+def test_parts_over_their_limit_stop_with_their_children(tmp_path: Path) -> None:
     """The table, and a report that is written before the next part starts, have what the part had printed."""
     child = "import subprocess, sys; print('{\"summary\": \"one of two\"}', flush=True); print('more', flush=True); "
     child += "subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])"
@@ -150,7 +150,7 @@ def test_results_of_another_setting_are_not_used(tmp_path: Path, content: str, n
     assert Progress(file, SETTING).finished("one", None) == Outcome("one", "ok", "", 1.0)
 
 
-def test_results_of_before_apex_or_nvcc_was_installed_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_from_before_installing_apex_or_nvcc_are_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that passed without them would be skipped, and their kernels never measured."""
     monkeypatch.setattr(build, "find_nvcc", lambda: None)
     monkeypatch.setattr(library, "PATH", Path("not/built"))
@@ -218,7 +218,7 @@ def test_the_fastest_backends_of_the_measured_sizes(tmp_path: Path, monkeypatch:
     assert {row.op for row in found.rows} <= {op.name for op in OPS.ops}
 
 
-def test_the_report_has_the_machine_and_the_ends_of_failures_and_nothing_private(tmp_path: Path) -> None:
+def test_the_report_has_machine_and_failures_but_nothing_private(tmp_path: Path) -> None:
     program = (
         "import sys; [print(f'line {number}.') for number in range(200)]; print(sys.prefix); print(sys.argv); "
         f"print({str(Path.home() / 'x')!r}, {getpass.getuser()!r}); raise SystemExit('broken')"
@@ -255,7 +255,7 @@ def test_more_gpus_add_a_run_for_each_check(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.slow
-def test_a_run_of_torchrun_that_hangs_is_stopped_with_its_ranks(tmp_path: Path) -> None:
+def test_hanging_torchruns_are_stopped_with_their_ranks(tmp_path: Path) -> None:
     program = tmp_path / "hangs.py"
     program.write_text(
         "import os, pathlib, time\n"

@@ -72,7 +72,7 @@ def tuple_of(results: Any) -> tuple[Tensor, ...]:
 
 
 def figure(contestant: str, seconds: float | None, direction: str = FORWARD, failure: str | None = None) -> Figure:
-    """Of a softmax that moves 1 GB."""
+    """A figure of a softmax that moves 1 GB."""
     share = None if seconds is None else 1e9 / CEILING.copy / seconds
     return Figure("softmax, plain", "softmax", 8, 4, direction, contestant, 1e9, 0.0, seconds, share, failure)
 
@@ -187,7 +187,7 @@ def test_a_table_has_rates_shares_and_failures() -> None:
     ]
 
 
-def test_what_misses_an_aim_or_loses_to_the_compiler_is_named() -> None:
+def test_kernels_below_an_aim_or_the_compiler_are_named() -> None:
     def said(*figures: Figure) -> list[str]:
         return table.verdicts(Findings(figures, {}, [], CEILING, CPU), CASES)
 
@@ -200,7 +200,7 @@ def test_what_misses_an_aim_or_loses_to_the_compiler_is_named() -> None:
     assert said(figure("triton", 1.25e-3, BOTH), figure("torch.compile", 1.2e-3, BOTH)) == [below, slower]
 
 
-def test_a_document_tells_who_did_not_run() -> None:
+def test_a_document_lists_backends_that_did_not_run() -> None:
     findings = Findings(
         [figure("triton", 1e-3)], {"Liger": "No module"}, ["gelu, 1 x 2: the time was up"], CEILING, CPU
     )
@@ -237,7 +237,7 @@ def test_the_script_runs_every_op_on_a_processor(
     assert "--repeats 1" in text  # the command
 
 
-def test_a_race_too_large_for_the_device_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_races_too_large_for_the_device_are_omitted(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_large(size: Size, draw: Draw) -> list[Tensor]:
         raise torch.OutOfMemoryError("no")
 

@@ -92,7 +92,7 @@ def test_without_a_file_the_table_decides_in_silence(folder: Path) -> None:
         (MEASURED.text().replace(GPU, "NVIDIA A100"), f"it was measured on NVIDIA A100, and this is {GPU}"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_ignored_with_one_line(folder: Path, text: str, note: str) -> None:
+def test_unusable_files_are_ignored_with_one_line(folder: Path, text: str, note: str) -> None:
     (folder / "nvidia_h100_80gb_hbm3.yaml").write_text(text)
     assert chosen(registry(), 1024) == "triton"
     (line,) = described_choices([registry().choice("gelu", "cuda", torch.bfloat16, 64)], {})[1:]

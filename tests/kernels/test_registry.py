@@ -91,9 +91,7 @@ def lazy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, **rules: 
     return Registry([KernelOp("gelu", ("apply",), (fast, slow))])
 
 
-def test_a_named_module_is_imported_when_a_tensor_first_reaches_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_named_modules_are_imported_at_their_first_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ops = lazy(
         tmp_path,
         monkeypatch,
@@ -110,7 +108,7 @@ def test_a_named_module_is_imported_when_a_tensor_first_reaches_it(
     ]
 
 
-def test_a_module_that_cannot_be_imported_is_passed_over_and_told(
+def test_modules_that_cannot_be_imported_are_skipped_and_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ops = lazy(tmp_path, monkeypatch, "import no_such_library")
@@ -149,7 +147,7 @@ def test_why_triton_cannot_run(
     assert triton_backend.unavailable(device) == reason
 
 
-def test_kernels_are_picked_on_the_cpu_only_to_be_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_picks_kernels_only_for_interpretation(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     tensor = torch.zeros(2, 8)
     assert OPS.with_overrides({}).pick("layer_norm", tensor) == OPS.reference("layer_norm")

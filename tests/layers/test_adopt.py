@@ -100,7 +100,7 @@ def test_both_halves_have_the_bits_of_torch(case: str, dtype: torch.dtype, head:
 
 
 class Block(nn.Module):
-    """A little of everything: a shared layer, a tied weight, a functional use of a weight, layers nobody knows."""
+    """A little of everything: a shared layer, a tied weight, a functional use of a weight, unknown layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:some parameters")
-def test_a_module_of_adopted_and_foreign_parts_keeps_every_use_of_every_weight() -> None:
+def test_partly_adopted_modules_keep_every_use_of_weights() -> None:
     """Sums over several uses of one weight are taken in another order, so these may differ in the last bits."""
     original = perturbed(Block().double())
     names = [name for name, _ in original.named_parameters()]
@@ -236,7 +236,7 @@ def test_recomputed_activations_split_as_well() -> None:
 
 @pytest.mark.filterwarnings("ignore:some parameters")
 def test_what_is_compiled_gets_whole_gradients() -> None:
-    """And is compiled once, not anew for every micro-batch's tape."""
+    """It is compiled once, not again for every micro-batch's tape."""
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:

@@ -47,7 +47,7 @@ def upstream(output: Tensor) -> Tensor:
 
 
 def uncompiled(module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
-    """What CompiledForward does, without the compiler."""
+    """CompiledForward without the compiler."""
     return module(*inputs, context=context)
 
 

@@ -88,7 +88,7 @@ def test_nothing_is_kept_without_gradients() -> None:
     assert wide == [torch.Size([x.shape[0] * x.shape[1], 61])], "one tensor as large as the logits is kept"
 
 
-def test_half_precision_does_not_round_what_gradients_are_scaled_by() -> None:
+def test_half_precision_does_not_round_gradient_scales() -> None:
     """bf16 holds 1/256 exactly; 1/300 it would round by 0.2%, and with it every gradient."""
 
     def gradients(scale: float) -> list[Tensor]:

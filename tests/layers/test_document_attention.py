@@ -81,7 +81,7 @@ def test_dropout_of_attention_goes_with_documents() -> None:
 starts_of_samples = st.integers(1, 30).flatmap(
     lambda length: st.lists(
         st.lists(st.booleans(), min_size=length, max_size=length).map(
-            lambda begins: [max([0, *(p for p in range(q + 1) if begins[p])]) for q in range(length)]
+            lambda is_start: [max([0, *(p for p in range(q + 1) if is_start[p])]) for q in range(length)]
         ),
         min_size=1,
         max_size=3,
@@ -186,8 +186,8 @@ def test_other_documents_need_no_other_kernel(differentiable_on_cpu: None) -> No
     generator = np.random.default_rng(0)
     query, key, value = (torch.randn(2, 4, 12, 16, requires_grad=True) for _ in range(3))
     for _ in range(10):
-        begins = np.where(generator.random((2, 12)) < 0.3, np.arange(12), 0)
-        starts = torch.from_numpy(np.maximum.accumulate(begins, axis=1))
+        places = np.where(generator.random((2, 12)) < 0.3, np.arange(12), 0)
+        starts = torch.from_numpy(np.maximum.accumulate(places, axis=1))
         context = with_blocks(MicrobatchContext(document_starts=starts), None)
         found = compiled(query, key, value, block_mask=context.document_blocks[None])
         mask = visible_within_documents(starts, None).unsqueeze(1)

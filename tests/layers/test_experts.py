@@ -1,4 +1,4 @@
-"""Experts beside transformers' Mixtral, beside every expert run on every token, and beside the dense MLP."""
+"""Experts compared with transformers' Mixtral, with every expert run on every token, and with the dense MLP."""
 
 from typing import Any
 
@@ -177,7 +177,7 @@ def test_any_shape_equals_every_expert_on_every_token(
             torch.testing.assert_close(block.gradients()[f"blocks.0.mlp.{name}"], expected_gradient)
 
 
-def test_the_bias_gets_the_load_that_it_is_to_even_out() -> None:
+def test_biases_receive_the_load_that_they_balance() -> None:
     block = block_of(small_model(**LLAMA, **EXPERTS), torch.bfloat16)
     experts = experts_of(block)
     x = drawn(2, 12, 32).bfloat16()
@@ -213,7 +213,7 @@ def test_one_expert_is_the_dense_mlp(shape: str) -> None:
     assert not single.gradients()["blocks.0.mlp.router.weight"].any(), "one choice leaves nothing to learn"
 
 
-def test_equal_scores_go_to_the_experts_of_the_lowest_numbers() -> None:
+def test_ties_go_to_the_experts_with_lowest_numbers() -> None:
     block = block_of(small_model(**LLAMA, **EXPERTS, expert_balance_rate=0.0))
     block.parameters()["blocks.0.mlp.router.weight"].zero_()
     shares, chosen = experts_of(block).router(drawn(1, 5, 32), None)
@@ -224,10 +224,8 @@ def test_equal_scores_go_to_the_experts_of_the_lowest_numbers() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [(), ("attention", "mlp", "norms")], ids=["kept", "again"])
 @pytest.mark.parametrize("shape", ROUTED)
-def test_the_split_backward_has_the_bits_of_the_fused_one(
-    shape: str, parts: tuple[Any, ...], dtype: torch.dtype
-) -> None:
-    """What is made again, and the weight half with its weights released, too."""
+def test_split_backward_has_the_bits_of_the_fused(shape: str, parts: tuple[Any, ...], dtype: torch.dtype) -> None:
+    """Recomputed tensors too, and the weight half after its weights were released."""
     model = small_model(**ROUTED[shape], **EXPERTS)
     block, context = block_of(model, dtype), make_context(model)
     x, dy = drawn(2, 12, 32).to(dtype).requires_grad_(), drawn(2, 12, 32, seed=2).to(dtype)
@@ -277,7 +275,7 @@ def test_ranks_that_share_the_experts_compute_what_one_does(shape: str, ranks: i
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
-def test_rows_are_the_tokens_of_their_experts_and_sum_back(number: int, choices: int, tokens: int, seed: int) -> None:
+def test_rows_are_tokens_of_experts_and_sum_back(number: int, choices: int, tokens: int, seed: int) -> None:
     """Against loops over tokens, choices and experts; picking and summing are each other's transpose."""
     generator = torch.Generator().manual_seed(seed)
     choices = min(choices, number)

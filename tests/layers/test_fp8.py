@@ -41,7 +41,7 @@ def test_rounding_is_within_the_format(dtype: torch.dtype, seed: int, exponent: 
     assert (short.float().abs().amax(1 if by_row else (0, 1)) == torch.finfo(dtype).max).all()
 
 
-def test_zeros_stay_and_what_is_not_finite_is_passed_on() -> None:
+def test_zeros_stay_and_infinities_pass_through() -> None:
     zeros = torch.zeros(3, 4)
     assert not quantised(zeros, zeros.abs().amax(), E4M3)[0].float().any()
     for value in (torch.inf, torch.nan):
@@ -127,7 +127,7 @@ def test_a_split_backward_gives_the_same_bits(recipe: Recipe) -> None:
 
 
 def shared_products(mesh: Mesh) -> list[Tensor]:
-    """What this rank computes of products whose operands are shared out as tensor ranks do."""
+    """Return this rank's results of products whose operands are sharded over tensor ranks."""
     group = mesh.group("tensor")
     x, weight, dy = drawn(16, 32, seed=1), drawn(24, 32, seed=2), drawn(16, 24, seed=3)
     rows, columns = slice(group.rank * 12, group.rank * 12 + 12), slice(group.rank * 16, group.rank * 16 + 16)

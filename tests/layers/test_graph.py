@@ -65,7 +65,7 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize("in_python", [False, True])
-def test_an_edge_outlives_its_tensor_and_not_the_other_way_round(in_python: bool) -> None:
+def test_edges_outlive_their_tensors_and_never_vice_versa(in_python: bool) -> None:
     x = torch.ones(3, requires_grad=True)
     output = Doubled.apply(x) if in_python else x * 2
     edge, memory = gradient_edge(output), weakref.ref(output)

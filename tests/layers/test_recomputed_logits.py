@@ -99,7 +99,7 @@ def check(found: Results, expected: Results, tolerance: float) -> None:
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", HEADS)
-def test_against_double_and_against_what_is_kept(kind: str, dtype: torch.dtype, masked: bool) -> None:
+def test_matches_double_precision_and_kept_logits(kind: str, dtype: torch.dtype, masked: bool) -> None:
     found = alone(kind, dtype, recompute=True, masked=masked)
     tolerance = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.01}[dtype]
     check(found, exact(kind, dtype, masked), tolerance)
@@ -158,7 +158,7 @@ def test_halves_are_refused(kind: str) -> None:
 
 
 @pytest.mark.parametrize("fields", [GPT2, LLAMA], ids=["gpt2", "llama"])
-def test_a_compiled_head_has_the_bits_of_an_eager_one(fields: dict[str, object]) -> None:
+def test_compiled_heads_have_the_bits_of_eager_ones(fields: dict[str, object]) -> None:
     torch._dynamo.reset()
     model = small_model(**fields)
     head = bind_model(model, recompute_logits=True)[-1]

@@ -1,4 +1,4 @@
-"""What each rank of a ring computes: everything that is visible once, and the same amount everywhere."""
+"""Ranks of a ring compute every visible pair once, and the same number everywhere."""
 
 import threading
 from collections import Counter, defaultdict
@@ -30,7 +30,7 @@ def work(order: TokenOrder, size: int, chunk: int, rank: int, visibility: Visibi
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_head_and_tail_give_every_rank_the_same_work_at_every_hop(size: int) -> None:
+def test_head_and_tail_balance_the_work_of_every_hop(size: int) -> None:
     causal = Visibility(causal=True)
     by_rank = [work("head_tail", size, 16, rank, causal) for rank in range(size)]
     assert all(each == by_rank[0] for each in by_rank)
@@ -56,7 +56,7 @@ def test_pieces_cover_what_is_visible_once(
     visibility = Visibility(causal, window if causal else None, masked)
     num_local = chunks_per_rank(order) * chunk
     length = size * num_local
-    held = [token_numbers(order, rank, size, length) for rank in range(size)]
+    tokens = [token_numbers(order, rank, size, length) for rank in range(size)]
     distance = np.arange(length)[:, None] - np.arange(length)
     visible = np.ones((length, length), dtype=bool)
     if causal:
@@ -67,7 +67,7 @@ def test_pieces_cover_what_is_visible_once(
         for rank in range(size):
             for other in range(size):
                 for piece in pieces(visibility, order, rank, other, size, num_local):
-                    rows, columns = (held[rank][piece.queries], held[other][piece.keys])
+                    rows, columns = (tokens[rank][piece.queries], tokens[other][piece.keys])
                     square = np.ones((len(rows), len(columns)), dtype=bool)
                     square = np.tril(square) if piece.kind == "causal" else square
                     computed[np.ix_(rows, columns)] += square
@@ -117,7 +117,7 @@ class _NotedWork(Work):
         self._work.wait()
 
 
-def test_a_hop_is_under_way_while_its_predecessor_is_worked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hops_overlap_the_work_of_their_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     events: dict[str, list[str]] = defaultdict(list)
     shift, forward, backward = ThreadGroup.shift, context_parallel.piece_forward, context_parallel.piece_backward
 
@@ -140,6 +140,6 @@ def test_a_hop_is_under_way_while_its_predecessor_is_worked_on(monkeypatch: pyte
     monkeypatch.setattr(context_parallel, "piece_backward", noted("backward", backward))
     run_threads({"context": 3}, shared_attention, Case("ring", 3, 4))
     hops = ["shift", "forward", "wait", "shift", "forward", "wait", "forward"]
-    # Keys and values as forward; gradients leave behind each hop's work and are awaited behind the next one's.
+    # Keys and values as forward; gradients are sent after each hop's work and awaited after the next one's.
     back = ["shift", "backward", "wait", "shift", "backward", "shift", "wait", "backward", "wait", "shift", "wait"]
     assert list(events.values()) == [hops + back] * 3

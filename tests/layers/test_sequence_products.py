@@ -1,4 +1,4 @@
-"""What sequence parallelism sends, when it sends it, and what it refuses."""
+"""Messages of sequence parallelism, their times, and refusals."""
 
 import threading
 from collections.abc import Callable
@@ -68,8 +68,8 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
         shard_sequence(block.module, SequenceProducts(group, chunks))
     assert context.tokens is not None
     batch, length = context.tokens.shape
-    held = length if chunks is None else length // group.size
-    hidden = torch.randn(batch, held, model.hidden_size, requires_grad=True)
+    num_local = length if chunks is None else length // group.size
+    hidden = torch.randn(batch, num_local, model.hidden_size, requires_grad=True)
     context.tape = SplitTape() if split else None
     (output,) = block.module(hidden, context=context)
     if context.tape is None:
@@ -84,10 +84,10 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_a_block_sends_what_tensor_parallelism_does_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
+def test_blocks_send_tensor_parallel_traffic_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
     """Plainly four all-reduces, 8 b s h (t - 1) / t elements of a rank; sharded four gathers and four scatters, the
-    same, and the inputs of the two column-parallel products gathered once more. A split backward gathers the gradients
-    of the two row-parallel outputs once more, too."""
+    same, and the inputs of the two column-parallel products gathered again. A split backward gathers the gradients
+    of the two row-parallel outputs again, too."""
     for found in run_threads({"tensor": size}, traffic_of_a_block, shape, False, None):
         assert found == {"all_reduce": 8}
     for split, gathers in ((False, 6), (True, 8)):
@@ -95,7 +95,7 @@ def test_a_block_sends_what_tensor_parallelism_does_and_two_shards_again(shape: 
             assert found == pytest.approx({"all_gather": gathers, "reduce_scatter": 4})
 
 
-def test_norms_of_queries_and_keys_send_nothing_for_each_micro_batch() -> None:
+def test_query_and_key_norms_send_nothing_per_micro_batch() -> None:
     """Their sums over heads are a part of the step's."""
     for found in run_threads({"tensor": 2}, traffic_of_a_block, "qwen3", False, 1):
         assert "all_reduce" not in found
@@ -143,7 +143,7 @@ class _Echo(PartialGroup):
 
 
 class Products(TorchDispatchMode):
-    """Logs matrix products; behind the n-th one the collectives `after[n]` may end."""
+    """Logs matrix products; after the n-th one the collectives `after[n]` may end."""
 
     def __init__(self, group: SlowGroup, after: dict[int, list[int]]) -> None:
         super().__init__()
@@ -196,8 +196,8 @@ def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowP
     return layer
 
 
-def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
-    """Each gather but the first ends only behind the product of the chunk before it; who waits earlier fails."""
+def test_chunks_are_gathered_during_the_previous_product() -> None:
+    """Each gather but the first ends only after the product of the chunk before it; an earlier wait fails."""
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks=3)
@@ -216,7 +216,7 @@ def test_a_chunk_is_gathered_while_the_one_before_is_multiplied() -> None:
     ]
 
 
-def test_a_chunk_is_scattered_while_the_next_one_is_multiplied() -> None:
+def test_chunks_are_scattered_during_the_next_product() -> None:
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(RowParallelLinear, group, chunks=3)
@@ -226,7 +226,7 @@ def test_a_chunk_is_scattered_while_the_next_one_is_multiplied() -> None:
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_a_backward_gathers_the_input_beside_one_product_and_scatters_beside_the_other(chunks: int) -> None:
+def test_backward_overlaps_gathers_and_scatters_with_both_products(chunks: int) -> None:
     log: list[str] = []
     group = SlowGroup(2, log)
     layer = linear(ColumnParallelLinear, group, chunks)
@@ -235,7 +235,7 @@ def test_a_backward_gathers_the_input_beside_one_product_and_scatters_beside_the
     with Products(group, forward):
         y = layer(x, None)
     log.clear()
-    # The gather ends behind the product for the input's gradient, the scatters behind the one for the weight's.
+    # The gather ends after the product for the input's gradient, the scatters after the one for the weight's.
     first = group.started
     with Products(group, {chunks - 1: [first], chunks: [first + 1 + i for i in range(chunks)]}):
         y.sum().backward()

@@ -28,7 +28,7 @@ SEED = 11
 
 @dataclass(frozen=True)
 class Case:
-    """One attention over `size` ranks. documents: random ones are told apart. lengths: samples are padded, BERT."""
+    """One attention over `size` ranks. documents: random ones are separate. lengths: samples are padded, BERT."""
 
     kind: ContextAttention
     size: int
@@ -91,9 +91,9 @@ def drawn(case: Case) -> tuple[list[Tensor], MicrobatchContext]:
         lengths = torch.randint(1, case.length + 1, (case.batch,), generator=generator)
         context = BertContext(lengths=lengths)
     if case.documents:
-        begins = torch.rand(case.batch, case.length, generator=generator) < 0.2
-        begins[:, 0] = True
-        context.document_starts = torch.where(begins, torch.arange(case.length), 0).cummax(dim=1).values
+        is_start = torch.rand(case.batch, case.length, generator=generator) < 0.2
+        is_start[:, 0] = True
+        context.document_starts = torch.where(is_start, torch.arange(case.length), 0).cummax(dim=1).values
     context.seed, context.ordinals = 5, torch.arange(case.batch) + 3
     return tensors, context
 

@@ -114,7 +114,7 @@ def test_halves_in_the_wrong_order_are_refused() -> None:
 
 
 class Foreign(nn.Module):
-    """A block behind a module that knows nothing of tapes."""
+    """A block inside a module that knows nothing of tapes."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Foreign(nn.Module):
         return self.plain(self.block(hidden, context=context)[0])
 
 
-def test_modules_that_cannot_split_get_their_gradient_with_the_input_half() -> None:
+def test_unsplittable_modules_get_gradients_in_the_input_half() -> None:
     model = small_model()
     block = bind_model(model)[1]
     whole = Foreign(block.module)

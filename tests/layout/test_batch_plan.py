@@ -26,7 +26,7 @@ def test_the_size_is_the_largest_multiple_below_the_line(plan: BatchPlan, consum
 
 
 @given(plans(), st.integers(0, 300), st.integers(0, 60))
-def test_samples_after_some_steps_are_the_sum_of_the_sizes(plan: BatchPlan, consumed: int, steps: int) -> None:
+def test_samples_after_steps_are_the_sum_of_sizes(plan: BatchPlan, consumed: int, steps: int) -> None:
     cursors = list(itertools.islice(plan.cursors(consumed), steps + 1))
     assert cursors[0] == consumed
     assert all(after - before == plan.size(before) for before, after in itertools.pairwise(cursors))

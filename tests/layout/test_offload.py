@@ -1,4 +1,4 @@
-"""Keep, move or recompute: held against every combination, and against the simulator for whether copies hide."""
+"""Keep, move or recompute: compared with every combination, and with the simulator for whether copies hide."""
 
 from itertools import product
 from math import ceil
@@ -27,15 +27,15 @@ def copies_hide(blocks, moved, bandwidth, prefetch):
     """The rule as docs/offload.md words it, window by window."""
     for place, block in enumerate(moved):
         seconds = blocks[block].kept / bandwidth
-        behind = range(block + 1, len(blocks))
-        between = [blocks[each].forward for each in behind] + [blocks[each].backward for each in reversed(behind)]
+        later = range(block + 1, len(blocks))
+        between = [blocks[each].forward for each in later] + [blocks[each].backward for each in reversed(later)]
         windows = [sum(between[: max(0, len(between) - prefetch)])]
         if block == moved[-1]:
-            windows.append(sum(blocks[each].forward for each in behind) + blocks[0].forward)
+            windows.append(sum(blocks[each].forward for each in later) + blocks[0].forward)
         else:
-            behind = range(block + 1, moved[place + 1] + 1)
-            windows.append(sum(blocks[each].forward for each in behind))
-        windows.append(sum(blocks[each].backward for each in behind[:prefetch]))
+            later = range(block + 1, moved[place + 1] + 1)
+            windows.append(sum(blocks[each].forward for each in later))
+        windows.append(sum(blocks[each].backward for each in later[:prefetch]))
         if seconds > min(windows):
             return False
     return True
@@ -49,14 +49,14 @@ def best_of_all(blocks, microbatches, memory, bandwidth, prefetch):
         moved = [index for index, name in enumerate(names) if name == "move"]
         if not copies_hide(blocks, moved, bandwidth, prefetch):
             continue
-        held = ceil(microbatches * sum(
+        needed = ceil(microbatches * sum(
             {"keep": block.kept, "move": 0, "recompute": block.input}[name]
             for block, name in zip(blocks, names, strict=True)
         ))  # fmt: skip
-        held += most * ("recompute" in names) + most * min(prefetch + 2, ceil(microbatches * len(moved)))
-        least.append(held)
+        needed += most * ("recompute" in names) + most * min(prefetch + 2, ceil(microbatches * len(moved)))
+        least.append(needed)
         again = sum(block.forward for block, name in zip(blocks, names, strict=True) if name == "recompute")
-        if held <= memory:
+        if needed <= memory:
             found.append((again, sum(blocks[index].kept for index in moved)))
     return min(found, default=None), min(least)
 
@@ -87,14 +87,14 @@ def test_it_is_the_best_of_all_combinations(blocks, microbatches, tenths, bandwi
     st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.sampled_from([0.5, 1.0, 1.5]),
     st.sampled_from([0.4, 0.6, 0.8]),
 )  # fmt: skip
-def test_what_is_to_hide_adds_no_time_in_the_simulator(name, units, ranks, rounds, prefetch, copy, share):
+def test_copies_meant_to_hide_add_no_simulated_time(name, units, ranks, rounds, prefetch, copy, share):
     """Equal blocks of a forward of 1 and a backward of 2, in halves where it is split; a copy takes `copy`."""
     generator = GENERATORS[name]
-    held = ranks
+    in_flight = ranks
     blocks = [BlockCost(1.0, 1.0 if generator.splits else 2.0, kept=100, input=10)] * units
-    memory = share * held * units * 100
+    memory = share * in_flight * units * 100
     try:
-        found = treat(blocks, microbatches=held, memory=memory, bandwidth=100 / copy, prefetch=prefetch)
+        found = treat(blocks, microbatches=in_flight, memory=memory, bandwidth=100 / copy, prefetch=prefetch)
     except DoesNotFit:
         return
     moves = tuple(unit for unit, treatment in enumerate(found.of_blocks) if treatment == "move")
@@ -115,14 +115,14 @@ def test_what_is_to_hide_adds_no_time_in_the_simulator(name, units, ranks, round
     assert finish[1] == pytest.approx(finish[0], abs=1e-9)
 
 
-def test_with_memory_for_all_nothing_leaves_and_with_less_the_first_blocks_do():
+def test_less_memory_moves_the_first_blocks():
     blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 6
     everything = treat(blocks, microbatches=2, memory=1200, bandwidth=100.0)
     assert everything.of_blocks == ("keep",) * 6
     less = treat(blocks, microbatches=2, memory=900, bandwidth=100.0)
     assert less.of_blocks.count("move") == 3
     assert less.recomputed == 0.0
-    # A copy that takes longer than a block's forward hides behind two: every other block moves, at most.
+    # A copy that takes longer than a block's forward is hidden by two: every other block moves, at most.
     slow = treat(blocks, microbatches=2, memory=850, bandwidth=60.0, prefetch=1)
     assert "move" in slow.of_blocks
     assert slow.recomputed == 1.0 * slow.of_blocks.count("recompute") > 0

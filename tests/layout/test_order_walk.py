@@ -1,4 +1,4 @@
-"""Walks of few micro-batches, which a search shares among layouts, beside walks of all of them."""
+"""Walks of few micro-batches, which a search shares among layouts, compared with walks of all of them."""
 
 from typing import Any
 
@@ -52,14 +52,14 @@ def shardings(draw: st.DrawFn, order: Order) -> ShardedRanks:
     return ShardedRanks(ranks, states, filled, spans or ((),) * len(units), draw(st.booleans()))
 
 
-def check_held(order: Order, seed: int) -> None:
+def check_held_bytes(order: Order, seed: int) -> None:
     """Activations and messages of each rank, and the slots that messages arrive in."""
     numbers = np.random.default_rng(seed).integers(0, 1000, (Tensor.WEIGHTS, stages_of(order)))
     short = order.short()[0]
     found, whole = (
-        (header, walk.by_rank(held.activations + held.temporaries), walk.by_rank(held.sent))
+        (header, walk.by_rank(sizes.activations + sizes.temporaries), walk.by_rank(sizes.sent))
         for header, walk in map(stage_walk, (short, order))
-        for held in [walk.held(filled_sizes(walk.num_places, numbers))]
+        for sizes in [walk.held(filled_sizes(walk.num_places, numbers))]
     )
     assert np.array_equal(found[1], whole[1])
     assert np.array_equal(found[2], whole[2])
@@ -99,15 +99,13 @@ def check_sharded(order: Order, sharding: ShardedRanks, seed: int) -> None:
 @settings(max_examples=60, deadline=None)
 @given(data=st.data(), order=orders(4, 5), seed=st.integers(0, 99))
 def test_few_microbatches_show_all_that_ranks_hold(data: st.DataObject, order: Order, seed: int) -> None:
-    check_held(order, seed)
+    check_held_bytes(order, seed)
     check_sharded(order, data.draw(shardings(order)), seed)
 
 
 @pytest.mark.exhaustive
 @settings(max_examples=1500, deadline=None)
 @given(data=st.data(), order=orders(8, 8), seed=st.integers(0, 99))
-def test_few_microbatches_show_all_that_ranks_hold_in_many_orders(
-    data: st.DataObject, order: Order, seed: int
-) -> None:
-    check_held(order, seed)
+def test_few_microbatches_show_peaks_in_many_orders(data: st.DataObject, order: Order, seed: int) -> None:
+    check_held_bytes(order, seed)
     check_sharded(order, data.draw(shardings(order)), seed)

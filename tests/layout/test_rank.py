@@ -1,4 +1,4 @@
-"""Predictions of a rank beside closed forms; tests/distributed/test_covering.py holds them to counted runs."""
+"""Compare predictions of a rank with closed forms; tests/distributed/test_covering.py has counted runs."""
 
 from dataclasses import replace
 from typing import Any
@@ -43,9 +43,7 @@ def sizes() -> list[int]:
 
 @pytest.mark.parametrize("microbatches", [1, 7])
 @pytest.mark.parametrize("buffers", [1, 3])
-def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_micro_batches(
-    microbatches: int, buffers: int
-) -> None:
+def test_layered_accumulation_gathers_twice_and_reduces_once(microbatches: int, buffers: int) -> None:
     """Rajbhandari et al. (2020, section 7): weights twice and gradients once, but for the layers that are still
     gathered when the backward starts."""
     traffic = layered(microbatches, buffers).traffic()
@@ -55,7 +53,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_micro_
     assert traffic["data+context", "all_gather"] == (2 * UNITS - buffers, gathered, 4 * gathered)
 
 
-def test_state_and_what_comes_and_goes_of_it_are_the_peak_of_rajbhandari() -> None:
+def test_state_peaks_are_those_of_rajbhandari() -> None:
     rank = layered(3)
     peak, lasting = rank.peak(), rank.state()
     shard = 4 * sum(sizes()) // REPLICAS
@@ -63,10 +61,10 @@ def test_state_and_what_comes_and_goes_of_it_are_the_peak_of_rajbhandari() -> No
     assert peak.weights == peak.gradients == 4 * sum(sorted(sizes())[-2:])
 
 
-def test_a_step_begins_and_ends_without_activations() -> None:
-    held = layered(3).timeline.activations
-    assert held[0] == held[-1] == 0
-    assert max(held) >= 3 * layered(3).costs.kept(LAYERS[1])
+def test_a_step_starts_and_ends_without_activations() -> None:
+    activations = layered(3).timeline.activations
+    assert activations[0] == activations[-1] == 0
+    assert max(activations) >= 3 * layered(3).costs.kept(LAYERS[1])
 
 
 def test_nccl_sums_without_memory_of_its_own() -> None:

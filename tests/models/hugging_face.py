@@ -295,7 +295,7 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 FIRST = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "gemma3", "qwen2_moe")
-"""Cases that stand for the others in tests that take longer than a comparison of logits."""
+"""Cases that represent the others in tests that take longer than a comparison of logits."""
 
 
 def most_exhaustive(names: Iterable[str]) -> list[Any]:

@@ -142,7 +142,7 @@ def test_logits_agree(sentence_head: bool, activation: str, form: str, path: str
         expected = their_logits(case.theirs, context)
         found = run(layers, replace(context, labels=None))
     assert len(found) == 1 + sentence_head
-    # What stands in the place of padding is nobody's business.
+    # Outputs at padded positions are undefined.
     real = torch.arange(LENGTH) < context.lengths[:, None]
     for ours, theirs, rows in zip(found, expected, (real, slice(None)), strict=False):
         assert 0.5 < theirs[rows].std() < 50.0

@@ -66,9 +66,9 @@ def test_loss_and_gradients_are_those_of_masked_chunks(path: Any, documents: boo
     context = make_context(model, batch=3, length=LENGTH)
     known: dict[str, Tensor] = {}
     if documents:
-        begins = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.15
+        is_start = torch.rand(3, LENGTH, generator=torch.Generator().manual_seed(5)) < 0.15
         places = torch.arange(LENGTH)
-        starts = torch.where(begins, places, 0).cummax(dim=1).values
+        starts = torch.where(is_start, places, 0).cummax(dim=1).values
         context.document_starts = starts
         seen = (places <= places[:, None]) & (places >= starts[:, :, None])
         known = {"attention_mask": added(seen[:, None], torch.float64), "position_ids": places - starts}

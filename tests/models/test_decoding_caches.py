@@ -74,12 +74,12 @@ def test_caches_give_the_logits_of_training(fields: dict[str, Any]) -> None:
             torch.testing.assert_close(hidden[0], expected[:, end - 1], rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("window", "held"), [(None, 12), (3, 3 + 4 - 1), (10, 12)])
-def test_a_cache_has_the_bytes_of_its_window(window: int | None, held: int) -> None:
+@pytest.mark.parametrize(("window", "cached"), [(None, 12), (3, 3 + 4 - 1), (10, 12)])
+def test_a_cache_has_the_bytes_of_its_window(window: int | None, cached: int) -> None:
     """Rows x tokens x keys and values x float32, or latents."""
     for fields, channels in ((LLAMA, 2 * 2 * 8), (LATENTS, LATENT + ROTATED)):
         model = small_model(**fields, sliding_window=window)
         slots = cache_slots([Reach(window)], 12, 4)
         block: Any = decoding_layer(bind_model(model)[1].module, rows=3, capacity=12, slots=slots)
         kept = [each for each in vars(block._attend).values() if isinstance(each, Tensor)]
-        assert sum(each.nbytes for each in kept) == 3 * held * channels * 4
+        assert sum(each.nbytes for each in kept) == 3 * cached * channels * 4

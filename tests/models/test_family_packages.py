@@ -43,7 +43,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         sys.modules.pop(package, None)
 
 
-def test_a_family_of_a_package_has_the_logits_of_transformers(packages: None) -> None:
+def test_package_families_have_the_logits_of_transformers(packages: None) -> None:
     case = case_of_config(transformers.HeliumConfig(**GROUPED, head_dim=16, attn_implementation="eager"))
     model, weights = opened(case.theirs)
     layers = bind_model(model)

@@ -68,7 +68,7 @@ def test_a_family_is_of_the_kind_of_the_run(folders: dict[str, Path]) -> None:
         ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
     ],
 )
-def test_a_model_that_is_not_known_is_refused_by_name(
+def test_unknown_models_are_refused_by_name(
     changes: dict, message: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     config = json.loads((folders["llama"] / "config.json").read_text())

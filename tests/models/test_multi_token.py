@@ -119,7 +119,7 @@ def test_losses_and_gradients_are_those_of_deepseek(tmp_path: Path, roll: Callab
         assert (summed[name] - gradients[name]).norm() <= 1e-5 * gradients[name].norm(), name
 
 
-def test_halves_of_a_backward_have_the_gradients_of_a_whole_one() -> None:
+def test_backward_halves_have_whole_gradients() -> None:
     model = small_model(**LLAMA, mtp_layers=2, logit_scale=0.5)
     whole, halves = bind_model(model), bind_model(model)
     context, tape = make_context(model), SplitTape()

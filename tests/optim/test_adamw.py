@@ -67,7 +67,7 @@ def test_equals_torchs_adamw_bit_for_bit(device: torch.device, count: int, fused
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=12), st.integers(0, SEGMENT_ALIGNMENT - 1))
-def test_cutting_where_segments_may_be_cut_gives_the_same_bits(multiples: list[int], rest: int) -> None:
+def test_cutting_at_segment_borders_gives_the_same_bits(multiples: list[int], rest: int) -> None:
     cuts = [SEGMENT_ALIGNMENT * multiple for multiple in multiples] + [rest] * (rest > 0)
     parameter, gradients = random_tensors(sum(cuts), CPU)
     whole = train(parameter, gradients, [sum(cuts)])
@@ -81,7 +81,7 @@ def test_cutting_where_segments_may_be_cut_gives_the_same_bits(multiples: list[i
     [(CPU, SEGMENT_ALIGNMENT), (CPU, BLOCK), (CPU, 2 * BLOCK)]
     + [pytest.param(torch.device("cuda"), length, marks=pytest.mark.gpu) for length in (1, 13, 1000, BLOCK + 7)],
 )
-def test_equal_pieces_of_a_long_buffer_give_the_same_bits(device: torch.device, length: int) -> None:
+def test_equal_pieces_of_long_buffers_give_equal_bits(device: torch.device, length: int) -> None:
     count = 3001 if length == 1 else 2 * BLOCK + 77
     parameter, gradients = random_tensors(count, device, steps=3)
     scale = torch.tensor(0.37, device=device)

@@ -15,13 +15,13 @@ def test_equals_torchs_clipping_bit_for_bit(size: float) -> None:
     assert torch.equal(parameter.grad, gradient * clip_coefficient(norm, 2.5))
 
 
-def test_a_small_norm_is_left_alone_and_a_large_one_brought_to_the_limit() -> None:
+def test_only_norms_above_the_limit_are_clipped_to_it() -> None:
     assert clip_coefficient(0.0, 1.0).item() == 1.0
     assert clip_coefficient(0.999, 1.0).item() == 1.0
     assert clip_coefficient(8.0, 1.0).item() == pytest.approx(0.125, rel=1e-6)
 
 
-def test_the_norm_may_be_a_float_or_a_tensor_of_either_precision() -> None:
+def test_norms_may_be_floats_or_tensors_of_either_precision() -> None:
     single = clip_coefficient(torch.tensor(3.0), 1.0)
     double = clip_coefficient(torch.tensor(3.0, dtype=torch.float64), 1.0)
     plain = clip_coefficient(3.0, 1.0)
@@ -31,7 +31,7 @@ def test_the_norm_may_be_a_float_or_a_tensor_of_either_precision() -> None:
     torch.testing.assert_close(single, plain, rtol=2e-7, atol=0)
 
 
-def test_a_norm_that_is_not_finite_does_not_pass_for_a_small_one() -> None:
+def test_infinite_norms_do_not_count_as_small() -> None:
     assert math.isnan(clip_coefficient(math.nan, 1.0).item())
     assert clip_coefficient(math.inf, 1.0).item() == 0.0
 

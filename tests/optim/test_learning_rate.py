@@ -58,7 +58,7 @@ def test_constant_stays_at_the_peak() -> None:
     assert {learning_rate(config, step, 10) for step in range(1, 30)} == {1.0}
 
 
-def test_wsd_stays_and_then_falls_in_a_line_to_the_last_step() -> None:
+def test_wsd_stays_then_decays_linearly_to_the_end() -> None:
     config = OptimizerConfig(learning_rate=1.0, floor=0.2, decay="wsd", warmup_steps=2, decay_steps=4)
     rates = [learning_rate(config, step, 10) for step in range(1, 13)]
     assert rates == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])

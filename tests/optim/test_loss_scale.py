@@ -38,7 +38,7 @@ def test_without_hysteresis_it_is_torchs_rule(outcomes: list[bool], window: int)
     assert scales(LossScaler(config), outcomes) == expected
 
 
-def test_hysteresis_puts_up_with_overflows_until_the_scale_has_grown() -> None:
+def test_hysteresis_tolerates_overflows_until_the_scale_grows() -> None:
     config = LossScaleConfig(initial=64.0, window=2, hysteresis=3, minimum=8.0)
     skipped = [True, False, True, True, True, False, False, True, True, True, True, True, True, False]
     expected = [64, 64, 64, 64, 32, 16, 16, 32, 32, 32, 16, 8, 8, 8]
@@ -47,7 +47,7 @@ def test_hysteresis_puts_up_with_overflows_until_the_scale_has_grown() -> None:
 
 @given(OUTCOMES, st.integers(0, 1), st.data())
 def test_a_resumed_scaler_goes_on_as_if_never_stopped(outcomes: list[bool], lag: int, data: st.DataObject) -> None:
-    """Stopping ends the step under way; the steps behind it must not know more than they would have."""
+    """Stopping ends the current step; later steps must not know more than they would have."""
     config = LossScaleConfig(window=3, hysteresis=2, minimum=2.0**-100, patience=NO_END)
     expected = scales(LossScaler(config, lag), outcomes, lag)
     stop = data.draw(st.integers(0, len(outcomes)))
@@ -63,7 +63,7 @@ def test_a_resumed_scaler_goes_on_as_if_never_stopped(outcomes: list[bool], lag:
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "constant"])
-def test_too_many_skipped_steps_at_the_lowest_scale_end_the_run(kind: str) -> None:
+def test_too_many_skips_at_the_lowest_scale_end_runs(kind: str) -> None:
     scaler = LossScaler(LossScaleConfig(kind=kind, initial=4.0, minimum=4.0, patience=3))  # type: ignore[arg-type]
     scales(scaler, [True, True, False, True, True])
     with pytest.raises(LossScaleError, match=r"3 steps in a row, up to step 6, .* loss scale 4, the lowest allowed"):
@@ -87,7 +87,7 @@ def test_a_constant_scale_stays() -> None:
         ({"kind": "constant", "initial": 0.0}, "loss_scale.initial is 0.0; it must be above 0"),
     ],
 )
-def test_wrong_values_are_told(fields: dict[str, object], message: str) -> None:
+def test_wrong_values_are_refused(fields: dict[str, object], message: str) -> None:
     config = PretrainConfig(loss_scale=LossScaleConfig(**fields))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=f"loss_scale is set but training.precision is fp32(?s:.*){message}"):
         validate(config, 1)

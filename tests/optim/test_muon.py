@@ -43,7 +43,7 @@ RATES = [1e-2, 3e-2, 2e-2, 5e-3]
 
 
 def gradient_of(name: str, step: int) -> Tensor:
-    """Of a whole parameter."""
+    """Draw the gradient of a whole parameter."""
     spec = next(spec for spec in SPECS if spec.name == name)
     return torch.randn(spec.shape, generator=torch.Generator().manual_seed(100 * step + len(name) + ord(name[0])))
 
@@ -185,18 +185,18 @@ def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -
         assert counted == ({"all_gather": 4 * gathered} if cut else {})
         for segment in state.table:
             box = tuple(slice(*each) for each in zip(segment.box.starts, segment.box.stops, strict=True))
-            held = state.held(segment)
-            wanted = expected[segment.spec.name][box].flatten()[held.start : held.stop]
+            extent = state.held(segment)
+            wanted = expected[segment.spec.name][box].flatten()[extent.start : extent.stop]
             assert torch.equal(state.in_shard(state.master, segment), wanted), segment.spec.name
-            seen[segment.spec.name] += len(held) if segment.spec.partition_axis is not None else len(held) / tensor
+            seen[segment.spec.name] += len(extent) if segment.spec.partition_axis is not None else len(extent) / tensor
     assert seen == {spec.name: spec.num_elements for spec in SPECS}
 
 
-def test_the_start_of_a_run_tells_of_padding_and_gathers() -> None:
+def test_the_start_of_a_run_reports_padding_and_gathers() -> None:
     """By hand: 3 x 384 and 4 x 256 elements, of which parameters have 892; the longest matrix has 320 of them."""
     assert muon_shards([UnitState("unit", SPECS)]) is None
-    told = [muon_shards([UnitState("unit", SPECS, sharding=Sharding(1, 0, count, True))]) for count in (3, 4)]
-    assert told == [
+    reports = [muon_shards([UnitState("unit", SPECS, sharding=Sharding(1, 0, count, True))]) for count in (3, 4)]
+    assert reports == [
         "muon over 3 shards: 29.1% of padding in addition to the parameters; every matrix is whole on one rank",
         "muon over 4 shards: 14.8% of padding in addition to the parameters; "
         "1 of 4 matrices are cut, whose update gathers 4,096 bytes",
@@ -210,7 +210,7 @@ def test_working_copies_are_the_rounded_master() -> None:
         torch.testing.assert_close(found, values(stepped(CONFIGS[0]))[name])
 
 
-def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
+def test_matrices_have_one_moment_also_in_the_formula() -> None:
     specs = [
         ParameterSpec("w", (64, 32), None, NORMAL, decay=True, matrix=True),
         ParameterSpec("t", (64, 2), None, NORMAL, decay=True, matrix=False),
@@ -240,6 +240,6 @@ def test_a_matrix_has_one_moment_and_the_formula_knows_it() -> None:
         ),
     ],
 )
-def test_wrong_values_are_told(fields: dict[str, Any], message: str) -> None:
+def test_wrong_values_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         validate(PretrainConfig(optimizer=OptimizerConfig(**fields)), 1)

@@ -100,7 +100,7 @@ def test_goes_on_exactly_from_its_named_moments(config: OptimizerConfig) -> None
         assert torch.equal(whole.moments[name], after.moments[name])
 
 
-def test_the_configuration_names_the_optimizer_and_it_names_its_moments() -> None:
+def test_the_configuration_selects_the_optimizer_and_its_moments() -> None:
     adamw, sgd, momentum = (make_optimizer(config) for config in CONFIGS)
     assert isinstance(adamw, FlatAdamW)
     assert adamw.moment_names == ("first_moment", "second_moment")

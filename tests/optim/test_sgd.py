@@ -61,7 +61,7 @@ def test_cutting_anywhere_gives_the_same_bits(cuts: list[int]) -> None:
         assert torch.equal(whole, pieces)
 
 
-def test_clipped_step_equals_torchs_clipping_and_sgd_bit_for_bit() -> None:
+def test_clipped_steps_equal_torchs_clipping_and_sgd_bitwise() -> None:
     parameter, gradients = random_tensors(4099)
     expected = torch.nn.Parameter(parameter.clone())
     optimizer = torch.optim.SGD([expected], lr=0.1, weight_decay=0.1)

@@ -1,5 +1,5 @@
-"""Stochastic rounding: right on average, the same bits however a tensor is cut, and able to learn where rounding to
-nearest stands still."""
+"""Stochastic rounding: unbiased, the same bits however a tensor is cut, and able to learn where rounding to
+nearest does not change the weights."""
 
 from dataclasses import replace
 from math import prod
@@ -108,7 +108,7 @@ def test_updates_too_small_for_bf16_add_up(name: str) -> None:
 
 
 @pytest.mark.parametrize(("master", "moments"), [(True, "fp32"), (True, "bf16"), (False, "fp32"), (False, "bf16")])
-def test_the_formula_counts_what_is_kept(master: bool, moments: str) -> None:
+def test_the_formula_counts_persistent_bytes(master: bool, moments: str) -> None:
     spec = ParameterSpec("w", (64, 64), None, Init("normal", 1.0), decay=True, matrix=True)
     state = UnitState("u", [spec], compute_dtype=torch.bfloat16, master_weights=master)
     config = OptimizerConfig(moment_dtype=moments)  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ def test_bf16_moments_stay_close_to_fp32_ones() -> None:
     torch.testing.assert_close(found["bf16"].master, found["fp32"].master, atol=0.01, rtol=0)
 
 
-def test_what_does_not_go_together_is_told() -> None:
+def test_incompatible_options_are_refused() -> None:
     config = PretrainConfig()
     config.training.master_weights = False
     config.optimizer.moment_dtype = "bf16"

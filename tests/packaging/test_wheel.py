@@ -71,7 +71,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_has_all_modules_and_examples_and_complete_metadata(wheel: Path) -> None:
+def test_the_wheel_has_all_modules_examples_and_metadata(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as file:
         names = set(file.namelist())
         metadata = message_from_bytes(file.read(f"megapipe-{__version__}.dist-info/METADATA"))
@@ -164,7 +164,7 @@ def test_an_installed_wheel_trains_generates_plans_and_converts(programs: Path, 
 
 
 @pytest.mark.slow
-def test_a_newcomer_gets_from_the_readme_to_text_of_their_own_data(programs: Path, tmp_path: Path) -> None:
+def test_the_readme_leads_to_text_from_own_data(programs: Path, tmp_path: Path) -> None:
     """With the commands of one section, which names no other page; shorter, and after `pip install`."""
     section = (ROOT / "README.md").read_text().partition("### Your own text\n")[2].partition("\n### ")[0]
     commands = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)[0].splitlines()

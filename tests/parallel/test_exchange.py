@@ -40,7 +40,7 @@ def several_at_once(mesh: Mesh) -> None:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
-def test_messages_beyond_the_slots_wait_for_nobody(size: int) -> None:
+def test_messages_beyond_the_slots_do_not_block(size: int) -> None:
     run_mesh({"data": size}, several_at_once, timeout=60.0)
 
 

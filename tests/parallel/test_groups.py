@@ -116,7 +116,7 @@ def start_reduction_then_talk(mesh: Mesh) -> float:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_asynchronous_reduction_blocks_nobody_before_wait(backend: Backend) -> None:
+def test_asynchronous_reduction_blocks_no_rank_before_wait(backend: Backend) -> None:
     assert run_mesh({"data": 2, "tensor": 2}, start_reduction_then_talk, backend=backend) == [2.0] * 4
 
 
@@ -126,7 +126,7 @@ def fail_on_rank_one(mesh: Mesh) -> None:
     mesh.group("data").all_reduce(torch.ones(2))
 
 
-def test_failed_thread_breaks_the_wait_and_is_the_one_reported() -> None:
+def test_failed_threads_break_the_wait_and_are_reported() -> None:
     with pytest.raises(ValueError, match="bad batch"):
         run_mesh({"data": 3}, fail_on_rank_one, backend="threads")
 
@@ -168,7 +168,7 @@ def disagree(mesh: Mesh) -> None:
     mesh.group("data").all_reduce(torch.ones(2 + mesh.rank))
 
 
-def test_threads_in_different_collectives_are_told() -> None:
+def test_threads_in_different_collectives_are_reported() -> None:
     with pytest.raises(CommunicationError, match="same collectives in the same order"):
         run_mesh({"data": 2}, disagree, backend="threads")
 
@@ -185,7 +185,7 @@ def die_before_reduction(rank: int, with_gradients: bool) -> str:
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
-def test_dead_process_is_told_with_group_and_operation(with_gradients: bool) -> None:
+def test_dead_process_is_reported_with_group_and_operation(with_gradients: bool) -> None:
     message = run_ranks(2, die_before_reduction, with_gradients, may_die=[1])[0]
     assert message.startswith("rank 0: all_reduce in the world group with rank 1 failed")
 

@@ -73,7 +73,7 @@ def test_one_process_needs_no_torch_distributed() -> None:
 
 
 @pytest.mark.usefixtures("bare_environment")
-def test_layout_that_does_not_fit_the_world_is_told() -> None:
+def test_layout_that_does_not_fit_the_world_is_refused() -> None:
     with pytest.raises(LaunchError, match="tensor 3 needs 6 processes, but the launcher started 1: start 6"):
         initialize({"pipeline": 2, "tensor": 3})
     assert not dist.is_initialized()
@@ -81,7 +81,7 @@ def test_layout_that_does_not_fit_the_world_is_told() -> None:
 
 @pytest.mark.usefixtures("bare_environment")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
-def test_missing_gpu_is_told() -> None:
+def test_missing_gpu_is_reported() -> None:
     with pytest.raises(LaunchError, match="LOCAL_RANK=0 needs GPU 0 but this host has 0"):
         initialize({}, device="cuda")
 
@@ -159,7 +159,7 @@ def test_gpu_variables_follow_the_layout_and_the_gpu(
     assert launch.gpu_variables(sizes, zero_stage, capability, {"HOME": "/root"}) == wanted
 
 
-def test_pinned_memory_is_not_rounded_up_where_torch_can_leave_it() -> None:
+def test_pinned_memory_is_not_rounded_where_torch_permits() -> None:
     assert (
         launch.allocator_settings("2.11.0+cu128") == launch.allocator_settings("2.12.1") == "expandable_segments:True"
     )
@@ -173,7 +173,7 @@ def test_gpu_variables_that_the_user_sets_stay() -> None:
     assert launch.gpu_variables({}, 0, (9, 0), {**given, "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}) == {}
 
 
-def test_gpu_variables_are_set_before_the_driver_starts_and_the_queues_before_the_context(
+def test_gpu_variables_precede_driver_and_context(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[tuple[str, dict[str, str]]] = []

@@ -1,4 +1,4 @@
-"""A peer that dies, falls silent or sends something else is named, and nothing is left behind."""
+"""A peer that dies, falls silent or sends something else is named, and no shared memory remains."""
 
 import os
 import signal
@@ -78,26 +78,26 @@ def send_to_the_dead(rank: int) -> str:
     return str(caught.value)
 
 
-def test_sender_to_a_dead_peer_is_told() -> None:
+def test_sender_to_a_dead_peer_gets_an_error() -> None:
     message = run_ranks(2, send_to_the_dead, may_die=[1])[0]
     assert message.startswith("rank 0 waited for rank 1 to take message ")
     assert message.endswith("of link 0->1, but rank 1 has ended")
 
 
-def wait_for_the_silent(mesh: Mesh, kind: LinkKind, told: Path) -> tuple[str, float]:
-    """Rank 1 has its end of the link open until rank 0 has `told`."""
+def wait_for_the_silent(mesh: Mesh, kind: LinkKind, finished: Path) -> tuple[str, float]:
+    """Rank 1 has its end of the link open until rank 0 touches `finished`."""
     _, back = two_links(mesh, kind, timeout=20)
     found = "", 0.0
     if mesh.rank == 0:
         found = message_and_seconds(hurried(back, 0.3).receive(torch.zeros(4)))
-        told.touch()
-    wait_until(told.exists)
+        finished.touch()
+    wait_until(finished.exists)
     return found
 
 
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
 def test_silent_process_is_named_after_the_timeout(tmp_path: Path, kind: LinkKind) -> None:
-    message, seconds = run_mesh({"pipeline": 2}, wait_for_the_silent, kind, tmp_path / "told")[0]
+    message, seconds = run_mesh({"pipeline": 2}, wait_for_the_silent, kind, tmp_path / "finished")[0]
     assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0")
     assert 0.2 < seconds < 15
 
@@ -152,7 +152,7 @@ def disagree_about_size(mesh: Mesh, kind: LinkKind) -> None:
         there.receive(torch.zeros(5)).wait()
 
 
-def test_messages_of_another_size_are_told() -> None:
+def test_messages_of_another_size_are_reported() -> None:
     with pytest.raises(RuntimeError, match="message 0 of link 0->1, but 16 bytes were sent and 20 expected"):
         run_mesh({"pipeline": 2}, disagree_about_size, "shared_memory")
     with pytest.raises(CommunicationError, match=r"4 elements of torch.float32 were sent and 5 elements"):
@@ -181,7 +181,7 @@ def test_messages_outlive_their_sender() -> None:
 
 
 def shared_memory_files() -> set[str]:
-    """Of the links; the folders in which ranks of other tests and of profiles meet come and go meanwhile."""
+    """List the files of links; folders of other tests and of profiles come and go meanwhile."""
     names = {*os.listdir("/dev/shm"), *os.listdir("/tmp")}
     return {name for name in names if "megapipe" in name and not name.startswith(("megapipe-ranks-", "megapipe-prof"))}
 

@@ -33,7 +33,7 @@ def exchange(mesh: Mesh, kind: LinkKind, receive_first: bool) -> None:
     for dtype in DTYPES:
         buffers = {link: [torch.zeros(3, 5, dtype=dtype) for _ in range(10)] for link in incoming}
         receives = [link.receive(buffers[link][n]) for n in range(10) for link in incoming] if receive_first else []
-        # Without posted receives a sender may be ahead by as many messages as there are slots.
+        # Without posted receives a sender may be ahead by one message per slot.
         for numbers in (range(4), range(4, 8), range(8, 10)):
             sends = [link.send(message(100 * link.edge.source + n, dtype)) for n in numbers for link in outgoing]
             if not receive_first:
@@ -92,15 +92,15 @@ def test_ring_with_more_messages_than_slots_does_not_block(kind: LinkKind, data:
 
 def cross_wait(mesh: Mesh, kind: LinkKind) -> list[float]:
     """Rank 1 has posted receives on one link but waits for another, which rank 2 feeds once the first is full."""
-    many, one, told = Edge(0, 1, 4, slots=1), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
-    links = make_links(mesh, [many, one, told], kind, timeout=20)
+    many, one, notice = Edge(0, 1, 4, slots=1), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
+    links = make_links(mesh, [many, one, notice], kind, timeout=20)
     if mesh.rank == 2:
-        links[told].receive(torch.zeros(1)).wait()
+        links[notice].receive(torch.zeros(1)).wait()
         links[one].send(torch.full((1,), 9.0)).wait()
         return []
     if mesh.rank == 0:
         sends = [links[many].send(torch.full((1,), float(number))) for number in range(5)]
-        sends.append(links[told].send(torch.ones(1)))
+        sends.append(links[notice].send(torch.ones(1)))
         for transfer in sends:
             transfer.wait()
         return []
@@ -119,7 +119,7 @@ def test_posted_receives_are_filled_while_another_link_is_awaited(kind: LinkKind
 
 
 def borrow(mesh: Mesh) -> list[float]:
-    """Rank 1 keeps up to three of ten messages where they lie, and gives them back in another order."""
+    """Rank 1 borrows up to three of ten messages in place, and gives them back in another order."""
     edge = Edge(0, 1, 8 * 15, slots=1, loans=3)
     link = make_links(mesh, [edge], "shared_memory", timeout=20)[edge]
     if mesh.rank == 0:
@@ -143,7 +143,7 @@ def borrow(mesh: Mesh) -> list[float]:
     return [float(tensor.sum()) for _, tensor in kept.values()]
 
 
-def test_messages_can_be_read_where_they_lie() -> None:
+def test_messages_can_be_read_in_place() -> None:
     assert len(run_mesh({"pipeline": 2}, borrow)[1]) == 3
 
 
@@ -172,18 +172,18 @@ def test_lent_and_copied_messages_keep_their_order() -> None:
     assert run_mesh({"pipeline": 2}, receive_and_borrow)[1] == [float(number) for number in range(9)]
 
 
-def wait_beside_loans(mesh: Mesh) -> list[float]:
+def wait_with_loans(mesh: Mesh) -> list[float]:
     """As `cross_wait`, with the first link's only free slot taken by loans that are posted."""
-    many, one, told = Edge(0, 1, 4, slots=1, loans=2), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
-    links = make_links(mesh, [many, one, told], "shared_memory", timeout=20)
+    many, one, notice = Edge(0, 1, 4, slots=1, loans=2), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
+    links = make_links(mesh, [many, one, notice], "shared_memory", timeout=20)
     if mesh.rank == 2:
-        links[told].receive(torch.zeros(1)).wait()
+        links[notice].receive(torch.zeros(1)).wait()
         links[one].send(torch.full((1,), 9.0))
         return []
     if mesh.rank == 0:
         for number in range(5):
             links[many].send(torch.full((1,), float(number)))
-        links[told].send(torch.ones(1))
+        links[notice].send(torch.ones(1))
         return []
     like = torch.zeros(1)
     loans = [links[many].borrow(like) for _ in range(2)]
@@ -198,8 +198,8 @@ def wait_beside_loans(mesh: Mesh) -> list[float]:
     return [*values, *(buffer.item() for buffer in buffers)]
 
 
-def test_loans_do_not_hold_up_posted_receives() -> None:
-    assert run_mesh({"pipeline": 3}, wait_beside_loans)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 9.0]
+def test_loans_do_not_block_posted_receives() -> None:
+    assert run_mesh({"pipeline": 3}, wait_with_loans)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 9.0]
 
 
 def any_shapes(mesh: Mesh, kind: LinkKind, shapes: list[tuple[int, ...]]) -> None:
@@ -279,7 +279,7 @@ def ask_wrongly(mesh: Mesh, kind: LinkKind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_wrong_use_is_told(kind: LinkKind) -> None:
+def test_wrong_use_is_refused(kind: LinkKind) -> None:
     run_mesh({"pipeline": 2}, ask_wrongly, kind, backend=backend_of(kind))
 
 

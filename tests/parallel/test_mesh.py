@@ -42,12 +42,12 @@ def test_tensor_ranks_are_neighbours_and_data_ranks_are_far() -> None:
     assert shape.partition("data")[0] == (0, 4)
 
 
-def test_replicas_of_a_shared_weight_hold_the_first_replica_first() -> None:
+def test_groups_of_shared_weights_start_with_the_first_replica() -> None:
     shape = MeshShape({"tensor": 2, "pipeline": 3, "data": 2})
     assert shape.stage_partition((0, 2)) == ((0, 4, 6, 10), (1, 5, 7, 11))
 
 
-def test_unknown_dimension_and_bad_size_are_told() -> None:
+def test_unknown_dimension_and_bad_size_are_refused() -> None:
     with pytest.raises(ValueError, match="unknown mesh dimension 'tensors': the dimensions are data, pipeline"):
         MeshShape({"tensors": 2})
     with pytest.raises(ValueError, match="pipeline has size 0"):
@@ -55,7 +55,7 @@ def test_unknown_dimension_and_bad_size_are_told() -> None:
 
 
 def describe(mesh: Mesh) -> dict[str, object]:
-    """What every group of this rank holds, both as told and as found by gathering the ranks through it."""
+    """Return the members of every group of this rank: its attributes, and the ranks gathered through it."""
     names = [("data",), ("pipeline",), ("context",), ("tensor",), ("data", "context"), ("pipeline", "tensor")]
     groups = {"+".join(dimensions): mesh.group(*dimensions) for dimensions in names} | {"world": mesh.world}
     subgroup = mesh.stage_group((0, mesh.size("pipeline") - 1))
@@ -120,5 +120,5 @@ def ask_wrongly(mesh: Mesh) -> None:
         mesh.stage_group((0, 2))
 
 
-def test_groups_that_do_not_exist_are_told() -> None:
+def test_groups_that_do_not_exist_are_refused() -> None:
     run_mesh({"pipeline": 2}, ask_wrongly, backend="threads")

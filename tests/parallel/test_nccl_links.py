@@ -42,7 +42,7 @@ def test_rounds_are_disjoint_and_few(pairs: list[tuple[int, int]]) -> None:
         ("zb_v", 8, {}, 4, 4),
     ],
 )
-def test_a_rank_has_one_link_to_each_neighbour_and_one_back(
+def test_ranks_have_one_link_per_neighbour_and_direction(
     name: str, ranks: int, options: dict[str, Any], most_links: int, rounds: int
 ) -> None:
     connections = build(name, ranks, ranks, **options).header.connections
@@ -51,7 +51,7 @@ def test_a_rank_has_one_link_to_each_neighbour_and_one_back(
 
 
 class Recorder:
-    """Stands for torch.distributed with NCCL on one rank: notes splits and messages."""
+    """Replaces torch.distributed with NCCL on one rank: records splits and messages."""
 
     def __init__(self, rank: int, size: int, monkeypatch: pytest.MonkeyPatch, multiprocessors: int = 108) -> None:
         self.splits: list[list[list[int]]] = []
@@ -122,7 +122,7 @@ def test_more_links_than_streams_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         nccl_links(recorder.group, edges_of(pairs[-2:]), 60.0, torch.device("cpu"))
 
 
-def test_more_kernels_than_a_gpu_can_run_at_once_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_kernels_than_a_gpu_can_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pairs = [pair for other in range(1, 4) for pair in ((0, other), (other, 0))]
     recorder = Recorder(0, 4, monkeypatch, multiprocessors=8)
     nccl_links(recorder.group, edges_of(pairs[:-2]), 60.0, torch.device("cpu"))

@@ -26,7 +26,7 @@ def test_every_contestant_trains_alike(tmp_path: Path) -> None:
     assert all(f"| {name} |" in written.read_text() for name in figures)
 
 
-def test_contestants_that_train_apart_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contestants_with_different_losses_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.parallel_contest.race import check_losses
 

@@ -123,10 +123,10 @@ def test_a_port_in_use_is_named() -> None:
     ("address", "reason"), [("localhost", "Connection refused"), ("no.such.host.invalid", "[Nn]ame|resol")]
 )
 def test_an_address_that_nothing_answers_at_is_named(address: str, reason: str) -> None:
-    begun = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(LaunchError, match=rf"rank 1 .*MASTER_ADDR={address} .*within 0\.3 s.*({reason})"):
         connect(address, free_port(), 1, serve=False, timeout=0.3)
-    assert time.monotonic() - begun < 10.0
+    assert time.monotonic() - start < 10.0
 
 
 def answer_wrongly(listener: socket.socket) -> None:

@@ -136,7 +136,7 @@ def test_neighbours_share_a_copy() -> None:
     assert found[7] == ((7,), (5, 7), (1, 3, 5, 7), (1, 3, 5, 7), (3, 7), (7,))
 
 
-def test_each_version_and_update_has_a_shard_and_memory_of_its_own() -> None:
+def test_versions_and_updates_have_their_own_shards_and_memory() -> None:
     """As a schedule that never flushes keeps them: what one update reduced stays while the next one's is added up."""
     state = UnitState("unit", PARAMETERS.values(), num_versions=2, gradient_buffers=2, sharding=Sharding(3, 1, 2))
     state.initialize(seed=2)

@@ -67,7 +67,7 @@ def test_segments_are_disjoint_aligned_and_grouped(
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
-def test_shards_of_every_tensor_size_hold_the_same_initial_tensor(tensor_size: int) -> None:
+def test_shards_of_every_size_initialize_the_same_tensor(tensor_size: int) -> None:
     whole = UnitState("u", [table()])
     whole.initialize(seed=7)
     expected = whole.owned_view(whole.master, whole.table["table"])
@@ -123,7 +123,7 @@ def test_two_versions_back_propagate_each_through_its_own_weights() -> None:
     assert torch.allclose(state.view(state.gradients[0], state.table["unit.weight"]), expected)
 
 
-def test_versions_advance_one_by_one_and_reuse_the_oldest_buffer() -> None:
+def test_versions_advance_by_one_reusing_the_oldest_buffer() -> None:
     state = UnitState("u", PARAMETERS.values(), num_versions=2)
     state.initialize(seed=3)
     for version in (2, 3, 4):
@@ -154,7 +154,7 @@ def test_uses_of_a_tied_weight_are_summed_in_order() -> None:
     assert torch.equal(state.gradients[0], torch.full_like(state.gradients[0], 3.0))
 
 
-def test_norm_of_many_elements_is_accurate_where_one_fp32_sum_is_not() -> None:
+def test_norms_are_accurate_where_fp32_sums_are_not() -> None:
     values = torch.from_numpy(np.random.default_rng(0).normal(size=5 * BLOCK + 17)).float() * 1e-3
     expected = values.double().square().sum()
     assert abs(squared_norm(values) / expected - 1) < 1e-6

@@ -43,7 +43,7 @@ def with_memory(num_bytes: float) -> Hardware:
 
 
 @pytest.mark.parametrize("share", [1.0, 0.95, 0.85])
-def test_it_becomes_the_least_recomputation_in_the_budget_and_tells(share: float) -> None:
+def test_auto_chooses_the_least_recomputation_within_budget(share: float) -> None:
     budget = share * plain()
     config = auto(budget)
     found = resolved(config, CPU, 1)
@@ -69,7 +69,7 @@ def test_a_method_that_is_named_stays() -> None:
     assert (found.config, found.remark) == (config, None)
 
 
-def test_without_a_budget_a_tenth_of_the_device_is_left() -> None:
+def test_without_a_budget_a_tenth_stays_free() -> None:
     """The same device with just enough, and with a byte less than that."""
     enough = plain() / (1 - RESERVE)
     assert resolved(auto(), with_memory(enough + 2), 1).config.recompute.method == "none"
@@ -80,15 +80,15 @@ def test_without_a_budget_a_tenth_of_the_device_is_left() -> None:
     assert resolved(auto(), with_memory(enough - 2), 1, device_bytes=enough + 2).config.recompute.method == "none"
 
 
-def test_a_budget_in_which_nothing_fits_is_refused_with_bytes_and_ways_out() -> None:
+def test_small_budgets_are_refused_with_bytes_and_fixes() -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(auto(100_000), CPU, 1)
-    (told,) = caught.value.problems
+    (problem,) = caught.value.problems
     config = replace(auto(), recompute=RecomputeConfig(method="full"), parallel=replace(auto().parallel, data=1))
     least = peak_bytes(config, "cpu") / GIB
-    assert told.startswith(f"recompute.method auto: a rank needs at least {least:.3g} GiB")
-    assert "lower batch.micro_size" in told
-    assert told.endswith(f"or allow more memory (recompute.memory {100_000 / GIB:g} GiB)")
+    assert problem.startswith(f"recompute.method auto: a rank needs at least {least:.3g} GiB")
+    assert "lower batch.micro_size" in problem
+    assert problem.endswith(f"or allow more memory (recompute.memory {100_000 / GIB:g} GiB)")
 
 
 def test_measured_layers_decide_where_there_are_some() -> None:
@@ -113,7 +113,7 @@ def test_measured_layers_decide_where_there_are_some() -> None:
     assert "by the roofline of core" in str(resolved(config, machine(layers=free), 1).remark)
 
 
-def test_a_search_opens_the_method_on_devices_of_the_budget() -> None:
+def test_searches_vary_the_method_on_devices_of_the_budget() -> None:
     """The best layout's own choice within the budget is as fast as what the search took, or faster."""
     budget = 0.85 * plain()
     config, hardware = limited(auto(budget), CPU)
@@ -127,7 +127,7 @@ def test_a_search_opens_the_method_on_devices_of_the_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recompute", "groups", "told"),
+    ("recompute", "groups", "message"),
     [
         ({"method": "full", "memory": 1.0}, {}, "recompute.memory and recompute.hardware need recompute.method auto"),
         ({"hardware": "a100-80"}, {}, "recompute.memory and recompute.hardware need recompute.method auto"),
@@ -146,10 +146,10 @@ def test_a_search_opens_the_method_on_devices_of_the_budget() -> None:
     ids=str,
 )
 def test_fields_that_do_not_go_together_are_refused(
-    recompute: dict[str, Any], groups: dict[str, dict[str, Any]], told: str
+    recompute: dict[str, Any], groups: dict[str, dict[str, Any]], message: str
 ) -> None:
     config = replace(make_config("somewhere", MODEL, **groups), recompute=RecomputeConfig(**recompute))
-    assert any(told in problem for problem in config.problems())
+    assert any(message in problem for problem in config.problems())
     assert not auto(1e6).problems()
 
 
@@ -173,7 +173,7 @@ ASKED = [
 LAYOUT = ["--devices=4", "--parallel.pipeline=2", "--parallel.data=2", "--batch.micro_size=4"]
 
 
-def test_predict_and_explain_choose_first_and_tell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_and_explain_choose_first_and_print_it(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("predict", "explain"):
         printed = output(capsys, command, *ASKED, *LAYOUT)
         (line,) = [line for line in printed.splitlines() if "recompute auto: " in line]

@@ -84,14 +84,14 @@ def test_a_real_run_holds_what_was_planned(tmp_path: Path, pipeline: int) -> Non
     found = least_recomputation(config, CPU, 0.9 * plain)
     assert found.config.recompute.method != "none"
     ranks = run_mesh({"data": 1, "pipeline": pipeline, "context": 1, "tensor": 1}, run_layout, found.config)
-    held = max(rank.lasting - rank.host + rank.together for rank in ranks)
-    assert held == pytest.approx(found.peak_bytes, rel=0.1)
-    assert held <= plain
+    peak = max(rank.lasting - rank.host + rank.together for rank in ranks)
+    assert peak == pytest.approx(found.peak_bytes, rel=0.1)
+    assert peak <= plain
 
 
 def test_the_cost_models_memory_is_the_same_functions() -> None:
-    """What `predict` reports of each pipeline rank is what `predict_rank` tells, and the covering array of
-    tests/distributed/test_covering.py holds to real runs, part by part. They may peak apart: together a bound."""
+    """`predict` reports the bytes of `predict_rank` for each pipeline rank, and the covering array of
+    tests/distributed/test_covering.py compares them with real runs, part by part. Their sum is a bound of the peak."""
     config = run()
     config.parallel.pipeline = 2
     found = predict(config, CPU)
@@ -108,7 +108,7 @@ def test_the_cost_models_memory_is_the_same_functions() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
         (
@@ -118,15 +118,15 @@ def test_the_cost_models_memory_is_the_same_functions() -> None:
         ({"batch": {"global_size": 7}}, "batch.global_size 7 is not divisible"),
     ],
 )
-def test_what_cannot_be_chosen_for_is_refused(change: dict[str, dict[str, Any]], told: str) -> None:
+def test_invalid_configurations_are_refused_before_a_choice(change: dict[str, dict[str, Any]], message: str) -> None:
     config = run()
     for group, fields in change.items():
         setattr(config, group, replace(getattr(config, group), **fields))
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         least_recomputation(config, CPU, 1e9)
 
 
-def test_no_budget_is_the_devices_memory_and_none_is_refused() -> None:
+def test_the_default_budget_is_the_devices_memory() -> None:
     assert least_recomputation(run(), CPU).config.recompute.method == "none"
     with pytest.raises(ConfigError, match="budget is 0 bytes; it must be above 0"):
         least_recomputation(run(), CPU, 0)

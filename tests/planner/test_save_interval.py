@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from megapipe.planner.command.planning import lost_share, save_interval
 
 
-def test_a_save_of_40_seconds_and_a_failure_every_3_hours() -> None:
+def test_interval_for_40_second_saves_and_3_hour_failures() -> None:
     assert save_interval(40, 3 * 3600) == pytest.approx(930, abs=1)
 
 

@@ -362,7 +362,7 @@ def _logic_of_predicates(name: str) -> Operation:
 
 @cache
 def operation_of(opcode: str) -> Operation | None:
-    """What an opcode computes, or None where it is not known here."""
+    """Return the function of an opcode, or None where it is unknown."""
     parts = tuple(opcode.split("."))
     name, kind = parts[0], parts[-1]
     known: Any

@@ -70,7 +70,7 @@ def run(
 
 
 def compute(instruction: str, operands: Sequence[Array], result: Array) -> Array:
-    """What an instruction gives for each element of its operands.
+    """Return the result of an instruction for each element of its operands.
 
     instruction: with `a`, `b`, `c`, `e` for the operands and `z` for the result. result: an empty array of its type.
     """

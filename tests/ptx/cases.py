@@ -41,7 +41,7 @@ Results = Callable[[SimpleNamespace, SimpleNamespace], Pairs]
 
 @dataclass(frozen=True)
 class Bytes:
-    """What a launch must move of its large tensors.
+    """Bytes of its large tensors that a launch must move.
 
     distinct: bytes read or written, each once. requested: by lanes, as often as they ask. declared: what the op's
     entry in the kernel benchmark says; None for a kernel that is only a part of an op. beyond: distinct bytes that no
@@ -136,22 +136,22 @@ def _norm_forward(
     return Case(name, launch, ("y", "total", "mean", "rstd"), results, large, moved)
 
 
-def _norm_operands(rows: int, width: int, center: bool, beside: bool, dtype: torch.dtype) -> Operands:
-    dy, x, other = (draw(rows, width, dtype=dtype, seed=seed) for seed in ("dy", "x", "beside"))
+def _norm_operands(rows: int, width: int, center: bool, residual: bool, dtype: torch.dtype) -> Operands:
+    dy, x, other = (draw(rows, width, dtype=dtype, seed=seed) for seed in ("dy", "x", "residual"))
     mean = x.float().mean(1, keepdim=True)
     spread = x.float() - mean if center else x.float()
     rstd = (spread.square().mean(1, keepdim=True) + 1e-5).rsqrt()
     weight = draw(width, seed="w")
-    return Operands(dy, x, mean if center else None, rstd, weight, other if beside else None)
+    return Operands(dy, x, mean if center else None, rstd, weight, other if residual else None)
 
 
 def _norm_backward(
-    name: str, rows: int, width: int, center: bool, beside: bool, kind: str, dtype: torch.dtype, **numbers: int
+    name: str, rows: int, width: int, center: bool, residual: bool, kind: str, dtype: torch.dtype, **numbers: int
 ) -> Case:
     """kind: which gradients, of `whole`, `dx`, `weights`. numbers: arguments that a small tensor cannot have."""
 
     def launch() -> Launch:
-        operands = _norm_operands(rows, width, center, beside, dtype)
+        operands = _norm_operands(rows, width, center, residual, dtype)
         dx = torch.empty_like(operands.x)
         group = numbers.get("group", triton_norms_backward.RowTiling.of(operands.x).group)
         groups = ceiling_division(rows, group)
@@ -186,20 +186,20 @@ def _norm_backward(
             if center:
                 dx -= scaled.mean(1, keepdim=True)
             dx *= before.rstd.double()
-            pairs["dx"] = after.dx, dx + (before.dx_beside.double() if beside else 0)
+            pairs["dx"] = after.dx, dx + (before.dx_beside.double() if residual else 0)
         return pairs
 
     kernel = "layer_norm" if center else "rms_norm"
     limits = triton_norms_backward.RESIDENT, triton_norms_backward.RESIDENT_UNALIGNED
     resident = stays_on_chip(width, *limits)
     tensor = torch.empty(rows, width, dtype=dtype)
-    # A gradient beside the norm's is one tensor more: what the benchmark declares for a norm after a sum.
-    race = f"{kernel}, after a sum" if beside else kernel
-    count = 2 + (kind != "weights") * (1 + beside)
+    # A gradient added to the norm's is one tensor more: what the benchmark declares for a norm after a sum.
+    race = f"{kernel}, after a sum" if residual else kernel
+    count = 2 + (kind != "weights") * (1 + residual)
     again = 2 * (kind == "dx" and not resident)
     work = declared(race, rows, width, dtype, backward=True) if kind == "whole" else None
     moved = _tensors(tensor, count, count + again, work)
-    large = ("dy", "x") + (("dx",) + ("dx_beside",) * beside) * (kind != "weights")
+    large = ("dy", "x") + (("dx",) + ("dx_beside",) * residual) * (kind != "weights")
     return Case(name, launch, ("dx", "weight_parts", "bias_parts"), results, large, moved)
 
 
@@ -565,14 +565,14 @@ def _rounding(name: str, count: int, key: int, elements: Elements) -> Case:
 
 
 def _specimen_cases() -> list[Case]:
-    """Of each specimen's machine code at a small size."""
+    """Return cases of each specimen's machine code at a small size."""
     rows = 16
     cases = []
     for width, center, add in triton_norms._SHAPES:
         name = f"{'add and ' if add else ''}{'layer' if center else 'rms'} norm, forward, bf16 {width}"
         cases.append(_norm_forward(name, rows, width, center, add, BF16, FP32))
     group = {"group": 16}
-    for width, center, beside in [
+    for width, center, residual in [
         (768, True, True),
         (4096, True, False),
         (4096, False, True),
@@ -580,7 +580,7 @@ def _specimen_cases() -> list[Case]:
         (2047, True, True),
     ]:
         name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
-        cases.append(_norm_backward(name, 2 * rows, width, center, beside, "whole", BF16, **group))
+        cases.append(_norm_backward(name, 2 * rows, width, center, residual, "whole", BF16, **group))
     for width in (4096, 16384):
         for kind, what in (("dx", "dx"), ("weights", "weights")):
             name = f"layer norm, {what} alone, bf16 {width}"

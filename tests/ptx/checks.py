@@ -1,4 +1,4 @@
-"""What must hold after a case ran: its results are exact up to rounding, and it moved the bytes that it must."""
+"""Checks after a case ran: its results are exact up to rounding, and it moved the bytes that it must."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from tests.ptx.execution import Compiled, Executed, execute
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case did.
+    """The outcome of a case.
 
     error: the largest of any result, relative to the result's largest number. excess: the same beyond half a unit in
     the last place of each number. distinct, requested: bytes of the large tensors.
@@ -55,7 +55,7 @@ def run(case: Case, compiled: Compiled, change: Callable[[str], str] = str) -> O
 
 
 def problems(case: Case, outcome: Outcome) -> list[str]:
-    """What is wrong, in words."""
+    """Return the problems, in words."""
     found = []
     if not outcome.excess <= case.slack:
         found.append(f"error {outcome.excess:.1e} beyond rounding, above {case.slack:.1e}")

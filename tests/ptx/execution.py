@@ -39,7 +39,7 @@ class Moved:
 
 @dataclass(frozen=True)
 class Executed:
-    """What a launch did.
+    """The outcome of a launch.
 
     moved: by tensor argument; tensors of one storage share their numbers. opcodes: how often each ran. guarded: line
     of a guarded instruction -> threads that executed it, and that did not.

@@ -156,9 +156,9 @@ class _Batch:
             return self.mask
         guard = self.register(instruction, instruction.guard)
         active = self.mask & (~guard if instruction.inverted else guard)
-        passed, held = (np.count_nonzero(self.whole(mask)) for mask in (active, self.mask & ~active))
+        passed, blocked = (np.count_nonzero(self.whole(mask)) for mask in (active, self.mask & ~active))
         before = self.machine.guarded.get(instruction.line, (0, 0))
-        self.machine.guarded[instruction.line] = before[0] + passed, before[1] + held
+        self.machine.guarded[instruction.line] = before[0] + passed, before[1] + blocked
         return active
 
     def _leave(self, gone: Array) -> None:
@@ -335,13 +335,13 @@ class _Batch:
         dtype = np.dtype(TYPES[kind])
         declared = np.dtype(TYPES[self.program.parameters[places[match[1]]][0]])
         if isinstance(value, float):
-            held = np.array([value], f"f{declared.itemsize}")
+            stored = np.array([value], f"f{declared.itemsize}")
         else:
-            held = np.array([value & (2 ** (8 * declared.itemsize) - 1)], f"u{declared.itemsize}")
+            stored = np.array([value & (2 ** (8 * declared.itemsize) - 1)], f"u{declared.itemsize}")
         if dtype.itemsize > declared.itemsize:
             raise instruction.error(f"the parameter has {declared.itemsize} bytes")
-        held = np.frombuffer(held.tobytes()[: dtype.itemsize], dtype)
-        self.write(instruction, name, self.extended(instruction, name, held, kind[0] == "s"), active)
+        stored = np.frombuffer(stored.tobytes()[: dtype.itemsize], dtype)
+        self.write(instruction, name, self.extended(instruction, name, stored, kind[0] == "s"), active)
 
     def store(self, instruction: Instruction, active: Array) -> None:
         space, kind, count = _form(instruction)

@@ -41,7 +41,7 @@ def tags_of(blocks: Array, phases: Array, warps: Array) -> Array:
 
 @dataclass
 class Counts:
-    """What a launch moved. bytes: requested by lanes. sectors: of 32 bytes, distinct ones of a warp's instruction."""
+    """Traffic of a launch. bytes: requested by lanes. sectors: of 32 bytes, distinct ones of a warp's instruction."""
 
     read_bytes: int = 0
     written_bytes: int = 0
@@ -62,7 +62,7 @@ class Buffer:
 class Memory:
     """Bytes with a shadow: which were written, and who read and wrote each last.
 
-    granule: the least width of any access; the shadow has one entry for so many bytes.
+    granule: the least width of any access in bytes; the shadow has one entry per granule.
     """
 
     def __init__(self, name: str, base: int, granule: int) -> None:

@@ -19,7 +19,7 @@ TYPES: dict[str, Any] = {
     "f16x2": np.uint32,
     "bf16x2": np.uint32,
 }
-"""PTX type -> numpy's. bf16 and pairs of 16-bit floats are held as their bits."""
+"""PTX type -> numpy's. bf16 and pairs of 16-bit floats are stored as their bits."""
 
 UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 NAN16 = np.uint16(0x7FFF)

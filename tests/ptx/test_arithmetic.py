@@ -276,8 +276,8 @@ def test_results_are_rounded_once() -> None:
         arrays = [np.full(1, sign * value, np.float32) for sign, value in zip(signs, operands, strict=True)]
         found = compute("fma.rn.f32 z, a, b, c", arrays, np.zeros(1, np.float32))
         assert found.tolist() == [signs[2] * (1 + step)]
-    beside = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8])
-    narrow = compute("cvt.rn.bf16.f64 z, a", [beside], np.zeros(3, np.uint16))
+    near_ties = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8])
+    narrow = compute("cvt.rn.bf16.f64 z, a", [near_ties], np.zeros(3, np.uint16))
     assert decoded(narrow, "bf16") == [1 + 2.0**-7, 1 + 2.0**-7, 1.0]
 
 

@@ -300,7 +300,7 @@ def test_a_reader_among_several_may_not_write_either() -> None:
         run(load + "setp.gt.u32 %p1, %r0, 31;\n@%p1 st.global.b32 [%d0], 5;", [zeros(1)], threads=64)
 
 
-def test_sectors_count_each_piece_of_32_bytes_once_a_warp() -> None:
+def test_sectors_count_32_byte_pieces_once_per_warp() -> None:
     for stride, sectors in ((4, 4), (8, 8), (32, 32), (128, 32)):
         body = f"mul.wide.u32 %d40, %r0, {stride};\nadd.s64 %d41, %d0, %d40;\nld.global.b32 %r1, [%d41];"
         counts = run(body, [zeros(1024)]).machine.memory.counts
@@ -313,6 +313,6 @@ def test_a_guard_keeps_old_values() -> None:
     assert found.tolist() == [i + 1 if i < 100 else 7 for i in range(256)]
 
 
-def test_a_register_that_only_some_threads_wrote_has_no_zeros_for_the_others() -> None:
+def test_partly_written_registers_are_undefined_for_other_threads() -> None:
     found = run(PLACE + "setp.lt.u32 %p1, %r0, 3;\n@%p1 mov.b32 %r1, 7;\nst.global.b32 [%d41], %r1;", [zeros(32)])
     assert found.buffers[0].tolist() == [7] * 3 + [2**32 - 1] * 29

@@ -174,7 +174,7 @@ def trace(name: str) -> Trace:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_a_barrier_less_is_noticed_if_and_only_if_warps_need_it(data: st.DataObject) -> None:
+def test_missing_barriers_are_noticed_exactly_where_needed(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([name for name in NAMES if barriers(name)]))
     number = data.draw(st.sampled_from(barriers(name)))
     assert noticed(name, with_line(name, number, "")) == trace(name).needs(number)

@@ -16,7 +16,7 @@ def test_the_same_item_draws_the_same_and_others_others() -> None:
     assert len({tuple(each) for each in others}) == len(others)
 
 
-def test_the_stream_is_numpys_philox_with_the_number_in_the_counter() -> None:
+def test_streams_are_numpys_philox_with_the_number_as_counter() -> None:
     draws = Draws(3, "a", 5)
     again = np.random.Philox(key=draws._philox.state["state"]["key"], counter=[0, 0, 5, 0])
     assert draws.words(8).tolist() == again.random_raw(8).tolist()

@@ -50,7 +50,7 @@ def test_distribution_is_normal() -> None:
     assert abs((sample**4).mean() - 3) < 3.5 * math.sqrt(96 / count)
 
 
-def test_the_distance_tells_a_distribution_that_is_slightly_off() -> None:
+def test_the_distance_detects_a_slightly_wrong_distribution() -> None:
     assert ks_distance(normals(random_words(400_000)) * 1.01) > 1.95
 
 

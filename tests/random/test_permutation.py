@@ -24,7 +24,7 @@ def mix(word: int) -> int:
 
 
 def permuted_in_exact_integers(position: int, size: int, *key: int) -> int:
-    """The network once more in Python's unbounded integers, where nothing can overflow unseen."""
+    """The same network in Python's unbounded integers, which cannot overflow."""
     digest = hashlib.blake2b(",".join(map(str, key)).encode(), digest_size=64).digest()
     words = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(8)]
     rows = next(r for r in range(max(1, math.isqrt(size) - 1), size + 1) if r * r >= size)

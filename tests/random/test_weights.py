@@ -52,7 +52,7 @@ def test_any_box_equals_its_part_of_the_whole(case: tuple[tuple[int, ...], Box],
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
-def test_the_shards_of_a_model_are_parts_of_its_tensors(tensor_size: int) -> None:
+def test_shards_of_a_model_are_parts_of_tensors(tensor_size: int) -> None:
     model = ModelConfig(vocabulary_size=301, num_layers=1, hidden_size=64, num_heads=8, num_kv_heads=4)
     model.activation = "swiglu"
     for layer in model_layers(model):
@@ -64,7 +64,7 @@ def test_the_shards_of_a_model_are_parts_of_its_tensors(tensor_size: int) -> Non
                 np.testing.assert_array_equal(part, full[inside(box)])
 
 
-def test_a_tensor_longer_than_a_block_equals_itself_in_small_blocks() -> None:
+def test_long_tensors_do_not_depend_on_block_size() -> None:
     shape = (3, 50_021)
     full = fill_box("long", shape, whole(shape), NORMAL, 1)
     with patch.object(bits, "BLOCK", 1000):

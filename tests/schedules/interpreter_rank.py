@@ -1,4 +1,4 @@
-"""What each kind of action does to a rank of the interpreter."""
+"""Effects of each kind of action on a rank of the interpreter."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Rank(RankState):
         if units[0] < schedule.header.units_per_stage[stage] - 1:
             gradient = self.values.pop(("back", stage, microbatch), None)
             if gradient is None:
-                raise Broken(f"no unit behind: {action}")
+                raise Broken(f"no gradient of the next unit: {action}")
         elif schedule.next_stage(stage, microbatch) is None:
             step = microbatch // schedule.header.num_microbatches
             counts = action._replace(microbatch=(step + 1) * schedule.header.num_microbatches - 1)
@@ -113,8 +113,8 @@ class Rank(RankState):
             self.gradients["unit", stage, state, buffer].append(mix(state, value))
             if header.stage_states[stage][state].sharded_gradients:
                 self.whole_gradients.add((stage, state, buffer))
-        held = sum(header.stage_states[each][state].size for each, state, _ in self.whole_gradients)
-        if held > header.states.gradient_pool:
+        gathered = sum(header.stage_states[each][state].size for each, state, _ in self.whole_gradients)
+        if gathered > header.states.gradient_pool:
             raise Broken(f"no room for the gradients of unit {unit} of stage {stage}")
         if unit == 0:
             for group, uses in enumerate(header.tied_groups):
@@ -147,7 +147,7 @@ class Rank(RankState):
 
     def receive(self, sort: str, action: Action, source: int | None) -> bool:
         if source is None:
-            raise Broken(f"nobody sends: {action}")
+            raise Broken(f"no rank sends: {action}")
         slot = (sort, action.stage, action.slot)
         self.slots[slot] = None
         self.world.posted[self.world.schedule.rank_of(source), self.rank].append((self, slot))

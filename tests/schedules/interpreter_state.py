@@ -1,4 +1,4 @@
-"""What the interpreter knows of one rank: its program, weights and buffers, and what they hold now."""
+"""The interpreter's state of one rank: its program, weights and buffers with their current contents."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RankState:
         return self.values.pop(key)
 
     def weight(self, stage: int, unit: int, version: int, needs_gather: bool = True) -> int:
-        """What a unit computes with: its own weights, and the tied ones at the stage's first unit."""
+        """Return the weights of a unit: its own, and the tied ones at the stage's first unit."""
         header = self.world.schedule.header
         states = states_of(header, stage, unit)
         names = [("unit", first_holder(header, stage), state) for state in states]
@@ -90,8 +90,8 @@ class RankState:
         states = self.world.schedule.header.stage_states
         if place in self.gathered or states[action.stage][action.unit].weights == "whole":
             raise Broken(f"nothing to gather: {action}")
-        held = sum(states[stage][unit].size for stage, unit, _ in (*self.gathered, place))
-        if held > self.world.schedule.header.states.weight_pool:
+        gathered = sum(states[stage][unit].size for stage, unit, _ in (*self.gathered, place))
+        if gathered > self.world.schedule.header.states.weight_pool:
             raise Broken(f"no room: {action}")
         copies = self.weights["unit", first_holder(self.world.schedule.header, action.stage), action.unit]
         self.gathered[place] = copies[action.version % len(copies)]
@@ -128,7 +128,7 @@ class RankState:
         return True
 
     def saved_input(self, stage: int, unit: int, microbatch: int) -> int:
-        """What the unit's input holds now: a receive buffer may have been overwritten since the forward."""
+        """Return the current input of a unit: a receive buffer may have been overwritten since the forward."""
         if (stage, unit, microbatch) not in self.inputs:
             raise Broken("backward without forward")
         if (stage, unit, microbatch) in self.away:

@@ -89,7 +89,7 @@ def layouts(draw: st.DrawFn, name: str, max_ranks: int = 4, max_microbatches: in
 def state_tables(
     draw: st.DrawFn, units_per_stage: Sequence[int], home: WeightHome = "sharded", at_once: int = 1
 ) -> StateTable:
-    """What replicas shard of each layer: all layers alike, or one or two units of any size, each in its way.
+    """Draw the sharded state of each layer: all layers alike, or one or two units of any size, each in its way.
 
     at_once: layers that one action uses.
     """
@@ -118,14 +118,14 @@ def one_unit_a_layer(schedule: Schedule) -> bool:
 
 @st.composite
 def spans(draw: st.DrawFn, units_per_stage: Sequence[int]) -> list[list[range]]:
-    """What each stage computes again: any runs of its units, apart from each other, or none."""
+    """Draw the spans that each stage recomputes: any disjoint spans of its units, or none."""
     cuts = [sorted(draw(st.sets(st.integers(0, units)))) for units in units_per_stage]
     return [[range(*pair) for pair in pairwise(edges) if draw(st.booleans())] for edges in cuts]
 
 
 @st.composite
 def offloads(draw: st.DrawFn, units_per_stage: Sequence[int], again: Sequence[Sequence[range]] = ()) -> Offload:
-    """What goes to host memory: activations of any units that do not run again, and optimizer state."""
+    """Draw what moves to host memory: activations of any units without recomputation, and optimizer state."""
     units = []
     for stage, count in enumerate(units_per_stage):
         free = set(range(count)) - {unit for span in (again[stage] if again else ()) for unit in span}

@@ -38,11 +38,11 @@ def test_bubbles_and_activations_are_exactly_the_papers(name, ranks, rounds):
     if rounds == 1:
         assert rates[1] == pytest.approx((ranks - 2) / (0.75 * passes * microbatches + ranks - 2), abs=1e-12)
     inside = [min(rank, ranks - 1 - rank) for rank in range(ranks)]
-    held = {
+    peaks = {
         "chimera": tuple(ranks / 2 + 1 + each for each in inside),
         "bitpipe": tuple((3 * ranks + 2) / 4 + each / 2 for each in inside),
     }
-    assert report.peak_activations == held[name]
+    assert report.peak_activations == peaks[name]
     assert report.weight_versions == (2,) * ranks
 
 

@@ -43,7 +43,7 @@ def test_simulate_gives_the_promised_keys(capsys):
     assert found["exposed_communication"] == 0
 
 
-def test_never_flushing_schedules_run_four_steps_unless_told(capsys):
+def test_never_flushing_schedules_run_four_steps_by_default(capsys):
     assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--json"))["finish"] == (4 * 8 + 3) * 3
     assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--steps", "2", "--json"))["steps"] == 2
 
@@ -117,7 +117,7 @@ def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
     assert "--recompute only changes the actions that lowering adds" in capsys.readouterr().err
 
 
-def test_validate_says_what_relies_on_kernels_that_run_at_once(capsys, tmp_path):
+def test_validate_reports_reliance_on_concurrent_kernels(capsys, tmp_path):
     for mode, relies in (("train", True), ("forward", False)):
         path = tmp_path / f"{mode}.txt"
         path.write_text(dumps(build("1f1b", 2, 4, mode=mode)))
@@ -125,7 +125,7 @@ def test_validate_says_what_relies_on_kernels_that_run_at_once(capsys, tmp_path)
         assert ("run on a GPU at the same time" in output(capsys, "validate", str(path))) is relies
 
 
-def test_validate_says_which_rank_has_more_links_than_nccl_can_have(capsys, tmp_path):
+def test_validate_names_ranks_with_too_many_nccl_links(capsys, tmp_path):
     for others, refused in ((16, False), (17, True)):
         # A chain of stages that comes back to rank 0 after each other rank: two links with each.
         ranks = [0] + [rank for other in range(1, others + 1) for rank in (other, 0)]

@@ -35,7 +35,7 @@ def cores(number: float):  # type: ignore[no-untyped-def]
     times=st.lists(st.floats(0.1, 2.0), min_size=6, max_size=6),
 )
 @settings(max_examples=40, deadline=None)
-def test_ranks_that_do_not_disturb_each_other_are_simulated_as_ever(
+def test_independent_ranks_are_simulated_as_without_contention(
     name: str, ranks: int, rounds: int, data_parallel: bool, times: list[float]
 ) -> None:
     schedule = schedule_of(name, ranks, ranks * rounds, data_parallel=data_parallel)
@@ -48,7 +48,7 @@ def test_ranks_that_do_not_disturb_each_other_are_simulated_as_ever(
     found = simulate_contended(schedule, costs, alone, steps=2)
     work = expected.table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
     assert found.end[work] == pytest.approx(expected.end[work])
-    if name != "pipedream":  # nobody awaits its last sum of scalars, which there has no end then
+    if name != "pipedream":  # no action awaits its last sum of scalars, so it has no end there
         assert found.finish == pytest.approx(expected.finish)
 
 
@@ -59,9 +59,7 @@ def test_ranks_that_do_not_disturb_each_other_are_simulated_as_ever(
     times=st.lists(st.floats(0.1, 2.0), min_size=3, max_size=3),
 )
 @settings(max_examples=40, deadline=None)
-def test_one_core_is_never_idle_and_does_all_the_work(
-    name: str, ranks: int, processes: int, times: list[float]
-) -> None:
+def test_one_core_is_never_idle(name: str, ranks: int, processes: int, times: list[float]) -> None:
     """Someone can always go on where messages take no time, so the last rank ends when the work is done."""
     schedule = schedule_of(name, ranks, 2 * ranks)
     forward, to_input, to_weight = times
@@ -72,7 +70,7 @@ def test_one_core_is_never_idle_and_does_all_the_work(
 
 @given(name=st.sampled_from(NAMES), ranks=st.integers(2, 4), number=st.floats(1.0, 4.0))
 @settings(max_examples=30, deadline=None)
-def test_fewer_cores_never_help_and_no_core_does_two_things(name: str, ranks: int, number: float) -> None:
+def test_fewer_cores_never_help_and_cores_run_one_action(name: str, ranks: int, number: float) -> None:
     schedule = schedule_of(name, ranks, 2 * ranks)
     costs = rank_costs(schedule.header, forward=1.0, update=0.5)
     free, found = simulate(schedule, costs), simulate_contended(schedule, costs, cores(number))
@@ -91,8 +89,8 @@ def test_two_stages_on_one_core_take_turns() -> None:
     assert found.finish == pytest.approx(8.0)
 
 
-def test_sums_beside_compute_slow_it_down_by_their_share() -> None:
-    """One rank, one core, a sum of 1 beside what follows it: with no share it costs nothing but its own time."""
+def test_overlapped_sums_slow_compute_down_by_their_share() -> None:
+    """One rank, one core, a sum of 1 that overlaps the next action: with no share it costs its own time alone."""
     schedule = build("gpipe", 1, 2, units_per_stage=[4], tied_groups=[], data_parallel=True)
     costs = rank_costs(schedule.header, forward=1.0, backward=2.0, reduce_gradients=0.4)
     free = simulate(schedule, costs).finish
@@ -109,7 +107,7 @@ def test_rows_have_causes_that_ended_before_they_began() -> None:
     assert found.critical_path()[-1] == int(np.argmax(np.where(found.working, found.end, -np.inf)))
 
 
-def test_what_it_cannot_tell_is_refused() -> None:
+def test_unsupported_schedules_are_refused() -> None:
     schedule = schedule_of("1f1b", 2, 4)
     with pytest.raises(ScheduleError, match="blocking sends"):
         simulate_contended(schedule, rank_costs(schedule.header, blocking_sends=True), alone)

@@ -28,7 +28,7 @@ def test_bars_cover_all_compute():
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_memory_curves_peak_where_the_report_says_and_end_at_zero(name):
+def test_memory_curves_peak_as_reported_and_end_at_zero(name):
     run = run_of(name, backward_input=1.0, backward_weight=1.0)
     for curve, peak in zip(activation_curves(run), run.peak_activations, strict=True):
         assert max(count for _, count in curve) == pytest.approx(peak)
@@ -36,7 +36,7 @@ def test_memory_curves_peak_where_the_report_says_and_end_at_zero(name):
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_svg_is_well_formed_and_has_a_box_for_every_action(name):
+def test_svg_is_well_formed_with_one_box_per_action(name):
     run = run_of(name)
     document = ElementTree.fromstring(draw_svg(run))
     boxes = document.findall(".//{http://www.w3.org/2000/svg}g/{http://www.w3.org/2000/svg}g")
@@ -145,7 +145,7 @@ def browser_path():
     return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
-def test_hovering_an_action_tells_what_it_is(tmp_path):
+def test_hovering_an_action_describes_it(tmp_path):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
     if browser_path() is None:
         pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
@@ -179,7 +179,7 @@ def test_hovering_an_action_tells_what_it_is(tmp_path):
     assert "activations alive" in text
 
 
-def test_kinds_that_are_drawn_have_a_colour_and_a_name():
+def test_drawn_kinds_have_a_colour_and_a_name():
     from megapipe.schedules.drawing.bars import FILLS, NAMES
 
     assert set(FILLS) == set(NAMES) >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}

@@ -34,7 +34,7 @@ def sharded(name, ranks, microbatches, stages, units=1, buffers=2, **options):
 
 
 def fewest_gathers(schedule, section, rank):
-    """Naively: at every run hold the next different units, as many as the pool has room for; count what is new."""
+    """Naively: at every run hold the next different units that fit into the pool; count new ones."""
     runs, last = [], None
     for action in schedule.actions(section, rank):
         uses = action.kind in (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
@@ -45,14 +45,14 @@ def fewest_gathers(schedule, section, rank):
                 runs.append([])
             runs[-1].append(place)
             last = this
-    held, count = set(), 0
+    pool, count = set(), 0
     for start in range(len(runs)):
-        ahead = list(dict.fromkeys(itertools.chain(*runs[start:])))
-        sizes = [schedule.header.stage_states[stage][unit].size for stage, unit, _ in ahead]
+        upcoming = list(dict.fromkeys(itertools.chain(*runs[start:])))
+        sizes = [schedule.header.stage_states[stage][unit].size for stage, unit, _ in upcoming]
         room = schedule.header.states.weight_pool
-        window = set(itertools.compress(ahead, (total <= room for total in itertools.accumulate(sizes))))
-        count += len(window - held)
-        held = window
+        window = set(itertools.compress(upcoming, (total <= room for total in itertools.accumulate(sizes))))
+        count += len(window - pool)
+        pool = window
     return count
 
 
@@ -62,14 +62,14 @@ def test_two_layers_on_one_rank_by_hand():
         "DC.0 GW0/0.0 F0/0.0 LW0/0.0 GW0/1.0 F0/1.0 LW0/1.0 GW0/2.0 F0/2.0 B0/2.0 LW0/2.0 DG0/2.0 "
         "GW0/1.0 B0/1.0 LW0/1.0 DG0/1.0 GW0/0.0 B0/0.0 LW0/0.0 DG0/0.0 DS.0 U0/0.0 U0/1.0 U0/2.0"
     )
-    ahead = words(sharded("gpipe", 1, 1, 1, units=3), 0)
-    assert ahead.startswith("DC.0 GW0/0.0 GW0/1.0 F0/0.0 LW0/0.0 GW0/2.0 F0/1.0 F0/2.0 B0/2.0 LW0/2.0")
+    early = words(sharded("gpipe", 1, 1, 1, units=3), 0)
+    assert early.startswith("DC.0 GW0/0.0 GW0/1.0 F0/0.0 LW0/0.0 GW0/2.0 F0/1.0 F0/2.0 B0/2.0 LW0/2.0")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("microbatches", [1, 4, 9])
 @pytest.mark.parametrize("layers", [3, 8])
-def test_layered_accumulation_gathers_twice_and_reduces_once_whatever_the_microbatches(ranks, microbatches, layers):
+def test_layered_accumulation_gathers_twice_and_reduces_once(ranks, microbatches, layers):
     """Arxiv 2106.02679; the layer of the last forward and, with two buffers, the one before it are still on hand."""
     schedule = sharded("modular", ranks, microbatches, ranks * layers, chunks=layers)
     for rank in range(ranks):
@@ -101,7 +101,7 @@ def test_gathers_are_those_of_the_next_units(schedule):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), schedules().filter(lambda schedule: schedule.header.gathered_weights.any()))
-def test_a_gather_or_release_dropped_or_moved_behind_a_use_is_refused(data, schedule):
+def test_dropped_or_late_gathers_and_releases_are_refused(data, schedule):
     ranks = [rank for rank in range(schedule.header.num_ranks) if counted(schedule, Kind.GATHER_WEIGHTS, rank)]
     rank = data.draw(st.sampled_from(ranks))
     rows = schedule.sections.body[rank]

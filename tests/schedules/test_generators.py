@@ -109,7 +109,7 @@ def test_zero_bubble_orders():
     )
 
 
-def test_2bw_runs_the_next_batch_ahead():
+def test_2bw_starts_the_next_batch_early():
     schedule = order("2bw", 2, 2)
     assert words(schedule, 0, "prologue") == "F0.0 F0.1 B0.0"
     assert words(schedule, 0) == "F0.2 B0.1 F0.3 B0.2"
@@ -119,7 +119,7 @@ def test_2bw_runs_the_next_batch_ahead():
     assert words(schedule, 1, "epilogue") == ""
 
 
-def test_2bw_updates_lazily_ahead_of_the_forward_that_needs_it_or_eagerly_behind_the_last_backward():
+def test_2bw_updates_lazily_or_eagerly():
     lazy, eager = (words(build("2bw", 2, 3, update=update), 0).split() for update in ("lazy", "eager"))
     assert lazy[-1] == "U0/0.2"
     assert eager[eager.index("B0.2") : eager.index("B0.2") + 3] == ["B0.2", "DS.2", "U0/0.2"]
@@ -143,13 +143,12 @@ def test_two_bp_keeps_weight_halves_under_the_cap(cap):
 
 @pytest.mark.parametrize("limit", [1, 2, 4, 6, 8])
 def test_zb_auto_keeps_its_memory_limit(limit):
-    held = 0
     schedule = build("zb_auto", 4, 12, memory_limit=limit)
     for rank in range(4):
-        held = most = 0
+        in_flight = most = 0
         for action in schedule.actions("body", rank):
-            held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(action.kind, 0)
-            most = max(most, held)
+            in_flight += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(action.kind, 0)
+            most = max(most, in_flight)
         assert most <= limit
 
 
@@ -185,7 +184,7 @@ def test_pipedream_refuses_weights_tied_across_ranks():
         validate(build("pipedream", 2, 2, tied_groups=[(0, 1)]))
 
 
-def test_a_never_flushing_schedule_runs_at_least_the_step_it_begins():
+def test_a_never_flushing_schedule_runs_at_least_one_step():
     with pytest.raises(ScheduleError, match="cannot run 0 steps"):
         build("2bw", 2, 2).expand(0)
 
@@ -198,7 +197,7 @@ def ragged_shapes():
 
 @settings(max_examples=30, deadline=None)
 @given(shape=st.sampled_from(list(ragged_shapes())))
-def test_default_group_of_a_ragged_batch_is_the_better_one(shape):
+def test_default_groups_of_ragged_batches_are_the_better(shape):
     check_default_group(*shape)
 
 

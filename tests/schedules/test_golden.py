@@ -108,7 +108,7 @@ def test_zero_bubble_table_5(ranks, microbatches, times, rates):
     ("ranks", "microbatches", "times", "rates"),
     [pytest.param(*row, marks=[pytest.mark.exhaustive] if row[0] > 8 else []) for row in TABLE_9],
 )
-def test_zb_auto_is_no_worse_than_the_hand_made_orders(ranks, microbatches, times, rates):
+def test_zb_auto_is_not_worse_than_handmade_orders(ranks, microbatches, times, rates):
     for limit, rate in ((ranks, rates[1]), (2 * ranks, rates[2])):
         options = {"memory_limit": limit, "times": Times(*times)}
         auto = simulated("zb_auto", ranks, microbatches, costs=measured(times), **options)
@@ -157,7 +157,7 @@ def test_2bw_slack_hides_reductions():
         assert free == hidden < late
 
 
-def test_eager_2bw_with_a_global_norm_is_nearly_a_flush():
+def test_eager_2bw_with_global_norm_nearly_flushes():
     lazy, eager = (simulated("2bw", 4, 4, 100, update=update) for update in ("lazy", "eager"))
     flush = simulated("1f1b", 4, 4, 100)
     assert lazy.finish / lazy.ideal < 1.01
@@ -179,7 +179,7 @@ def test_largest_schedules_build_and_validate(ranks, microbatches, chunks):
     assert forwards == ranks * microbatches * chunks
 
 
-def test_eager_2bw_idles_for_all_but_one_backward_a_step():
+def test_eager_2bw_idles_except_for_one_backward():
     """(p-1) B a step, by the closed form in docs/schedules.md."""
     for ranks, microbatches, backward, steps in ((4, 4, 2.0, 20), (3, 5, 1.0, 7), (2, 6, 3.0, 1)):
         schedule = build("2bw", ranks, microbatches, update="eager")
@@ -188,12 +188,12 @@ def test_eager_2bw_idles_for_all_but_one_backward_a_step():
         assert run.finish == steps * step + (ranks - 1)
 
 
-def held_until_weight_half(name, ranks, microbatches, **options):
-    """Micro-batches of activations on the rank that holds the most."""
+def peak_until_weight_half(name, ranks, microbatches, **options):
+    """Return the peak micro-batches of activations on any rank."""
     compute = order(name, ranks, microbatches, **options)
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
-    held = [np.cumsum([change.get(each.kind, 0) for each in compute.actions("body", rank)]) for rank in range(ranks)]
-    return max(map(max, held)) * ranks / len(compute.header.stages)
+    counts = [np.cumsum([change.get(each.kind, 0) for each in compute.actions("body", rank)]) for rank in range(ranks)]
+    return max(map(max, counts)) * ranks / len(compute.header.stages)
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(2, 4), st.data())
@@ -204,12 +204,12 @@ def test_grouped_interleaving(ranks, chunks, groups, data):
     run = simulated("gis", ranks, groups * size, costs=HALVES, **options)
     idle = 2 * (ranks - 1) + (ranks - size) * (chunks - 1)
     assert run.bubble == pytest.approx(idle / (3 * groups * size * chunks))
-    held = held_until_weight_half("gis", ranks, groups * size, **options)
-    assert held * chunks == pytest.approx(size * (chunks - 1) + ranks)
+    peak = peak_until_weight_half("gis", ranks, groups * size, **options)
+    assert peak * chunks == pytest.approx(size * (chunks - 1) + ranks)
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "bubble", "held"),
+    ("name", "options", "bubble", "peak"),
     [
         ("interleaved_1f1b", {}, 0.1094, 11.5),
         ("gis", {}, 0.0729, 8),
@@ -217,18 +217,18 @@ def test_grouped_interleaving(ranks, chunks, groups, data):
         ("gis_h", {"chunks": 4}, 0.0677, 5),
     ],
 )
-def test_grouped_interleaving_beside_interleaved_1f1b(name, options, bubble, held):
+def test_grouped_interleaving_against_interleaved_1f1b(name, options, bubble, peak):
     assert round(simulated(name, 8, 32, costs=HALVES, **options).bubble, 4) == bubble
-    assert held_until_weight_half(name, 8, 32, **options) == held
+    assert peak_until_weight_half(name, 8, 32, **options) == peak
 
 
 @pytest.mark.parametrize("ranks", range(1, 17))
-def test_v_half_and_v_min_hold_half_and_a_third(ranks):
+def test_v_half_holds_half_and_v_min_a_third(ranks):
     """The peaks of arXiv 2405.15362 for any number of ranks, counted until the weight half."""
     for name, most in (("v_half", (ranks + 2) // 2), ("v_min", (ranks + 4) // 3)):
         for microbatches in (1, ranks, 2 * ranks, 4 * ranks):
-            held = held_until_weight_half(name, ranks, microbatches)
-            assert held == most if microbatches >= 2 * ranks else held <= most
+            peak = peak_until_weight_half(name, ranks, microbatches)
+            assert peak == most if microbatches >= 2 * ranks else peak <= most
 
 
 @pytest.mark.parametrize(("ranks", "half", "third"), [(8, 0.099, 0.124), (16, 0.105, 0.134)])
@@ -240,17 +240,17 @@ def test_v_half_and_v_min_bubble_rates(ranks, half, third):
 @pytest.mark.parametrize(
     ("ranks", "limit", "rate"), [(8, 4, 0.1233), (8, 5, 0.09), (8, 8, 0), (5, 3, None), (1, 1, None)]
 )
-def test_v_auto_is_no_worse_than_the_others_in_a_v(ranks, limit, rate):
+def test_v_auto_is_not_worse_than_other_v_schedules(ranks, limit, rate):
     found = simulated("v_auto", ranks, 4 * ranks, costs=HALVES, memory_limit=limit).bubble_rate
-    assert held_until_weight_half("v_auto", ranks, 4 * ranks, memory_limit=limit) <= limit
+    assert peak_until_weight_half("v_auto", ranks, 4 * ranks, memory_limit=limit) <= limit
     assert rate is None or round(found, 4) == rate
     for name in ("v_min", "v_half", "zb_v"):
-        if held_until_weight_half(name, ranks, 4 * ranks) <= limit:
+        if peak_until_weight_half(name, ranks, 4 * ranks) <= limit:
             assert found <= simulated(name, ranks, 4 * ranks, costs=HALVES).bubble_rate + 1e-9
 
 
 @given(st.integers(1, 8), st.integers(0, 9))
-def test_dualpipe_v_idles_for_its_pairs_or_half_of_that(ranks, more):
+def test_dualpipe_v_idles_for_all_or_half_its_pairs(ranks, more):
     """(p - 1) t where a pair sends at its end (66 half chunks for 4 ranks and 10 micro-batches, 6 of them idle, in
     DeepSeek's drawing); (p - 1) t / 2 where a forward's output leaves at once."""
     microbatches = 2 * ranks + more

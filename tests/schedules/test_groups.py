@@ -39,7 +39,7 @@ rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
 """
 
 
-def test_a_hand_written_file_is_lowered_validated_and_written_as_it_was():
+def test_handwritten_files_are_lowered_validated_and_written_unchanged():
     schedule = loads(OVERLAPPED)
     assert dumps(schedule) == OVERLAPPED
     lowered = lower(schedule)
@@ -48,7 +48,7 @@ def test_a_hand_written_file_is_lowered_validated_and_written_as_it_was():
     assert loads(dumps(lowered)) == lowered
 
 
-def test_a_group_takes_a_given_time_or_the_sum_and_starts_when_all_of_it_can():
+def test_groups_take_a_given_time_or_their_sum():
     """Rank 0 waits at its first pair until the backward of micro-batch 0 has ended on rank 1, at 1 + 1 + 2."""
     lowered = lower(loads(OVERLAPPED))
     for costs, pair in (

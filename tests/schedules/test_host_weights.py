@@ -1,4 +1,4 @@
-"""Weights in host memory: placed as sharded ones are, copied beside the compute, refused where they cannot be."""
+"""Weights in host memory: placed like sharded ones, copied alongside the compute, refused where unsupported."""
 
 import json
 
@@ -25,7 +25,7 @@ def placed(schedule, *left_out):
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_v"])
 def test_weights_come_and_go_where_sharded_ones_do(name):
-    """Beside the reductions of replicas and the moves around updates the two schedules are the same."""
+    """Apart from the reductions of replicas and the moves around updates, the two schedules are the same."""
     stages = 2 * (2 if name in ("interleaved_1f1b", "modular", "zb_v") else 1)
     sizes = {"units_per_stage": [3] * stages}
     shared = build(name, 2, 4, **sizes, data_parallel=True, states=StateTable.uniform([3] * stages, weight_pool=2))
@@ -47,7 +47,7 @@ def test_evaluation_brings_weights_and_changes_none():
 
 
 def test_copies_of_weights_take_turns_with_reloads_of_activations():
-    """Units of 1 and 2 time, copies of weights of 1: they hide alone, and not behind those of activations."""
+    """Units of 1 and 2 time, copies of weights of 1: they hide alone, but not with those of activations."""
     finish = {}
     for units in ((), (0, 1, 2)):
         schedule = build("gpipe", 1, 1, **in_host(4) | {"offload": Offload((units,), optimizer=True)})
@@ -76,7 +76,7 @@ def test_each_broken_rule_is_named(old, new, message):
         validate(loads(text.replace(old, new)))
 
 
-def test_what_cannot_keep_its_weights_in_host_memory_says_why():
+def test_unsupported_host_weights_are_refused_with_the_reason():
     for name in NEVER_FLUSHING:
         with pytest.raises(ScheduleError, match="never flushes and keeps several weight versions on the device"):
             build(name, 2, 4, **in_host(1, 1))
@@ -85,7 +85,7 @@ def test_what_cannot_keep_its_weights_in_host_memory_says_why():
     assert main(["simulate", "--offload-weights=2", "--weight-buffers=2"]) == 2
 
 
-def test_a_file_of_compute_actions_takes_the_weights_of_the_run():
+def test_compute_files_use_the_runs_weight_placement():
     file = build("1f1b", 1, 2, **in_host(3))
     bare = loads("megapipe schedule 1\nname mine\nmicrobatches 2\nstage 0 rank 0\nbody\nrank 0: F0.0 B0.0 F0.1 B0.1\n")
     run = {"num_ranks": 1, "num_microbatches": 2, **in_host(3)}

@@ -89,7 +89,7 @@ def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
         (MINE.replace("F0.2", "G0.2"), {}, r"mine\.txt, line 7, column 24: 'G' in 'G0.2' is not a kind of action"),
     ],
 )
-def test_what_does_not_fit_is_told(tmp_path, text, change, message):
+def test_files_that_do_not_fit_are_refused(tmp_path, text, change, message):
     run = {"num_ranks": 2, "num_microbatches": 4, "units_per_stage": [2, 2], **change}
     with pytest.raises(ScheduleError, match=message):
         fit_for_training(read_file(written(tmp_path, text)), **run)

@@ -1,4 +1,4 @@
-"""What lowering adds, where it puts it, and what it refuses."""
+"""Actions that lowering adds, their places, and refusals."""
 
 import numpy as np
 import pytest
@@ -15,14 +15,14 @@ def test_two_ranks_by_hand():
     assert words(schedule, 1) == "DC.1 RA1.0 F1.0 RA1.1 B1.0 SG1.0 F1.1 B1.1 SG1.1 DS.1 U1/0.1"
 
 
-def test_data_parallel_cuts_the_last_microbatch_into_units_and_reduces_behind_each():
+def test_data_parallelism_reduces_after_each_last_unit():
     schedule = build("gpipe", 1, 2, units_per_stage=[3], data_parallel=True)
     assert words(schedule, 0) == (
         "DC.1 F0.0 F0/0.1 F0/1.1 F0/2.1 B0.0 B0/2.1 DG0/2.1 B0/1.1 DG0/1.1 B0/0.1 DG0/0.1 DS.1 U0/0.1 U0/1.1 U0/2.1"
     )
 
 
-def test_a_tied_weight_is_reduced_and_updated_once_a_rank():
+def test_tied_weights_are_reduced_and_updated_once_per_rank():
     schedule = build("gpipe", 2, 1, tied_groups=[(0, 1)])
     assert words(schedule, 0).endswith("B0.0 DT0/1.0 DS.0 U0/0.0 U0/1.0")
     assert words(schedule, 1).endswith("B1.0 SG1.0 DT1/1.0 DS.0 U1/0.0 U1/1.0")
@@ -31,7 +31,7 @@ def test_a_tied_weight_is_reduced_and_updated_once_a_rank():
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_receives_stand_that_many_compute_actions_ahead_but_one_a_link(ahead):
+def test_receives_are_posted_that_many_compute_actions_early(ahead):
     schedule = build("gpipe", 2, 8, receive_ahead=ahead)
     actions = list(schedule.actions("body", 1))
     compute = 0
@@ -66,7 +66,7 @@ def test_versions_count_from_the_step():
 
 
 def test_receives_move_forward_where_sends_would_hang():
-    """Two ranks that each send before the other has posted: posting one action ahead is too late for both."""
+    """Two ranks that each send before the other has posted: posting one action early is too late for both."""
     text = """megapipe schedule 1
         name crossing
         microbatches 4

@@ -21,7 +21,7 @@ def accepted(schedule: Schedule) -> bool | None:
 
 @settings(max_examples=250, deadline=None)
 @given(st.data(), schedules())
-def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, schedule):
+def test_changed_schedules_are_refused_or_train_the_same_model(data, schedule):
     mutant = data.draw(mutations(schedule))
     canonical = accepted(mutant)
     event("refused" if canonical is None else "unchanged" if mutant == schedule else "still valid")
@@ -32,7 +32,7 @@ def test_a_changed_schedule_is_refused_or_trains_the_same_model(data, schedule):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), schedules(max_ranks=3, max_microbatches=3))
-def test_a_schedule_that_trains_another_model_or_hangs_is_refused(data, schedule):
+def test_schedules_that_hang_or_train_another_model_are_refused(data, schedule):
     """The other way round: what the interpreter finds wrong, the validator refuses."""
     mutant = data.draw(mutations(schedule))
     try:

@@ -23,29 +23,29 @@ def compute_of(schedule):
     return words(schedule, 0).removeprefix("DC.0 ").partition(" DS")[0]
 
 
-def test_each_unit_leaves_behind_its_forward_and_is_back_one_action_ahead_of_its_backward():
+def test_units_leave_after_forward_and_return_before_backward():
     schedule = build("1f1b", 1, 1, units_per_stage=[4], offload=every_unit(1, 4))
     assert compute_of(schedule) == (
         "F0/0.0 OF0/0.0 F0/1.0 OF0/1.0 F0/2.0 OF0/2.0 F0/3.0 RE0/2.0 B0/3.0 RE0/1.0 B0/2.0 RE0/0.0 B0/1.0 B0/0.0"
     )
 
 
-def test_a_reload_stands_as_many_actions_ahead_as_asked_and_where_that_is_at_once_nothing_leaves():
+def test_units_reloaded_at_once_do_not_leave():
     schedule = build("1f1b", 1, 1, units_per_stage=[4], offload=every_unit(1, 4, prefetch=4))
     assert compute_of(schedule) == "F0/0.0 OF0/0.0 F0/1.0 F0/2.0 RE0/0.0 F0/3.0 B0/3.0 B0/2.0 B0/1.0 B0/0.0"
 
 
-def test_a_reload_goes_ahead_of_what_runs_again():
+def test_reloads_precede_recomputed_units():
     schedule = build("1f1b", 1, 1, units_per_stage=[3], offload=Offload(((0,),)), recompute=[[range(1, 2)]])
     assert compute_of(schedule) == "F0/0.0 OF0/0.0 F0/1.0 F0/2.0 B0/2.0 RE0/0.0 R0/1.0 B0/1.0 B0/0.0"
 
 
-def test_split_backwards_reload_ahead_of_their_input_half():
+def test_split_backwards_reload_before_their_input_half():
     schedule = build("zb_h1", 1, 1, units_per_stage=[2], offload=Offload(((0,),)))
     assert compute_of(schedule) == "F0/0.0 OF0/0.0 F0/1.0 RE0/0.0 BI0/1.0 BI0/0.0 BW0/1.0 BW0/0.0"
 
 
-def test_state_is_around_its_update_two_units_at_a_time():
+def test_updates_have_two_units_state_on_device():
     schedule = build("1f1b", 1, 1, units_per_stage=[3], offload=Offload(optimizer=True))
     assert words(schedule, 0).partition("DS.0 ")[2] == (
         "RE0/0.0 RE0/1.0 U0/0.0 OF0/0.0 RE0/2.0 U0/1.0 OF0/1.0 U0/2.0 OF0/2.0"
@@ -54,7 +54,7 @@ def test_state_is_around_its_update_two_units_at_a_time():
 
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.sampled_from(sorted(GENERATORS)), st.integers(1, 4), st.booleans())
-def test_no_more_wait_than_are_prefetched_and_all_that_leaves_comes_back(data, name, prefetch, optimizer):
+def test_prefetches_are_bounded_and_offloaded_units_return(data, name, prefetch, optimizer):
     layout = data.draw(layouts(name, max_ranks=3)) | {"receive_ahead": 1}
     units = layout["units_per_stage"]
     offload = Offload(tuple(tuple(range(count)) for count in units), prefetch, optimizer)
@@ -97,13 +97,13 @@ def test_activations_are_those_on_the_device():
     assert away.peak_activations == (0.5, 0.5, 0.5, 0.5)
 
 
-def test_a_stage_holds_what_its_place_in_the_pipeline_asks():
+def test_stages_hold_microbatches_by_their_position():
     assert microbatches_held(build("1f1b", 4, 8, units_per_stage=[3] * 4, data_parallel=True)) == (4.0, 3.0, 2.0, 1.0)
     assert microbatches_held(build("2bw", 3, 6)) == (3.0, 2.0, 1.0)
     assert microbatches_held(build("gpipe", 2, 5)) == (5.0, 5.0)
 
 
-def test_copies_that_are_shorter_than_a_unit_hide_and_longer_ones_show():
+def test_only_copies_longer_than_a_unit_show():
     """Units of 1 and 2 time: a copy of as much as a forward hides, every excess shows between the forwards."""
     schedule = build("1f1b", 1, 2, units_per_stage=[4], offload=Offload(((0, 1, 2),)))
     finish = {
@@ -113,12 +113,12 @@ def test_copies_that_are_shorter_than_a_unit_hide_and_longer_ones_show():
     assert finish[0.0] == finish[1.0] == 24.0
     # In each micro-batch the second and third unit's copies wait for the one before, by half a time unit each; the
     # third one's is still on its way when its reload is due, half a unit after the fourth forward, and comes back
-    # in 1.5 behind a backward of 2 that has begun by then.
+    # in 1.5 during a backward of 2 that has started by then.
     assert finish[1.5] == 24.0 + 2 * (0.5 + 0.5 + 0.5)
 
 
 def test_states_are_copied_both_ways_at_once():
-    """Updates take no time: of n units each copy out stands beside the next one's copy in."""
+    """Updates take no time: each unit's copy out overlaps the next unit's copy in."""
     schedule = build("1f1b", 1, 1, units_per_stage=[5], offload=Offload(optimizer=True))
     run = simulate(schedule, rank_costs(schedule.header, forward=1.0, offload_state=5.0))
     assert run.finish == 3.0 + 5 + 1

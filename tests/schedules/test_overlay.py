@@ -88,7 +88,7 @@ def test_layers_are_measured_by_themselves(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "2bw"])
-def test_a_pause_of_all_is_lost_once_on_every_rank(tmp_path: Path, name: str) -> None:
+def test_common_pauses_count_once_on_every_rank(tmp_path: Path, name: str) -> None:
     schedule = scheduled(name)
     second_step = STEP_APART / 1e6 if schedule.flushes else 0.0
     write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), change=pause(second_step + 60.3, 7.0))
@@ -104,7 +104,7 @@ def test_a_pause_of_all_is_lost_once_on_every_rank(tmp_path: Path, name: str) ->
 
 
 @pytest.mark.parametrize("name", ["gpipe", "2bw", "pipedream"])
-def test_what_actions_lose_adds_up_to_what_their_rank_loses(tmp_path: Path, name: str) -> None:
+def test_losses_of_actions_add_up_to_their_ranks(tmp_path: Path, name: str) -> None:
     generator = np.random.default_rng(7)
     schedule = scheduled(name)
     late = np.zeros(4, dtype=np.int64)
@@ -127,7 +127,7 @@ def test_what_actions_lose_adds_up_to_what_their_rank_loses(tmp_path: Path, name
         assert measured.between > 0.0
 
 
-def test_a_window_in_the_middle_of_a_run_is_compared_with_a_full_pipeline(tmp_path: Path) -> None:
+def test_middle_windows_are_compared_with_a_full_pipeline(tmp_path: Path) -> None:
     schedule = scheduled("2bw")
     write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES, link=Link(0.2)), steps=7)
     for path in tmp_path.glob("rank-*.json"):
@@ -141,7 +141,7 @@ def test_a_window_in_the_middle_of_a_run_is_compared_with_a_full_pipeline(tmp_pa
     assert bodies == [3 * 8 * 4, 3 * 8 * 4]
 
 
-def test_the_typical_step_is_shown_unless_another_is_asked_for(tmp_path: Path) -> None:
+def test_the_typical_step_is_shown_by_default(tmp_path: Path) -> None:
     schedule = scheduled("1f1b")
     slow = pause(STEP_APART / 1e6 + 40.3, 9.0)
     write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), steps=5, change=slow)
@@ -149,7 +149,7 @@ def test_the_typical_step_is_shown_unless_another_is_asked_for(tmp_path: Path) -
     assert overlay_of(tmp_path, 1).window.steps == (1,)
 
 
-def test_a_step_that_a_rank_did_not_finish_is_left_out(tmp_path: Path) -> None:
+def test_steps_that_a_rank_did_not_finish_are_omitted(tmp_path: Path) -> None:
     schedule = scheduled("1f1b")
     write_trace(tmp_path, schedule, rank_costs(schedule.header), steps=2)
     trace = read_rank(tmp_path / "rank-2.json")
@@ -226,7 +226,7 @@ def test_the_still_picture_has_both_boxes_of_every_action(tmp_path: Path, name: 
     assert len(boxes) == 2 * len(overlay_of(tmp_path).rows)
 
 
-def test_the_merged_trace_has_a_process_a_rank_and_one_for_its_prediction(traced: Path) -> None:
+def test_merged_traces_have_measured_and_predicted_processes_per_rank(traced: Path) -> None:
     document = json.loads(drawn(traced, ".json"))
     names = {event["args"]["name"] for event in document["traceEvents"] if event["name"] == "process_name"}
     assert names == {f"{what} {rank}" for what in ("rank", "predicted rank") for rank in range(4)}
@@ -242,7 +242,7 @@ def test_the_merged_trace_has_a_process_a_rank_and_one_for_its_prediction(traced
     assert document["otherData"]["layout"] == {"data": 1, "pipeline": 4, "tensor": 1}
 
 
-def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
+def test_the_page_describes_an_action_on_both_lines(traced: Path) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
     if browser_path() is None:
         pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
@@ -253,7 +253,7 @@ def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
         page.goto((traced / "overlay.html").as_uri())
-        told = []
+        tooltips = []
         for line in (4, 5):
             wanted = f"bars.find(bar => bar.line === {line} && bar.lane === 'compute' && bar.label === '3')"
             x, y = page.evaluate(
@@ -261,12 +261,12 @@ def test_the_page_tells_of_an_action_on_both_lines(traced: Path) -> None:
                 return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 6]; }}"""
             )
             page.mouse.move(x, y)
-            told.append(page.inner_text("#tooltip"))
+            tooltips.append(page.inner_text("#tooltip"))
         levels = page.evaluate("[levelsOf(-6, 264), levelsOf(-200, 264), levelsOf(-264, 6), levelsOf(0, 4)]")
         browser.close()
     assert errors == []
     assert levels == [[0, 264], [0, -200, 264], [0, -264], [0, 2, 4]]
-    for text, side in zip(told, ("measured", "predicted"), strict=True):
+    for text, side in zip(tooltips, ("measured", "predicted"), strict=True):
         assert "forward" in text
         assert "stage 2, micro-batch 3, step 2" in text
         assert side in text

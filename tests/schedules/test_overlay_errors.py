@@ -72,7 +72,7 @@ def broken(traced: Path, how: str) -> None:
         ("empty", "has no rank-N.json; pass the folder of --profile.trace"),
     ],
 )
-def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_files_are_refused(traced: Path, how: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     broken(traced, how)
     assert main(["overlay", str(traced)]) == 2
     error = capsys.readouterr().err
@@ -93,13 +93,13 @@ def test_wrong_files_are_told(traced: Path, how: str, message: str, capsys: pyte
         ("--forward 0 --backward 0", "--forward is 0; it must be above 0"),
     ],
 )
-def test_wrong_flags_are_told(traced: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_flags_are_refused(traced: Path, flags: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overlay", str(traced), *flags.split()]) == 2
     shown, error = capsys.readouterr()
     assert message in error
     assert not shown
 
 
-def test_a_folder_that_is_none_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overlay", str(tmp_path / "nothing")]) == 2
     assert "is not a folder" in capsys.readouterr().err

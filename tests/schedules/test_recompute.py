@@ -7,14 +7,14 @@ from megapipe.schedules.text import dumps
 from tests.schedules.support import words
 
 
-def test_each_span_runs_again_ahead_of_its_last_units_backward():
+def test_each_span_is_recomputed_before_its_last_units_backward():
     schedule = build("1f1b", 1, 1, units_per_stage=[4], recompute=[[range(1), range(1, 3)]])
     assert words(schedule, 0).removeprefix("DC.0 ").partition(" DS")[0] == (
         "F0/0.0 F0/1.0 F0/2.0 F0/3.0 B0/3.0 R0/1.0 R0/2.0 B0/2.0 B0/1.0 R0/0.0 B0/0.0"
     )
 
 
-def test_split_backwards_run_again_ahead_of_their_input_half():
+def test_split_backwards_recompute_before_their_input_half():
     schedule = build("zb_h1", 1, 1, units_per_stage=[2], recompute=[[range(2)]])
     order = [word for word in words(schedule, 0).split() if word[:2] in ("BI", "BW", "R0")]
     assert order == ["R0/0.0", "R0/1.0", "BI0/1.0", "BI0/0.0", "BW0/1.0", "BW0/0.0"]

@@ -104,7 +104,7 @@ def test_commands_of_schedules_take_the_name(packages: Path, tmp_path: Path) -> 
     assert "F0.3 B0.3 B0.2 B0.1 B0.0" in passed(schedule_command(packages, "write", *row))
 
 
-def test_a_broken_package_is_one_line_and_disturbs_no_other(packages: Path) -> None:
+def test_broken_packages_are_one_line_and_harmless(packages: Path) -> None:
     rows = {line.split()[0]: line for line in passed(schedule_command(packages, "list")).splitlines()}
     assert "the package half_gone cannot be loaded (half_gone): ModuleNotFoundError" in rows["lost"]
     assert "does not register it" in rows["silent"]

@@ -32,13 +32,13 @@ def reductions(schedule, rank=0):
 
 
 def room(schedule, places):
-    """What the pool has left beside these gradients."""
+    """Return the pool's free room when it contains these gradients."""
     sizes = (schedule.header.stage_states[stage][unit].size for stage, unit, _ in places)
     return schedule.header.states.gradient_pool - sum(sizes)
 
 
 def expected_reductions(schedule, rank):
-    """Naively: a unit's gradient of an update stays if it is added to again before so many others are."""
+    """Naively: a unit's gradient of an update stays if it is added to again before the pool needs its room."""
     each = schedule.header.num_microbatches // schedule.header.updates_per_step
     bodies = 1 if schedule.flushes else BODIES
     sections = schedule.expand_sections(schedule.prologue_steps + bodies)[rank]
@@ -59,8 +59,8 @@ def expected_reductions(schedule, rank):
     own = [unit for stage in schedule.header.stages_on(rank) for unit in states[stage]]
     count = sum(not unit.sharded_gradients for unit in own) * schedule.header.updates_per_step
     for place, unit in enumerate(runs):
-        behind = runs[place + 1 :]
-        others = behind[: behind.index(unit)] if unit in behind else None
+        later = runs[place + 1 :]
+        others = later[: later.index(unit)] if unit in later else None
         count += body[place] and (others is None or room(schedule, {unit, *others}) < 0)
     return count
 
@@ -87,7 +87,7 @@ def test_layered_accumulation_reduces_once_a_layer_whatever_the_microbatches(ran
 
 @settings(max_examples=150, deadline=None)
 @given(schedules().filter(lambda schedule: schedule.header.sharded_gradients.any() and one_unit_a_layer(schedule)))
-def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
+def test_gradients_not_needed_soon_are_reduced_at_once(schedule):
     validate(schedule)
     for rank in range(schedule.header.num_ranks):
         assert reductions(schedule, rank) == expected_reductions(schedule, rank)
@@ -95,7 +95,7 @@ def test_what_is_not_added_to_soon_is_reduced_at_once(schedule):
 
 @settings(max_examples=100, deadline=None)
 @given(st.data(), schedules().filter(lambda schedule: schedule.header.sharded_gradients.any()))
-def test_a_last_reduction_dropped_or_any_moved_ahead_of_its_backward_is_refused(data, schedule):
+def test_dropped_or_early_reductions_are_refused(data, schedule):
     rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
     rows = schedule.sections.body[rank]
     places = [at for at, row in enumerate(rows.tolist()) if row[0] == Kind.REDUCE_GRADIENTS]
@@ -138,7 +138,7 @@ def test_what_cannot_shard_its_gradients_says_why():
         build("1f1b", 2, 4, data_parallel=True, states=StateTable.uniform([1, 1], gradient_pool=-1))
 
 
-def test_a_second_buffer_hides_reductions_that_are_shorter_than_a_unit():
+def test_a_second_buffer_hides_short_reductions():
     """One rank, four units of 1 + 2 time, reductions of 1 each: with one buffer three show, the last one always."""
     times = {}
     for buffers in (1, 2):

@@ -77,14 +77,14 @@ def test_a_busy_link_delays_the_next_message():
     assert arrivals == [5.0, 9.0, 13.0]
 
 
-def test_blocking_sends_hold_the_sender():
-    free, held = (
+def test_blocking_sends_block_the_sender():
+    free, blocked = (
         simulated("1f1b", 2, 4, link=Link(latency=0.5), blocking_sends=blocking).finish for blocking in (False, True)
     )
-    assert held > free
+    assert blocked > free
 
 
-def test_reductions_overlap_with_the_backward_and_updates_wait_for_all_ranks():
+def test_reductions_overlap_backwards_and_updates_wait_for_ranks():
     schedule = build("gpipe", 2, 1, units_per_stage=[2, 2], data_parallel=True)
     run = simulate(schedule, rank_costs(schedule.header, reduce_gradients=2.0, reduce_scalars=0.5, update=1.0))
     # rank 1: backward units 2-3-4, reductions 3-4 and 4-5; rank 0: backward units 4-5-6, reductions 5-6 and 6-7.
@@ -103,7 +103,7 @@ def test_what_cannot_be_simulated_is_refused():
         rank_costs(header, forward=-1.0)
 
 
-def test_units_take_the_times_of_their_own_or_the_part_of_their_size():
+def test_units_take_own_times_or_shares_by_size():
     """A stage's gathers take 4: 1 and 3 by size, unless a unit's own time is given."""
     units = (StateUnit(0, "sharded"), StateUnit(0, "sharded", size=3))
     states = StateTable((units,), weight_pool=4)
@@ -120,7 +120,7 @@ def test_units_take_the_times_of_their_own_or_the_part_of_their_size():
 
 @settings(max_examples=60, deadline=None)
 @given(name=st.sampled_from(TRAINED), data=st.data())
-def test_every_row_takes_the_time_of_its_own_unit_and_none_goes_without(name: str, data: st.DataObject) -> None:
+def test_every_row_takes_its_units_time(name: str, data: st.DataObject) -> None:
     """Stages of different layers, some of them dense and experts; a stage's updates take the sum of its units'."""
     stages = 2 * GENERATORS[name].chunks
     layers = data.draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages))

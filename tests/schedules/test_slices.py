@@ -33,8 +33,8 @@ def test_interleaved_slices_have_the_figures_of_the_paper(ranks, rounds, chunks,
     report = validate(schedule)
     simulation = simulate(schedule, rank_costs(schedule.header, forward=1.0, backward=2.0))
     assert simulation.bubble == pytest.approx((ranks - 1) / (chunks * slices * microbatches))
-    held = min(2 * (ranks - 1), 2 * group) + (chunks - 1) * group + slices
-    assert report.peak_activations[0] == pytest.approx(min(microbatches, held / (chunks * slices)))
+    in_flight = min(2 * (ranks - 1), 2 * group) + (chunks - 1) * group + slices
+    assert report.peak_activations[0] == pytest.approx(min(microbatches, in_flight / (chunks * slices)))
     assert loads(dumps(schedule)) == schedule
 
 

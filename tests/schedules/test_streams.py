@@ -1,4 +1,4 @@
-"""What the validator proves of streams, queues and links, against a simulation that knows none of its rules."""
+"""The validator's proofs about streams, queues and links, compared with a simulation that has none of its rules."""
 
 import random
 from collections.abc import Hashable
@@ -50,7 +50,7 @@ def test_valid_schedules_run_with_any_number_of_queues(data: st.DataObject, sche
 
 @settings(max_examples=60, deadline=None)
 @given(st.one_of(schedules(max_ranks=5), schedules("forward")))
-def test_the_report_knows_which_schedules_need_several_kernels_at_once(schedule: Schedule) -> None:
+def test_reports_name_schedules_that_need_concurrent_kernels(schedule: Schedule) -> None:
     assert needs_resident_kernels(schedule) == hangs(schedule, serial=True)
 
 
@@ -129,7 +129,7 @@ def any_order(draw: st.DrawFn) -> Schedule:
 
 @settings(max_examples=60, deadline=None)
 @given(order=any_order(), ahead=st.integers(1, 3))
-def test_any_compute_order_that_can_run_is_lowered_to_one_that_runs_on_a_gpu(order: Schedule, ahead: int) -> None:
+def test_runnable_compute_orders_lower_to_orders_for_one_queue(order: Schedule, ahead: int) -> None:
     schedule = lower(order, receive_ahead=ahead)
     validate(schedule)
     assert not hangs(schedule, one_queue)
@@ -175,7 +175,7 @@ def test_a_send_after_the_steps_scalars_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_training_needs_resident_kernels_and_forwards_in_a_line_do_not(name: str) -> None:
+def test_only_training_needs_resident_kernels(name: str) -> None:
     chunks = GENERATORS[name].chunks
     assert needs_resident_kernels(build(name, 2, 4))
     if name not in BOTH_WAYS:

@@ -1,4 +1,4 @@
-"""The text form: what is written reads back the same, and what is wrong is shown where it stands."""
+"""The text form: written files read back the same, and errors name the line and column."""
 
 import pytest
 from hypothesis import given, settings
@@ -93,7 +93,7 @@ def test_errors_of_the_whole_text(text, message):
 
 @settings(max_examples=300, deadline=None)
 @given(st.data())
-def test_a_damaged_text_reads_or_is_refused_with_its_place(data):
+def test_damaged_texts_are_read_or_refused_with_position(data):
     text = data.draw(st.sampled_from([HAND_WRITTEN, dumps(build("1f1b", 2, 2))]))
     at = data.draw(st.integers(0, len(text) - 1))
     damaged = (

@@ -41,7 +41,7 @@ def passes(schedule: Schedule, rank: int) -> list[tuple[bool, int, int]]:
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=3, deadline=None)
 @given(data=st.data(), mode=st.sampled_from(["train", "forward"]), variant=st.sampled_from([1, 2]))
-def test_orders_with_shards_are_valid_and_alike_on_all_ranks(
+def test_orders_with_shards_are_valid_and_equal_everywhere(
     name: str, data: st.DataObject, mode: Any, variant: int
 ) -> None:
     given: dict[str, Any] = data.draw(layouts(name))
@@ -93,7 +93,7 @@ def test_passes_fill_idle_time(name: str, variant: int) -> None:
 def test_forwards_that_come_earlier_never_add_idle_time(
     name: str, ranks: int, data: st.DataObject, variant: int
 ) -> None:
-    """Beside the order in which each backward comes after the same number of further forwards."""
+    """Compared with the order in which each backward comes after the same number of further forwards."""
     count = data.draw(st.integers(1, 4 * ranks))
     orders = vocabulary._orders
     with pytest.MonkeyPatch.context() as patch:
@@ -111,10 +111,10 @@ def test_forwards_that_come_earlier_never_add_idle_time(
 def test_orders_in_a_v_hold_what_hides_the_barriers(variant: int) -> None:
     """On eight ranks, zb_v and v_min hold one more micro-batch; v_half, which has gaps between its blocks, holds no
     more. The additional micro-batch costs v_min a forward and both halves of a backward at the start of a step."""
-    for name, held, idle in (("zb_v", 8 + 1, 0.0), ("v_half", 5, 10.5), ("v_min", 3 + 1, 13.5 + 3.0)):
+    for name, peak, idle in (("zb_v", 8 + 1, 0.0), ("v_half", 5, 10.5), ("v_min", 3 + 1, 13.5 + 3.0)):
         schedule = build(name, 8, 32, vocabulary=variant)
         result = simulate(schedule, rank_costs(schedule.header))
-        assert (max(validate(schedule).peak_activations), result.makespan - result.ideal) == (held, idle)
+        assert (max(validate(schedule).peak_activations), result.makespan - result.ideal) == (peak, idle)
 
 
 @pytest.mark.parametrize("name", [*REFUSED, "chimera"])

@@ -58,7 +58,7 @@ def write_trace(
 
 
 def pause(at: float, length: float) -> Callable[[Event, int], Event]:
-    """All ranks stand still for `length` milliseconds at a time: whoever works takes longer, whoever waits waits."""
+    """Pause all ranks for `length` milliseconds at a time: actions and waits take longer."""
     nanoseconds, moment = round(length * 1e6), round(at * 1e6)
 
     def later(event: Event, rank: int) -> Event:

@@ -34,9 +34,7 @@ def total_sent(found: list[Exchange], members: int) -> float:
 
 
 @given(*SIZES, PRECISIONS)
-def test_a_block_sends_8_bsh_of_which_a_rank_keeps_its_own_share(
-    micro: int, length: int, tensor: int, precision: Precision
-) -> None:
+def test_blocks_send_8_bsh_less_a_ranks_share(micro: int, length: int, tensor: int, precision: Precision) -> None:
     """arXiv 2104.04473, section 3.2: 8 b s h (t - 1) / t elements a layer and micro-batch."""
     model = shaped(8)
     found = exchanged(model, micro_size=micro, sequence_length=length, precision=precision, tensor=tensor)
@@ -44,13 +42,13 @@ def test_a_block_sends_8_bsh_of_which_a_rank_keeps_its_own_share(
     assert total_sent(found, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])
 
 
-def test_a_block_that_runs_again_sends_half_as_much_more() -> None:
+def test_recomputed_blocks_send_half_as_much_more() -> None:
     model = shaped(8)
     once, twice = (exchanged(model, sequence_length=64, tensor=4, forwards=n) for n in (1, 2))
     assert total_sent(twice, 4) == 1.5 * total_sent(once, 4)
 
 
-def test_ranks_add_up_gradients_of_norms_that_each_applies_to_its_own_heads() -> None:
+def test_ranks_sum_gradients_of_query_and_key_norms() -> None:
     plain, normed = shaped(8), shaped(8, qk_norm=True)
     without, found = (merged(exchanged(each, sequence_length=64, tensor=2)) for each in (plain, normed))
     assert found["all_reduce"][0] - without["all_reduce"][0] == 2
@@ -81,7 +79,7 @@ def test_exchanges_add_up() -> None:
 
 @pytest.mark.parametrize(("halves", "sent"), [(False, 10), (True, 12)])
 @given(*SIZES, PRECISIONS)
-def test_a_block_on_shards_of_the_tokens_sends_10_bsh_and_12_where_backwards_are_split(
+def test_sharded_blocks_send_10_bsh_or_12_when_split(
     halves: bool, sent: int, micro: int, length: int, tensor: int, precision: Precision
 ) -> None:
     """docs/sequence_parallel.md: 8 of arXiv 2205.05198, section 4.2.2, and what is gathered again instead of kept."""

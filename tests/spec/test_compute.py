@@ -61,14 +61,14 @@ def test_a_gpt_equals_megatrons_formula(micro: int, sequence: int, heads: int, l
     assert model_flops_per_token(model, parts, sequence) * micro * sequence == sum(part.total for part in flops)
 
 
-def test_the_145_billion_model_takes_its_published_flops_per_iteration() -> None:
+def test_the_145_billion_model_has_its_published_flops() -> None:
     model = gpt(96, 12288, 80)
     flops = [layer_flops(model, layer, 1, 2048) for layer in model_layers(model)]
     iteration = 2304 * (sum(part.total for part in flops) + sum(part.forward for part in flops[1:-1]))
     assert iteration == pytest.approx(5.642e18, rel=1e-3)
 
 
-def test_causal_attention_is_counted_in_full_as_torch_counts_it() -> None:
+def test_causal_attention_is_counted_in_full_like_torch() -> None:
     model = gpt(4, 64, 1)
     query = torch.empty(2, 4, 128, 16, device="meta")
     with FlopCounterMode(display=False) as counter:
@@ -95,7 +95,7 @@ def test_the_embedding_multiplies_nothing_and_tying_changes_nothing() -> None:
     )
 
 
-def test_two_of_eight_experts_compute_like_an_mlp_of_twice_the_width() -> None:
+def test_top_2_experts_compute_like_a_doubled_mlp() -> None:
     """The router adds its own product."""
     sizes: dict[str, Any] = {"num_layers": 1, "hidden_size": 64, "num_heads": 4, "activation": "swiglu"}
     model = ModelConfig(**sizes, ffn_hidden_size=96, num_experts=8)

@@ -98,7 +98,7 @@ def test_moments_are_those_that_the_optimizer_keeps(
     assert len(make_optimizer(optimizer).moment_names) == optimizer.num_moments()
 
 
-def test_state_of_a_tied_table_counts_padding_and_one_accumulator_per_use() -> None:
+def test_tied_tables_count_padding_and_an_accumulator_per_use() -> None:
     model = ModelConfig(vocabulary_size=101, num_layers=1, hidden_size=32, num_heads=4)
     word = model_layers(model)[0].parameters["word.weight"]
     config = PretrainConfig()

@@ -123,7 +123,7 @@ def test_berts_have_the_parameters_of_transformers(
     assert total(model) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-def test_layers_are_in_order_and_a_tied_head_uses_the_word_embedding() -> None:
+def test_layers_are_ordered_and_tied_heads_use_the_embedding() -> None:
     tied, untied = (model_layers(ModelConfig(num_layers=3, tie_embeddings=tie)) for tie in (True, False))
     names = ["embedding", "blocks.0", "blocks.1", "blocks.2", "head"]
     assert [(each.name, each.kind, each.index) for each in tied] == [
@@ -136,7 +136,7 @@ def test_layers_are_in_order_and_a_tied_head_uses_the_word_embedding() -> None:
     assert tied_names(untied) == ()
 
 
-def test_shared_blocks_are_one_tied_weight_on_every_stage_with_a_block() -> None:
+def test_shared_blocks_are_one_tied_weight_on_their_stages() -> None:
     layers = model_layers(BertModelConfig(num_layers=3, shared_blocks=True))
     words, block = tied_names(layers)
     assert words == ("embedding.word.weight",)
@@ -144,7 +144,7 @@ def test_shared_blocks_are_one_tied_weight_on_every_stage_with_a_block() -> None
     assert tied_stages(layers, [range(1), range(1, 3), range(3, 5)]) == ((0, 2), (1, 2))
 
 
-def test_only_what_multiplies_or_embeds_is_decayed_and_only_block_matrices_are_matrices() -> None:
+def test_weights_that_multiply_or_embed_are_decayed() -> None:
     for model in (ModelConfig(), llama(qk_norm=True, bias="all")):
         for spec in unique_parameters(model_layers(model)).values():
             assert spec.decay == (spec.init.kind == "normal")
@@ -179,18 +179,18 @@ def test_the_boxes_of_the_tensor_ranks_tile_every_parameter(tensor_size: int, ac
         assert all(math.prod(box.shape) <= math.prod(spec.local_shape(tensor_size)) for box in boxes)
 
 
-def test_a_tensor_size_that_does_not_divide_is_named_with_those_that_do() -> None:
+def test_indivisible_tensor_sizes_are_refused_with_possible_ones() -> None:
     model = ModelConfig(hidden_size=96, num_heads=12, num_kv_heads=4, ffn_hidden_size=100)
     assert tensor_problems(model, 1) == []
     assert tensor_problems(model, 2) == []
     assert tensor_problems(model, 4) == []
-    way_out = "tensor sizes that divide this model: 1, 2, 4"
+    fix = "tensor sizes that divide this model: 1, 2, 4"
     assert tensor_problems(model, 3) == [
-        f"model.ffn_hidden_size 100 is not divisible by parallel.tensor 3; {way_out}",
-        f"model.num_kv_heads 4 is not divisible by parallel.tensor 3; {way_out}",
+        f"model.ffn_hidden_size 100 is not divisible by parallel.tensor 3; {fix}",
+        f"model.num_kv_heads 4 is not divisible by parallel.tensor 3; {fix}",
     ]
     model.num_kv_heads = None
-    assert tensor_problems(model, 8)[0] == f"model.num_heads 12 is not divisible by parallel.tensor 8; {way_out}"
+    assert tensor_problems(model, 8)[0] == f"model.num_heads 12 is not divisible by parallel.tensor 8; {fix}"
     assert tensor_problems(model, 0) == ["parallel.tensor is 0; it must be at least 1"]
     model = ModelConfig(hidden_size=96, num_heads=12, ffn_hidden_size=100, num_experts=6)
     assert tensor_problems(model, 3) == []
@@ -207,7 +207,7 @@ def test_key_heads_are_copied_until_they_divide() -> None:
 
 
 @pytest.mark.parametrize("tensor_size", range(1, 9))
-def test_the_rule_on_the_tensor_size_agrees_with_the_shapes(tensor_size: int) -> None:
+def test_the_tensor_size_rule_agrees_with_shapes(tensor_size: int) -> None:
     model = ModelConfig(num_layers=1, hidden_size=48, num_heads=12, num_kv_heads=6, ffn_hidden_size=72)
     try:
         for spec in unique_parameters(model_layers(model)).values():

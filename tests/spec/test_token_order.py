@@ -1,4 +1,4 @@
-"""Every token of a sample lies on one rank, in ascending order, heads and tails together."""
+"""Every token of a sample is on one rank, in ascending order, heads and tails together."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from megapipe.spec.token_order import Share, TokenOrder, chunks_per_rank, order_
 @given(st.sampled_from(["head_tail", "contiguous"]), st.integers(1, 9), st.integers(1, 9))
 def test_ranks_hold_every_token_once(order: TokenOrder, size: int, chunk: int) -> None:
     length = chunks_per_rank(order) * size * chunk
-    held = [token_numbers(order, rank, size, length) for rank in range(size)]
-    assert sorted(np.concatenate(held)) == list(range(length))
-    for numbers in held:
+    numbers_of_ranks = [token_numbers(order, rank, size, length) for rank in range(size)]
+    assert sorted(np.concatenate(numbers_of_ranks)) == list(range(length))
+    for numbers in numbers_of_ranks:
         assert len(numbers) == length // size
         assert (np.diff(numbers) > 0).all()
     if order == "head_tail":
-        assert len({int(numbers.sum()) for numbers in held}) == 1, "as far from the start on average"
+        assert len({int(numbers.sum()) for numbers in numbers_of_ranks}) == 1, "as far from the start on average"
 
 
 def test_the_chunks_of_two_ranks() -> None:
@@ -26,7 +26,7 @@ def test_the_chunks_of_two_ranks() -> None:
     assert Share("contiguous", 1, 2).numbers(8).tolist() == [4, 5, 6, 7]
 
 
-def test_a_length_that_does_not_come_out_even_is_refused() -> None:
+def test_indivisible_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"10 tokens cannot be divided into 4 equal chunks for 2 context ranks"):
         token_numbers("head_tail", 0, 2, 10)
 

@@ -17,7 +17,7 @@ NEEDS = (
     "needs half an hour",
     "needs old revisions",
 )
-"""What a marker before a block of commands may say."""
+"""The possible markers before a block of commands."""
 _FENCE = re.compile(r"(?:<!-- (needs [\w ]+) -->\n+)?```(\w*)\n(.*?)```", re.DOTALL)
 
 

@@ -27,7 +27,7 @@ OPERATIONS = {"gather_into": "all_gather", "reduce_into_part": "reduce_scatter",
 
 
 class Place(NamedTuple):
-    """What a count belongs to. group: as the mesh is asked for it ("tensor", "data+context", "world"), "tied" for the
+    """The place of a count. group: as the mesh is asked for it ("tensor", "data+context", "world"), "tied" for the
     ranks that share a weight, "link" between stages."""
 
     group: str
@@ -37,7 +37,7 @@ class Place(NamedTuple):
 @dataclass
 class Traffic:
     """Counts of one rank by place. Elements and bytes are those of the whole buffer of a collective: what an
-    all-reduce sums, what an all-gather leaves behind, what a reduce-scatter starts from.
+    input of an all-reduce, the output of an all-gather, the input of a reduce-scatter.
     """
 
     calls: Counter[Place] = field(default_factory=Counter)

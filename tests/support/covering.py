@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 Case = dict[str, str]
 Pair = frozenset[tuple[str, str]]
-"""Of two (axis, value)."""
+"""A pair of (axis, value)."""
 Allowed = Callable[[Mapping[str, str]], bool]
 """Whether values of some of the axes go together; what it refuses it refuses whatever is added."""
 

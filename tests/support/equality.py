@@ -1,4 +1,4 @@
-"""What "the same training run on another layout" means: bit for bit, or within the design's tolerances."""
+"""Definition of "the same training run on another layout": bit for bit, or within the design's tolerances."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +24,7 @@ def check_bits(ranks: Sequence[RankRun], expected: RankRun) -> None:
 
 
 def check_close(ranks: Sequence[RankRun], expected: RankRun, first_loss: float) -> None:
-    """All ranks tell one loss, the first within `first_loss` (relative) of one process, the curve within 1e-4.
+    """All ranks report one loss, the first within `first_loss` (relative) of one process, the curve within 1e-4.
 
     Gradients as in `check_gradients`; copies of a weight on several ranks agree to the last bit.
     """

@@ -71,18 +71,18 @@ def make_config(prefix: str, model: ModelConfig, **groups: dict[str, Any]) -> Pr
 
 @dataclass(frozen=True)
 class Shard:
-    """One rank's part of one tensor of the model: of the elements of a box those in the range `held`, flat."""
+    """One rank's part of one tensor of the model: the elements of a flattened box in the range `extent`."""
 
     name: str
     shape: tuple[int, ...]
     box: Box
-    held: range
+    extent: range
     values: Tensor
 
 
 @dataclass(frozen=True)
 class RankRun:
-    """What one rank saw of a run. gradients: after the reductions of step 1, before clipping."""
+    """The results of a run on one rank. gradients: after the reductions of step 1, before clipping."""
 
     results: list[StepResult]
     gradients: list[Shard]
@@ -146,11 +146,11 @@ def assembled(parts: Sequence[list[Shard]]) -> dict[str, Tensor]:
             tensors[shard.name] = torch.zeros(shard.shape, dtype=shard.values.dtype)
             seen[shard.name] = torch.zeros(shard.shape, dtype=torch.bool)
         index = tuple(slice(start, stop) for start, stop in zip(shard.box.starts, shard.box.stops, strict=True))
-        held = slice(shard.held.start, shard.held.stop)
+        extent = slice(shard.extent.start, shard.extent.stop)
         values, known = tensors[shard.name][index].flatten(), seen[shard.name][index].flatten()
-        if known[held].any():
-            assert torch.equal(values[held], shard.values), f"ranks disagree about {shard.name}"
-        values[held], known[held] = shard.values, True
+        if known[extent].any():
+            assert torch.equal(values[extent], shard.values), f"ranks disagree about {shard.name}"
+        values[extent], known[extent] = shard.values, True
         tensors[shard.name][index] = values.view(shard.box.shape)
         seen[shard.name][index] = known.view(shard.box.shape)
     incomplete = [name for name, covered in seen.items() if not covered.all()]

@@ -77,9 +77,9 @@ def start(
 
 
 def rest_of(process: subprocess.Popen[str], seconds: float) -> str:
-    """What a started one says from here on, to its end; its session is killed after so long.
+    """Return the remaining output of a started process; its session is killed after `seconds`.
 
-    Not `communicate`, which loses the lines that a reader of single ones has read ahead.
+    `communicate` would lose lines that are in the buffer of a reader of single lines.
     """
     assert process.stdout is not None
     limit = threading.Timer(seconds, os.killpg, (process.pid, signal.SIGKILL))

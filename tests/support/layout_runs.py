@@ -35,11 +35,11 @@ COUNTED_STEP = 1
 SETTLING_SECONDS = 0.005
 """gloo's threads let go of a tensor a moment after its exchange has ended."""
 SETTLING_BETWEEN_STEPS = 0.1
-"""The same before the counted step: whatever is still held then would be missing from every later difference."""
+"""The same before the counted step: memory that is released later would be missing from every difference."""
 
 
 class Sample(NamedTuple):
-    """Bytes that one action has left behind, beside what lives between steps, by what they belong to.
+    """Bytes alive after one action, in addition to those that live between steps, by kind.
 
     weights, gradients: whole ones of units whose state replicas share out. summands: other ranks' parts of such
     gradients. reloaded: optimizer state that is on the device for its update. activations: everything else.
@@ -54,7 +54,7 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True)
 class LayoutRun:
-    """What one rank saw, and what was counted on it.
+    """The results of one rank, and its counts.
 
     schedule: what the engine ran. traffic: of one step. state: bytes of the unit states between steps, on the device
     or not. lasting: all bytes that live then. host: those of them in buffers for activations that are away. peak: of
@@ -99,7 +99,11 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if step == COUNTED_STEP:
                 traffic.clear()
                 sleep(SETTLING_BETWEEN_STEPS)
-                state, lasting, host = held(replica.states()), live.current, replica.assembly.swaps.pool.num_bytes
+                state, lasting, host = (
+                    state_bytes(replica.states()),
+                    live.current,
+                    replica.assembly.swaps.pool.num_bytes,
+                )
                 samples = sampled(replica, live)
             scaler = replica.loss_scaler
             scale = 1.0 if scaler is None else scaler.scale(step)
@@ -118,7 +122,7 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
 
 
 def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
-    """Of each micro-batch, the tokens of a sample that a BERT's head predicts here, where this rank has it."""
+    """Return each micro-batch's tokens per sample that a BERT's head predicts on this rank, if it has the head."""
     found = [
         each.positions.shape[1] for each in contexts if isinstance(each, BertContext) and each.positions is not None
     ]
@@ -139,7 +143,7 @@ def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
 
 
 def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:
-    """Where the bytes alive behind every action from here on are put, once its messages have left.
+    """Return a list that receives the bytes alive after every later action, once its messages have left.
 
     That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
@@ -148,7 +152,7 @@ def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:
     samples: list[tuple[Action, Sample]] = []
 
     def now(reductions: Sequence[Work]) -> list[int]:
-        kept = held(states)
+        kept = state_bytes(states)
         parts = [kept.weights, kept.gradients, summands(reductions), reloaded(swaps, states)]
         return [*parts, live.current - swaps.pool.num_bytes]
 
@@ -172,7 +176,7 @@ def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:
     return samples
 
 
-def held(states: Sequence[UnitState]) -> StateBytes:
+def state_bytes(states: Sequence[UnitState]) -> StateBytes:
     """Bytes of the buffers of unit states that have memory, views of another not counted."""
     return StateBytes(
         weights=storage_bytes(each for state in states for each in (*state.weights, *state.weight_shards)),
@@ -183,7 +187,7 @@ def held(states: Sequence[UnitState]) -> StateBytes:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory that tensors lie in, each counted once."""
+    """Return the bytes of the storages of tensors, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 

@@ -1,7 +1,7 @@
 """Every way to run a model, as one table: a feature's values and what each changes in the configuration.
 
 A new feature is a line in `FEATURES`; what it cannot be combined with is a line in `RULES`, and the configuration has
-to refuse that combination in the words that stand there.
+to refuse that combination with the words in that line.
 """
 
 from collections.abc import Collection, Mapping

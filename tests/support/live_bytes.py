@@ -35,7 +35,7 @@ class LiveBytes(TorchDispatchMode):
         self._lock = threading.RLock()
 
     def reset_peak(self) -> None:
-        """Start looking for the peak anew, from what is alive now."""
+        """Reset the peak to the bytes that are alive now."""
         self.peak = self.current
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +46,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _ignore(self, argument: Tensor) -> None:
-        """What an operation is given, and may return or return a view of, it has not created."""
+        """Do not count an input of an operation, which may also return it or a view of it."""
         if argument.device.type != "meta":
             self._seen.setdefault(argument.untyped_storage(), None)
 

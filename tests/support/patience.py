@@ -19,7 +19,7 @@ def wait_until(condition: Callable[[], object], seconds: float = LIMIT_SECONDS) 
 
 
 def undisturbed(measure: Callable[[], Found], fits: Callable[[Found], bool]) -> Found:
-    """What is measured, measured anew where it does not fit: a pause of the machine spoils one measurement, and not
+    """Measure, and measure again if the result does not fit: a pause of the machine spoils one measurement, and not
     all of `TRIES`. The last one is returned as it is, for the caller to judge."""
     for _ in range(TRIES - 1):
         found = measure()

@@ -33,7 +33,7 @@ FORK_SERVER.set_forkserver_preload(
 _START_SECONDS = 120.0
 _GRACE_SECONDS = 2.0
 _JOINED = b""
-"""What a rank sends first, once all have started; then comes its answer, which is never empty."""
+"""The first message of a rank, when all have started; its answer follows, which is never empty."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -50,11 +50,11 @@ def run_ranks(
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world_size` fresh processes and return their results in rank order.
 
-    Each rank runs with one thread, inside an initialised gloo world (torch.distributed). `function` stands at the top
+    Each rank runs with one thread, inside an initialised gloo world (torch.distributed). `function` is at the top
     level of its module; arguments and results are pickled, so no tensor is shared between ranks.
 
     Args:
-        timeout: seconds behind the start of all after which ranks that have not answered are killed and named.
+        timeout: seconds after the last rank's start until ranks that have not answered are killed and named.
         may_die: ranks whose death is the point of the test; their result is None, the others run on.
 
     Raises:
@@ -129,7 +129,7 @@ def _join(rank: int, world_size: int, store: str, timeout: float) -> None:
 def _collect(
     ranks: list[tuple[ForkServerProcess, connection.Connection]], timeout: float, may_die: frozenset[int]
 ) -> list[Any]:
-    """Results in rank order. After a first failure the other ranks get a short grace to tell theirs."""
+    """Return results in rank order. After a first failure the other ranks get a short time to report theirs."""
     deadline, joined = time.monotonic() + _START_SECONDS + timeout, 0
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}

@@ -19,7 +19,7 @@ class _SleepingWork(Work):
 
 
 class SleepingGroup(Group):
-    """Another's group. What is started is there `seconds` later, or as long behind what was started before.
+    """Wraps a group. An operation ends `seconds` after its start, or after the end of the operation before it.
 
     Attributes:
         log: (operation, started, there), in order; nanoseconds of `time.perf_counter_ns`.

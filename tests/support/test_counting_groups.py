@@ -54,7 +54,7 @@ class TorchsCalls(TorchDispatchMode):
 
 
 def step_calls(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
-    """Of one step: collectives and messages as counted, and the collectives that torch starts without the count."""
+    """Return counted collectives and messages of one step, and the collectives that torch starts uncounted."""
     traffic = Traffic()
     sizes = {name: mesh.size(name) for name in ("data", "tensor")}
     config = replace(config, parallel=replace(config.parallel, **sizes))

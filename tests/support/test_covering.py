@@ -1,4 +1,4 @@
-"""Covering arrays hold every possible pair and nothing forbidden, beside a search of all cases."""
+"""Covering arrays hold every possible pair and nothing forbidden, compared with a search of all cases."""
 
 import itertools
 from collections.abc import Mapping

@@ -42,7 +42,7 @@ def raise_on_one(rank: int) -> None:
     dist.barrier()
 
 
-def test_exception_is_told_with_rank_and_traceback() -> None:
+def test_exception_is_reported_with_rank_and_traceback() -> None:
     with pytest.raises(RankError, match=r"rank 1 raised\n(?s:.*)in raise_on_one(?s:.*)KeyError: 'the reason'"):
         run_ranks(3, raise_on_one)
 
@@ -53,7 +53,7 @@ def die_on_one(rank: int) -> str:
     return "alive"
 
 
-def test_death_is_told_unless_it_is_the_point() -> None:
+def test_death_is_reported_unless_it_is_expected() -> None:
     with pytest.raises(RankError, match="rank 1 died with exit code -9"):
         run_ranks(2, die_on_one)
     assert run_ranks(2, die_on_one, may_die=[1]) == ["alive", None]

@@ -33,7 +33,7 @@ def configuration(corpora: list[str], directory: Path, weights: list[float], **d
 
 
 def run(config: PretrainConfig, **training: object) -> list[tuple[int, float]]:
-    """Step and loss of every step that the directory's runs have told of."""
+    """Return step and loss of every step in the metrics of the directory's runs."""
     config = replace(config, training=replace(config.training, **training))
     assert pretrain(config, LaunchEnvironment()) == 0
     lines = (Path(config.training.directory) / "metrics.jsonl").read_text().splitlines()
@@ -68,7 +68,7 @@ def test_the_megatron_order_is_of_one_length(corpora: list[str], tmp_path: Path)
         run(config, steps=9)
 
 
-def test_weights_that_are_rounded_are_told_of(
+def test_rounded_blend_weights_are_reported(
     corpora: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(configuration(corpora, tmp_path / "rounded", [2**0.5, 1.0]), stop_at=1)

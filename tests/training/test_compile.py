@@ -50,7 +50,7 @@ def check(found: list[RankRun], expected: list[RankRun]) -> None:
 
 
 @pytest.mark.slow
-def test_traced_blocks_train_the_same_model_whole_and_in_halves(corpus: str) -> None:
+def test_traced_blocks_train_equally_whole_and_in_halves(corpus: str) -> None:
     """Three blocks in one stage, so that a tape holds the records of several."""
     model = replace(GPT2_SHAPE, num_layers=3)
     expected = train(corpus, model, compiler=None)

@@ -1,4 +1,4 @@
-"""What several ranks hold is compared bit for bit, whichever dimension they share it over."""
+"""State that several ranks hold is compared bit for bit, over any dimension."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def compare(mesh: Mesh, config: PretrainConfig, victim: int, name: str, kind: st
 
 
 @pytest.mark.parametrize(
-    ("sizes", "zero", "name", "kind", "victim", "told"),
+    ("sizes", "zero", "name", "kind", "victim", "ranks"),
     [
         ({"data": 4}, 0, MATRIX, "weights", 2, "on rank 2 against rank 0, 1, 3"),
         ({"data": 4}, 0, MATRIX, "first_moment", 3, "on rank 3 against rank 0, 1, 2"),
@@ -60,7 +60,7 @@ def compare(mesh: Mesh, config: PretrainConfig, victim: int, name: str, kind: st
     ids=str,
 )
 def test_one_flipped_bit_names_the_parameter_and_the_rank(
-    tmp_path: Path, sizes: dict[str, int], zero: int, name: str, kind: str, victim: int, told: str
+    tmp_path: Path, sizes: dict[str, int], zero: int, name: str, kind: str, victim: int, ranks: str
 ) -> None:
     config = make_config(write_shard(tmp_path), GPT2_SHAPE, parallel={"data": None, **sizes}, zero={"stage": zero})
     messages = run_threads(sizes, compare, config, victim, name, kind)
@@ -68,5 +68,5 @@ def test_one_flipped_bit_names_the_parameter_and_the_rank(
     assert messages[0].startswith(
         f"after step {STEP} ranks differ in state that must be equal: {kind} of {name} (unit "
     )
-    assert told in messages[0]
+    assert ranks in messages[0]
     assert messages[0].count(" on rank ") == 1

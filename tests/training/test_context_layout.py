@@ -1,4 +1,4 @@
-"""Which tokens reach a context rank, and what cannot be shared out."""
+"""Which tokens reach a context rank, and what cannot be sharded."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,13 +27,13 @@ from tests.support.meshes import run_threads
 from tests.training.test_validate import make
 
 
-def test_the_world_is_data_x_pipeline_x_context_x_tensor() -> None:
+def test_the_world_is_the_product_of_four_dimensions() -> None:
     config = make(parallel={"pipeline": 2, "context": 2, "tensor": 2})
     validate(config, 16)
     assert data_parallel_size(config, 16) == 2
 
 
-def test_no_order_needs_pairs_of_chunks_where_none_is_causal() -> None:
+def test_chunk_pairs_are_only_needed_with_causal_attention() -> None:
     for kind, refused in (("ring", True), ("all_to_all", False)):
         config = make(parallel={"context": 2, "context_attention": kind}, data={"sequence_length": 126})
         assert bool(context_problems(config)) == refused
@@ -52,8 +52,8 @@ def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
     shared = replace(plain, parallel=replace(plain.parallel, **parallel))
     (whole,) = run_threads({}, loaded, plain)
     parts = run_threads({"context": 2}, loaded, shared)
-    held = [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]] if kind == "ring" else [[*range(8)], [*range(8, 16)]]
-    for part, numbers in zip(parts, held, strict=True):
+    tokens = [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]] if kind == "ring" else [[*range(8)], [*range(8, 16)]]
+    for part, numbers in zip(parts, tokens, strict=True):
         for found, everything in zip(part.contexts, whole.contexts, strict=True):
             assert found.token_numbers.tolist() == numbers
             for name in ("tokens", "labels", "loss_mask", "document_starts"):
@@ -65,7 +65,7 @@ def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
     )
 
 
-def test_predictions_lie_where_their_tokens_do(tmp_path: Path) -> None:
+def test_predictions_are_on_the_rank_of_their_tokens(tmp_path: Path) -> None:
     plain = make_bert_config(write_corpus(tmp_path), POST_NORM, batch={"micro_size": 4})
     shared = replace(plain, parallel=replace(plain.parallel, context=2, data=1))
     (whole,) = run_threads({}, loaded, plain)

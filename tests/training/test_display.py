@@ -1,4 +1,4 @@
-"""What people see: plain lines off a terminal, a bar on one."""
+"""Output for people: plain lines without a terminal, a bar on one."""
 
 import io
 import math
@@ -16,7 +16,7 @@ def test_a_duration_has_no_largest_value() -> None:
     assert duration(1e26) == duration(1e30) == "999999999 days, 23:59:59"
 
 
-def test_lines_come_at_the_first_step_at_intervals_and_at_the_last() -> None:
+def test_lines_come_at_first_last_and_every_nth_step() -> None:
     lines: list[str] = []
     display = PlainLines(steps=7, log_every=3, printer=lines.append)
     display.event("start", total_samples=28)
@@ -41,13 +41,13 @@ def test_rates_weigh_steps_by_their_time() -> None:
     assert "| 32 tokens/s |" in lines[2]
 
 
-def test_uneven_loads_of_experts_are_told_of_the_worst_block() -> None:
+def test_expert_loads_are_printed_for_the_worst_block() -> None:
     line = vital_signs(step_record(1, loss_scale=8.0, expert_load_variations=[0.25, 1.5, 0.5]))
     assert line.endswith("| loss scale 8 | expert loads vary by 150%")
     assert "vary" not in vital_signs(step_record(1))
 
 
-def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
+def test_skipped_steps_and_evaluations_are_printed_at_once() -> None:
     lines: list[str] = []
     display = PlainLines(steps=9, log_every=5, printer=lines.append)
     display.step(step_record(1))
@@ -57,7 +57,7 @@ def test_a_skipped_step_and_an_evaluation_are_told_at_once() -> None:
     assert lines[2] == "after step 2: validation loss 4.2500, perplexity 70.10 (512 tokens in 1.5 s)"
 
 
-def test_the_bar_shows_the_same_and_leaves_the_terminal_as_it_was() -> None:
+def test_the_bar_shows_the_same_and_restores_the_terminal() -> None:
     screen = io.StringIO()
     console = Console(file=screen, force_terminal=True, width=90, color_system=None, legacy_windows=False)
     bar = TrainingBar(steps=4, log_every=10, console=console)

@@ -51,7 +51,7 @@ def test_layouts_that_are_known_to_run_pass() -> None:
         assert all(each.peak_bytes > 0 for each in found.coordinates)
 
 
-def test_a_thousand_ranks_hold_the_whole_model_once_a_replica() -> None:
+def test_a_thousand_ranks_hold_one_model_per_replica() -> None:
     """GPT-2's 124,439,808 parameters, the position table's and the norms' included, and its tied weight on both ends;
     no size needs padding at tensor 1 but the vocabulary, 50,257 rows to the next multiple of 64."""
     config = gpt("--parallel.pipeline", "4", "--batch.global_size", "1024")
@@ -118,8 +118,8 @@ def test_offload_that_measures_at_the_start_is_refused() -> None:
 
 
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
-    """Every message of another stage that has to wait has a slot: of 1f1b on rank r of p as many as are in flight, and
-    one more that is under way."""
+    """Every message of another stage that has to wait has a slot: with 1f1b, one for each micro-batch in flight and
+    one for a message in transit."""
     found = dry_run(gpt("--parallel.pipeline", "4"), 4)
     message = 1024 * 768 * 4
     stages = build_schedule(
@@ -139,7 +139,7 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     assert [each.message_bytes for each in dry_run(gpt(), 4).coordinates] == [0]
 
 
-def test_broken_rules_are_told_before_anything_is_built() -> None:
+def test_broken_rules_are_reported_before_anything_is_built() -> None:
     with pytest.raises(ConfigError, match=r"model.num_heads 12 is not divisible by parallel.tensor 5"):
         dry_run(gpt("--parallel.tensor", "5"), 1000)
     with pytest.raises(ConfigError, match=r"world size 1001 is not a multiple"):
@@ -163,7 +163,7 @@ def test_a_stage_that_hands_on_another_shape_is_found() -> None:
         module._run_shapes(twice, stages, HeldTokens())
 
 
-def test_buffers_that_are_not_what_the_formulas_say_are_found() -> None:
+def test_buffers_that_differ_from_formulas_are_noticed() -> None:
     config = gpt("--parallel.pipeline", "2")
     stages, mesh, layout, schedule = stages_of(config)
     other = replace(config, training=replace(config.training, precision="bf16"))
@@ -187,7 +187,7 @@ SMALL = [
 
 
 @pytest.mark.slow
-def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_auto_values_are_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto, memory: 1.1}\n")
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
     assert main(["dry-run", *asked, "--hardware=a100-80"], {"dry-run": run_dry_run}) == 0
@@ -195,21 +195,21 @@ def test_what_is_left_to_a_run_is_chosen_for_the_hardware(capsys: pytest.Capture
     assert "training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB" in printed
     assert "recompute auto: " in printed
     assert main(["dry-run", *asked, "--hardware=a100-80", "--json"], {"dry-run": run_dry_run}) == 0
-    held = json.loads(capsys.readouterr().out)["memory_bytes"]
+    within_budget = json.loads(capsys.readouterr().out)["memory_bytes"]
     plain = [flag for flag in asked if "yaml" in flag] + SMALL
     flags = ["--training.precision=bf16", "--recompute.method=none", "--recompute.memory=null", "--json"]
     assert main(["dry-run", *plain, *flags], {"dry-run": run_dry_run}) == 0
     everything = json.loads(capsys.readouterr().out)["memory_bytes"]
-    assert max(held) <= 1.1 * 2**30 < max(everything)
+    assert max(within_budget) <= 1.1 * 2**30 < max(everything)
     written = tmp_path / "layout.yaml"
     assert main(["dry-run", *asked, "--hardware=a100-80", f"--write_layout={written}"], {"dry-run": run_dry_run}) == 0
     capsys.readouterr()
     again = [str(written), *plain[1:], "--training.precision=bf16", "--json"]
     assert main(["dry-run", *again], {"dry-run": run_dry_run}) == 0
-    assert json.loads(capsys.readouterr().out)["memory_bytes"] == held
+    assert json.loads(capsys.readouterr().out)["memory_bytes"] == within_budget
 
 
-def test_what_is_left_to_a_run_is_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_auto_values_are_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto}\n")
     asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
     assert main(["dry-run", *asked], {"dry-run": run_dry_run}) == 2

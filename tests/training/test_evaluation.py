@@ -93,9 +93,7 @@ def test_the_mean_is_over_tokens_of_whole_batches(corpus: str, samples: int) -> 
     ],
     ids=str,
 )
-def test_every_layout_gets_the_same_and_every_rank_knows_it(
-    corpus: str, sizes: dict[str, int], tolerance: float
-) -> None:
+def test_every_layout_and_rank_gets_the_same_loss(corpus: str, sizes: dict[str, int], tolerance: float) -> None:
     ((expected, _),) = run_mesh({}, evaluate, configuration(corpus, 20), backend="threads")
     for record, _ in run_mesh(sizes, evaluate, configuration(corpus, 20, sizes), backend="threads"):
         assert record.loss == pytest.approx(expected.loss, rel=tolerance, abs=0.0)
@@ -103,7 +101,7 @@ def test_every_layout_gets_the_same_and_every_rank_knows_it(
 
 
 def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
-    """Behind three updates, so that the versions differ of which one is the newest."""
+    """Evaluate after three updates, so that the weight versions differ."""
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     for step in range(3):
@@ -113,7 +111,7 @@ def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
     return Evaluator(config, mesh, replica, open_samples(config, "validation")).run(3).loss
 
 
-def test_the_newest_version_is_evaluated_and_gathered_where_it_is_sharded(corpus: str) -> None:
+def test_evaluation_uses_the_newest_version_also_if_sharded(corpus: str) -> None:
     config = configuration(corpus, 20, BOTH)
     config.schedule = replace(config.schedule, name="2bw")
     config.optimizer = replace(config.optimizer, clip_norm=None)

@@ -44,7 +44,7 @@ def biases(states: Sequence[UnitState]) -> Iterator[tuple[UnitState, Segment]]:
 
 
 def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
-    """Of 40 steps, by how much the most used expert of any block is above the mean (2408.15664, equation 4).
+    """Return for 40 steps by how much the most used expert of any block is above the mean (2408.15664, equation 4).
 
     The first expert starts out favoured.
     """
@@ -77,7 +77,7 @@ def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
 
 
 def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tuple[list[list[float]], list[float]]:
-    """Of two steps what a rank is told of each block, and of the last one what its own routers' choices say."""
+    """Return the reported variations of each block in two steps, and those of the last step's own choices."""
     config = make_config(corpus, replace(MODEL, num_kv_heads=4, init_std=0.3), **groups)
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
@@ -90,7 +90,7 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
 
     for router in routers:
         router.register_forward_hook(count)
-    told = []
+    reported = []
     for step in range(2):
         counts.update({router: torch.zeros(4) for router in routers})
         batch = loader.load(step * config.batch.global_size)
@@ -98,11 +98,11 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
         given = StepInput(step, batch.contexts, batch.token_counts, 1e-3, loss_scale=scale)
         (result,) = (*replica.engine.feed(given), *replica.engine.drain())
         tokens = config.batch.global_size * config.data.sequence_length
-        told.append(load_variations(config.model, result.squared_loads, tokens))
-    return told, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
+        reported.append(load_variations(config.model, result.squared_loads, tokens))
+    return reported, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
 
 
-def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -> None:
+def test_load_variations_follow_the_choices_on_every_layout(corpus: str) -> None:
     ((expected, counted),) = run_mesh({}, variations, corpus, {}, backend="threads")
     assert expected[1] == pytest.approx(counted, rel=1e-6)
     assert len(counted) == 2
@@ -113,8 +113,8 @@ def test_load_variations_are_those_of_the_choices_on_every_layout(corpus: str) -
         ({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}),
     ]
     for sizes, groups in layouts:
-        for told, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
-            for found, wanted in zip(told, expected, strict=True):
+        for reported, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
+            for found, wanted in zip(reported, expected, strict=True):
                 assert found == pytest.approx(wanted, rel=1e-5), sizes
     ((scaled, counted),) = run_mesh({}, variations, corpus, {"training": {"precision": "fp16"}}, backend="threads")
     assert scaled[1] == pytest.approx(counted, rel=1e-6), "a loss scale is no part of a load"
@@ -132,7 +132,7 @@ def test_every_layout_gives_the_same_texts() -> None:
 @pytest.mark.parametrize(
     ("first", "second"), [({"tensor": 2}, {"data": 2}), ({"pipeline": 2}, {"tensor": 4})], ids=str
 )
-def test_a_run_goes_on_from_its_checkpoint_on_another_layout(
+def test_runs_resume_on_another_layout(
     corpus: str, tmp_path: Path, first: dict[str, int], second: dict[str, int]
 ) -> None:
     model = replace(MODEL, num_kv_heads=4)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_layout(
         assert straight.tensors["weights"][name].any()
 
 
-def test_one_expert_a_token_learns_by_its_part_of_all_scores() -> None:
+def test_top_1_experts_learn_from_shares_of_scores() -> None:
     """A share that is normalised over one expert is 1, whatever its score: the router would get no gradient."""
     model = replace(MODEL, experts_per_token=1, normalize_expert_shares=False)
     validate(make_config("shard", model), 1)

@@ -60,9 +60,7 @@ def test_the_first_rank_to_fail_reports_for_all(
     assert capsys.readouterr().err == ""
 
 
-def test_a_different_reason_is_printed_but_not_a_lost_peer(
-    ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_a_lost_peer_is_not_printed(ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str]) -> None:
     first, second = ranks
     assert status_of(OutOfMemory("no memory left"), second) == ExitCode.FAILED
     assert capsys.readouterr().err == "error: no memory left\n"

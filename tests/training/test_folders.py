@@ -1,4 +1,4 @@
-"""Folders that cannot be written are told before anything starts, by the host's first rank alone."""
+"""Folders that cannot be written are reported before anything starts, by the host's first rank alone."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,9 +26,9 @@ def test_folders_are_made(tmp_path: Path) -> None:
 def test_every_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("not a folder")
-    with pytest.raises(ConfigError) as told:
+    with pytest.raises(ConfigError) as raised:
         make_folders(configuration(file, file / "below"), LaunchEnvironment())
-    assert [problem.split(" cannot")[0] for problem in told.value.problems] == [
+    assert [problem.split(" cannot")[0] for problem in raised.value.problems] == [
         f"training.directory {file}",
         f"profile.trace {file / 'below'}",
     ]

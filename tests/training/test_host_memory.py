@@ -9,7 +9,7 @@ from megapipe.training.device import CHOSEN_BY_USER, keep_freed_memory
 
 ROUNDS = 5
 PAGES = 4 * 8192
-"""Of the blocks of one round: four of 32 MiB."""
+"""Pages of the blocks of one round: four of 32 MiB."""
 
 PROGRAM = f"""
 import resource, torch

@@ -1,4 +1,4 @@
-"""What it takes to import the training programs."""
+"""Importing the training programs does not import slow modules."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.slow
-def test_neither_the_compiler_nor_triton_is_imported_before_a_run_asks_for_them() -> None:
+def test_compiler_and_triton_are_imported_on_demand() -> None:
     # Seconds for every rank; and Triton reads TRITON_INTERPRET when it is first imported.
     program = (
         "import sys, megapipe.training.pretrain, megapipe.training.loop.replica; "

@@ -142,7 +142,7 @@ def test_a_run_on_an_emulated_gpu_is_the_references(
         pytest.param({"data": 2}, {"parallel": {"data": 2}, "zero": {"stage": 2}}, marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_matrices_that_apex_adds_up_are_the_references(
+def test_apex_accumulates_the_references_matrix_gradients(
     corpus: str, monkeypatch: pytest.MonkeyPatch, sizes: dict[str, int], groups: dict[str, dict[str, object]]
 ) -> None:
     """In whole backwards and in halves; every micro-batch of every step calls it for four matrices of each block."""
@@ -188,7 +188,7 @@ def test_sums_of_weight_gradients_are_not_compiled(corpus: str) -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_is_told_at_the_start_is_what_runs(corpus: str, model: str) -> None:
+def test_kernels_printed_at_the_start_are_those_that_run(corpus: str, model: str) -> None:
     config = configuration(corpus, MODELS[model])
     predicted = {str(choice) for choice in kernel_choices(config, CPU, OPS) if choice.width > 1}
     [(_, choices)] = run_mesh({}, on_backend, config, REFERENCE)
@@ -200,14 +200,14 @@ def test_what_is_told_at_the_start_is_what_runs(corpus: str, model: str) -> None
     assert all(any(line.startswith(op) for line in layers) for op in flat)
 
 
-def test_a_run_without_a_gpu_says_so_in_one_line(corpus: str) -> None:
+def test_runs_without_a_gpu_print_one_line(corpus: str) -> None:
     lines = described_choices(kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, OPS), {})
     assert lines == [
         "kernels: reference for adamw, bias_gelu, gradient_norm, layer_norm, linear_cross_entropy (needs a GPU)"
     ]
 
 
-def test_reasons_that_differ_are_told_by_backend(corpus: str) -> None:
+def test_different_reasons_are_printed_by_backend(corpus: str) -> None:
     backends = (
         Backend("triton", reference_norms, lambda device: "is not installed"),
         Backend("cuda", reference_norms, lambda device: "was not built"),
@@ -230,7 +230,7 @@ def test_wrong_demands_are_problems_of_the_configuration(corpus: str) -> None:
     assert "op 'gelu' has no backend 'trition'; did you mean 'triton'?" in second
 
 
-def test_a_demand_that_cannot_be_met_ends_the_run_before_it_starts(corpus: str) -> None:
+def test_demands_that_cannot_be_met_prevent_the_start(corpus: str) -> None:
     kernels = OPS.with_overrides({"adamw": "cuda"})
     with pytest.raises(ConfigError, match=r"'adamw' is requested from backend 'cuda'.*needs a GPU"):
         kernel_choices(configuration(corpus, GPT2_SHAPE), CPU, kernels)
@@ -240,9 +240,9 @@ def test_a_run_says_how_documents_are_kept_apart(tmp_path: Path) -> None:
     config = make_config("unread", replace(GPT2_SHAPE, head_size=16))
     assert document_attention(config, torch.device("cpu")) is None
     config = replace(config, data=replace(config.data, isolate_documents=True))
-    told_on_cpu = document_attention(config, torch.device("cpu"))
-    assert told_on_cpu is not None
-    assert "a mask [samples, tokens, tokens] (torch's flex_attention has no backward on cpu)" in told_on_cpu
+    cpu_warning = document_attention(config, torch.device("cpu"))
+    assert cpu_warning is not None
+    assert "a mask [samples, tokens, tokens] (torch's flex_attention has no backward on cpu)" in cpu_warning
     assert "flex_attention over the blocks" in str(document_attention(config, torch.device("cuda")))
     demanded = replace(config, model=replace(config.model, attention="flex"))
     with pytest.raises(ConfigError, match="'flex', but torch's flex_attention has no backward on cpu"):

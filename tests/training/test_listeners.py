@@ -67,7 +67,7 @@ class Failing(Kept):
     st.sampled_from(ERRORS),
     st.sampled_from(["files", TERMINAL, "tracker"]),
 )
-def test_a_listener_that_fails_is_off_until_the_next_save(
+def test_failed_listeners_are_off_until_the_next_save(
     fails: set[int], saves: set[int], error: BaseException, lane: str
 ) -> None:
     other, opened = Kept(), []
@@ -119,7 +119,7 @@ def test_a_listener_that_never_returns_does_not_stall(monkeypatch: pytest.Monkey
     released.set()
 
 
-def test_a_listener_that_never_opens_delays_the_end_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_listeners_that_never_open_delay_the_end_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "OPEN_SECONDS", 0.2)
     released, other = threading.Event(), Kept()
 
@@ -219,7 +219,7 @@ def test_no_line_raises_where_both_outputs_are_dead(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys, "stdout", Dead())
     monkeypatch.setattr(sys, "stderr", Dead())
     for _ in range(3):
-        print_line("nobody reads this")
+        print_line("unread")
         print_error("nor this")
     with pytest.raises(BrokenPipeError):
         write_line("a listener must know")
@@ -236,7 +236,7 @@ def test_a_line_survives_a_narrow_encoding() -> None:
 
 @given(st.lists(st.tuples(st.text(st.characters(exclude_characters="\n\r"), max_size=20), st.booleans())))
 @settings(deadline=None)
-def test_a_line_is_in_its_file_whole_or_not_at_all(
+def test_lines_are_written_whole_or_not_at_all(
     tmp_path_factory: pytest.TempPathFactory, lines: list[tuple[str, bool]]
 ) -> None:
     """A disk becomes full in the middle of some lines; the file starts with an incomplete line of a killed process."""

@@ -11,7 +11,7 @@ from megapipe.training.observe.metrics import LossHistory, References, draw_loss
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=400))
-def test_smoothing_is_the_mean_of_a_window_cut_at_the_ends(values: list[float]) -> None:
+def test_smoothing_averages_a_window_cut_at_the_ends(values: list[float]) -> None:
     reach = max(1, len(values) // 100)
     expected = [np.mean(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]
     np.testing.assert_allclose(smoothed(np.array(values)), expected, atol=1e-9)

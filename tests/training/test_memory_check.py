@@ -78,10 +78,10 @@ def test_suggested_changes_fit(share: float, count: int, device: str) -> None:
         data = data_parallel_size(changed, world_size)
         changed = replace(changed, parallel=replace(changed.parallel, data=data))
         if device == "cpu" and world_size == count:
-            held = sum(sum(needed(changed, count, rank, "cpu")) for rank in range(count))
+            needed_bytes = sum(sum(needed(changed, count, rank, "cpu")) for rank in range(count))
         else:
-            held = peak_bytes(changed, device) * (count if device == "cpu" else 1)
-        assert held <= free, change
+            needed_bytes = peak_bytes(changed, device) * (count if device == "cpu" else 1)
+        assert needed_bytes <= free, change
 
 
 def test_memory_of_equal_names_is_counted_apart() -> None:
@@ -172,7 +172,7 @@ def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.slow
-def test_a_model_too_large_ends_in_one_line_before_it_is_built(tmp_path: Path) -> None:
+def test_too_large_models_fail_in_one_line_before_building(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some words to learn " * 500)
     root = Path(__file__).parents[2]
 

@@ -27,7 +27,7 @@ from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 
 
 def allocate_too_much(*_: object) -> None:
-    """What torch's allocator says when memory is really exhausted."""
+    """Raise the error of torch's allocator when memory is exhausted."""
     torch.empty(2**50, dtype=torch.uint8)
 
 
@@ -68,7 +68,7 @@ def test_a_forward_that_does_not_fit_names_its_unit(tmp_path: Path, unit: str) -
 
 
 @pytest.mark.parametrize("unit", ["blocks.1", "head"])
-def test_a_backward_that_does_not_fit_names_the_unit_that_it_had_come_to(tmp_path: Path, unit: str) -> None:
+def test_a_backward_that_does_not_fit_names_its_unit(tmp_path: Path, unit: str) -> None:
     report = report_of(tmp_path, unit, backward=True)
     assert report.startswith(f"out of memory in unit {unit}: ")
     assert "BACKWARD stage 0 microbatch 2" in report
@@ -93,7 +93,7 @@ def test_the_tables_count_states_and_kept_activations(tmp_path: Path) -> None:
     assert "batch.micro_size" in report
 
 
-def test_weights_in_host_memory_count_while_the_device_has_them() -> None:
+def test_host_weights_count_while_they_are_on_the_device() -> None:
     state, swaps = HostWeights("layer", SPECS, compute_dtype=torch.bfloat16), Swaps(torch.device("cpu"))
     size = state.table.num_elements
     assert _state_row(state) == ("layer", (0, 0, 4 * size, 0))

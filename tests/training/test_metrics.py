@@ -33,7 +33,7 @@ def test_every_line_is_one_json_object_of_its_record(tmp_path: Path) -> None:
     assert evaluation == {**asdict(evaluation_record(1)), "event": "evaluation", "time": evaluation["time"]}
 
 
-def test_losses_are_those_of_the_last_run_over_its_resumptions(tmp_path: Path) -> None:
+def test_losses_are_the_last_runs_across_resumes(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path)
     file.event("start", step=0)
     file.step(step_record(1, loss=9.0))
@@ -60,7 +60,7 @@ def test_losses_are_read_from_any_bytes(tmp_path_factory: pytest.TempPathFactory
     assert set(read_losses(path).training.items()) <= {(7, 1.5)}
 
 
-def test_a_start_whose_line_is_lost_still_replaces_its_steps(tmp_path: Path) -> None:
+def test_starts_with_a_lost_line_still_replace_steps(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path)
     for step in (1, 2, 3, 2):
         file.step(step_record(step, loss=float(step)))

@@ -1,4 +1,4 @@
-"""What a configuration's offload group comes to: which blocks move, what auto decides and tells, what is refused."""
+"""Effects of a configuration's offload group: blocks that move, the choice of auto and its message, refusals."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -46,7 +46,7 @@ def planned(mesh: Mesh, config: PretrainConfig) -> tuple[Any, tuple[tuple[int, .
     ],
     ids=str,
 )
-def test_blocks_alone_move_and_those_that_run_again_do_not(
+def test_only_blocks_that_are_not_recomputed_move(
     offload: dict[str, Any], recompute: dict[str, Any], units: tuple[tuple[int, ...], ...]
 ) -> None:
     """Unit 0 is the embedding, unit 7 the head."""
@@ -65,7 +65,7 @@ def auto(memory: float, bandwidth: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_auto_keeps_what_fits_moves_what_hides_and_recomputes_the_rest() -> None:
+def test_auto_keeps_then_moves_then_recomputes() -> None:
     recompute, units, remarks = run_threads({}, planned, config_of(auto(10.0, 2.0)))[0]
     assert (recompute, units) == ([], ())
     assert "of 6 blocks 6 keep, 0 move, 0 recompute (kkkkkk); 1 micro-batches hold" in remarks[1]
@@ -79,7 +79,7 @@ def test_auto_keeps_what_fits_moves_what_hides_and_recomputes_the_rest() -> None
     assert sum(len(span) for span in recompute[0]) == 3
 
 
-def test_auto_gives_every_stage_its_own_by_the_micro_batches_that_it_holds() -> None:
+def test_auto_decides_per_stage_by_its_micro_batches() -> None:
     """1F1B on two ranks of 3 blocks: the first holds two micro-batches and the last one."""
     plans = run_threads({"pipeline": 2}, planned, config_of(auto(4.0, 1e-3), name="1f1b"))
     assert plans[0] == plans[1]
@@ -94,12 +94,12 @@ def test_auto_measures_what_is_not_stated() -> None:
     assert "TFLOP/s, copies at " in remarks[0]
 
 
-def test_too_little_memory_is_told_with_what_is_needed() -> None:
+def test_too_little_memory_is_refused_with_the_need() -> None:
     with pytest.raises(ConfigError, match=r"offload.memory .*: activations of the blocks of stage 0 need .* GiB"):
         run_threads({}, planned, config_of(auto(0.5, 2.0)))
 
 
-def test_nothing_left_to_move_is_told() -> None:
+def test_nothing_left_to_move_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"offload.activations blocks has nothing to move"):
         run_threads({}, planned, config_of({"activations": "blocks"}, {"method": "full"}))
 

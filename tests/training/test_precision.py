@@ -24,7 +24,7 @@ def fake_timing(monkeypatch: pytest.MonkeyPatch, bf16: float, fp32: float) -> No
 
 
 @pytest.mark.parametrize(("bf16", "fp32", "choice"), [(0.001, 0.002, "bf16"), (0.004, 0.002, "fp32")])
-def test_the_faster_one_is_taken_and_both_times_told(
+def test_the_faster_precision_is_used_and_both_times_printed(
     monkeypatch: pytest.MonkeyPatch, bf16: float, fp32: float, choice: str
 ) -> None:
     fake_timing(monkeypatch, bf16, fp32)
@@ -36,7 +36,7 @@ def test_the_faster_one_is_taken_and_both_times_told(
     assert f"{fp32 * 1e3:.2f} ms in fp32" in line
 
 
-def test_a_checkpoints_precision_is_kept_whatever_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoints_precision_stays_whatever_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_timing(monkeypatch, 0.001, 0.002)
     assert with_precision(AUTO, solo(), "fp32", print).training.precision == "fp32"
 
@@ -54,7 +54,7 @@ def chosen(mesh: Mesh) -> tuple[str, list[str]]:
 
 def test_rank_zero_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_timing(monkeypatch, 0.001, 0.002)
-    (first, told), (second, untold) = run_threads({"pipeline": 2}, chosen)
+    (first, first_lines), (second, second_lines) = run_threads({"pipeline": 2}, chosen)
     assert (first, second) == ("bf16", "bf16")
-    assert len(told) == 1
-    assert untold == []
+    assert len(first_lines) == 1
+    assert second_lines == []

@@ -63,7 +63,7 @@ def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
 
 
-def test_a_whole_run_tells_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     directory = tmp_path / "run"
     assert run(configuration(corpus, directory)) == 0
     assert [record["samples"] for record in steps(directory)] == SIZES
@@ -82,7 +82,7 @@ def test_a_whole_run_tells_all_it_did(tmp_path: Path, corpus: str, capsys: pytes
         assert str(path) in last
 
 
-def test_a_run_in_two_parts_is_the_run_in_one(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_two_parts_equals_one_run(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run(configuration(corpus, whole))
     run(configuration(corpus, parts, stop_at=4))  # in the middle of the ramp
@@ -133,7 +133,7 @@ def test_the_last_step_is_saved_and_determinism_required(
 
 
 @pytest.mark.parametrize(("training", "steps_done"), [(True, 0), (False, 3)], ids=["step", "evaluation"])
-def test_running_out_of_memory_is_told_wherever_it_happens(
+def test_running_out_of_memory_is_reported_wherever_it_happens(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, training: bool, steps_done: int
 ) -> None:
     forward_engine = Replica.forward_engine

@@ -1,4 +1,4 @@
-"""A BERT run from its configuration: what it tells, evaluates and saves, and how its program starts."""
+"""A BERT run from its configuration: what it prints, evaluates and saves, and how its program starts."""
 
 import json
 import subprocess
@@ -48,7 +48,7 @@ def records(directory: Path) -> list[dict]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_tells_both_terms_and_accuracies_and_resumes(
+def test_a_run_reports_both_terms_and_accuracies_and_resumes(
     tmp_path: Path, corpus: BertDataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(configuration(corpus, tmp_path / "whole")) == 0
@@ -92,7 +92,7 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
         run(configuration(data, tmp_path / "parts", steps=9))
 
 
-def test_every_problem_of_a_configuration_is_told_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
+def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
     config = configuration(replace(corpus, pairs="none", max_ngram=0), tmp_path)
     with pytest.raises(ConfigError) as error:
         run(config)
@@ -105,7 +105,7 @@ def program(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])
-def test_the_kernels_that_are_told_are_those_that_run(
+def test_the_reported_kernels_are_those_that_run(
     corpus: BertDataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: BertModelConfig
 ) -> None:
     picked = set()

@@ -1,4 +1,4 @@
-"""profile.trace: what lies in the folder afterwards, for windows, layouts and schedules of every kind."""
+"""profile.trace: the files in the folder afterwards, for windows, layouts and schedules of every kind."""
 
 import json
 from dataclasses import replace
@@ -27,8 +27,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
-def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_behind: int) -> tuple[list[str], list[Tensor]]:
-    """Feed the engine as the loop does, draining once on the way; what was said, and the weights."""
+def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_after: int) -> tuple[list[str], list[Tensor]]:
+    """Feed the engine as the loop does, draining once on the way, and return the printed lines and the weights."""
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], timeout_seconds=30.0)
     config = replace(config, parallel=parallel)
@@ -40,7 +40,7 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_behind: int) -
             batch = loader.load(step * config.batch.global_size)
             profiler.before(step, replica.engine)
             replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 0.01))
-            if step == drain_behind:
+            if step == drain_after:
                 replica.engine.drain()
         replica.engine.drain()
     return said, [state.master.clone() for state in replica.states()]
@@ -54,7 +54,7 @@ def traced(folder: Path, corpus: str, sizes: dict[str, int], name: str, **how: A
         schedule={"name": name},
         profile={"trace": str(folder), **how.pop("profile", {})},
     )
-    return run_threads(sizes, trained, config, how.get("steps", 6), how.get("drain_behind", -1))
+    return run_threads(sizes, trained, config, how.get("steps", 6), how.get("drain_after", -1))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_tracing_changes_no_weight(tmp_path: Path, corpus: str, name: str) -> No
 
 
 def test_a_drain_within_the_window_splits_it(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
-    traced(tmp_path, corpus, {"pipeline": 2}, "2bw", profile={"first_step": 2, "steps": 4}, drain_behind=2)
+    traced(tmp_path, corpus, {"pipeline": 2}, "2bw", profile={"first_step": 2, "steps": 4}, drain_after=2)
     episodes = [[(each.section, each.step) for each in episode] for episode in read_run(tmp_path).episodes]
     assert episodes == [[("body", 1), ("epilogue", 2)], [("prologue", 3), ("body", 3), ("body", 4)]]
     assert main(["overlay", str(tmp_path), "--json"]) == 0
@@ -109,19 +109,19 @@ def test_every_replica_of_the_pipeline_can_be_shown(
     assert "the run had 2" in capsys.readouterr().err
 
 
-def test_a_run_that_ends_early_says_that_nothing_was_traced(tmp_path: Path, corpus: str) -> None:
+def test_runs_that_end_early_report_an_empty_trace(tmp_path: Path, corpus: str) -> None:
     folder = tmp_path / "trace"
     (said, _), _ = traced(folder, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 9})
     assert said == ["profile.trace: the run ended before step 9, the first step to trace"]
     assert not folder.exists()
 
 
-def test_a_run_that_ends_within_the_window_keeps_what_it_has(tmp_path: Path, corpus: str) -> None:
+def test_runs_that_end_within_the_window_keep_their_trace(tmp_path: Path, corpus: str) -> None:
     (said, _), _ = traced(tmp_path, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 5, "steps": 10})
     assert said[0].startswith("traced steps 5 to 6:")
 
 
-def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: str) -> None:
+def test_failed_runs_keep_their_trace_and_error(tmp_path: Path, corpus: str) -> None:
     def failing(mesh: Mesh) -> None:
         config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
         config.parallel = replace(config.parallel, pipeline=1, data=1)
@@ -139,7 +139,7 @@ def test_a_run_that_fails_keeps_its_trace_and_its_error(tmp_path: Path, corpus: 
     assert {each.step for each in read_run(tmp_path).recorded} == {0}
 
 
-def test_a_folder_that_cannot_be_written_costs_the_trace_alone(
+def test_an_unwritable_folder_costs_the_trace_alone(
     tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")

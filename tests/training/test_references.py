@@ -43,7 +43,7 @@ def test_of_a_large_one_a_bounded_part(samples: GptSamples, monkeypatch: pytest.
     assert found.unigram == pytest.approx(entropy(labels), rel=1e-12)
 
 
-def test_of_a_bert_the_text_stands_for_what_is_hidden_of_it(tmp_path: Path) -> None:
+def test_references_of_a_bert_count_all_tokens(tmp_path: Path) -> None:
     """Any token may be hidden, and each as likely as another: all of them are counted, not the hidden ones alone."""
     data = replace(write_corpus(tmp_path, documents=3000), whole_words=False, max_ngram=1, mask_probability=0.5)
     samples = BertSamples(data, split="train", seed=3, vocabulary_size=VOCABULARY)

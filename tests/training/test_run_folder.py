@@ -105,7 +105,7 @@ def test_a_failed_run_says_why(tmp_path: Path, corpus: str) -> None:
     assert "failed: NonFiniteError" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_damaged_run_json_is_kept_aside(tmp_path: Path) -> None:
+def test_a_damaged_run_json_is_renamed(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text('{"starts": [')
     for run in ("one", "two"):
         RunFolder(tmp_path, run, PretrainConfig(), 0, {}).event("end", status=0, step=1)

@@ -1,6 +1,6 @@
-"""Saves of whole runs: beside training or between steps, by steps, minutes or measured cost, and what is kept.
+"""Saves of whole runs: during training or between steps, by steps, minutes or measured cost, and retention.
 
-The oracle of a save beside training is the run that saves between its steps: the same files, bit for bit.
+The oracle of a save during training is the run that saves between its steps: the same files, bit for bit.
 """
 
 import itertools
@@ -67,7 +67,7 @@ def test_background_saves_equal_saves_between_steps(
 ) -> None:
     monkeypatch.setattr(ThreadCopies, "copy", slow_copy(random.Random(3)))
     for name, options in (
-        ("beside", {}), ("in the next step", {"snapshot": "next_step"}), ("between", {"asynchronous": False})
+        ("during", {}), ("in the next step", {"snapshot": "next_step"}), ("between", {"asynchronous": False})
     ):  # fmt: skip
         config = configuration(corpus, tmp_path / name, every=1, **options)
         config.schedule = replace(config.schedule, name=schedule)
@@ -75,7 +75,7 @@ def test_background_saves_equal_saves_between_steps(
         assert saved(tmp_path / name) == [1, 2, 3, 4, 5, 6]
     for step in range(1, 7):
         expected = tensors(tmp_path / "between", step)
-        assert tensors(tmp_path / "beside", step) == tensors(tmp_path / "in the next step", step) == expected
+        assert tensors(tmp_path / "during", step) == tensors(tmp_path / "in the next step", step) == expected
 
 
 def slow_copy(chosen: random.Random) -> Callable[[ThreadCopies, Sequence[Move]], None]:
@@ -89,13 +89,13 @@ def slow_copy(chosen: random.Random) -> Callable[[ThreadCopies, Sequence[Move]],
     return slow
 
 
-def test_the_last_few_and_every_so_many_th_are_kept(tmp_path: Path, corpus: str) -> None:
+def test_the_last_and_every_nth_checkpoints_are_kept(tmp_path: Path, corpus: str) -> None:
     assert run(configuration(corpus, tmp_path, steps=8, every=1, keep_last=2, keep_every=3)) == 0
     assert saved(tmp_path) == [3, 6, 7, 8]
 
 
 @pytest.mark.slow
-def test_auto_measures_and_then_saves_as_often_as_it_may(
+def test_auto_measures_then_saves_at_its_cost_limit(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(configuration(corpus, tmp_path / "dear", steps=40, every="auto", max_overhead=1e-6)) == 0
@@ -114,7 +114,7 @@ def test_auto_measures_and_then_saves_as_often_as_it_may(
     assert gaps <= {1, 2}, "a limit that no save reaches leaves the disk's speed alone, which a step outlasts"
 
 
-def test_a_silent_disk_is_given_up_before_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_to_silent_disks_fail_before_a_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 must report a save to which no rank writes before its peers take it for lost."""
     given: dict[str, Any] = {}
     monkeypatch.setattr(checkpoints, "BackgroundSaver", lambda *_, **options: given.update(options))
@@ -125,7 +125,7 @@ def test_a_silent_disk_is_given_up_before_a_collective(tmp_path: Path, monkeypat
 
 def test_minutes(tmp_path: Path, corpus: str) -> None:
     assert run(configuration(corpus, tmp_path, steps=4, every_minutes=1e-9, asynchronous=False)) == 0
-    assert saved(tmp_path) == [2, 3, 4], "nobody knows how long the first step will take"
+    assert saved(tmp_path) == [2, 3, 4], "the length of the first step is unknown"
 
 
 def test_auto_waits_an_interval_after_a_save_that_fails(
@@ -144,7 +144,7 @@ def test_auto_waits_an_interval_after_a_save_that_fails(
 
 
 class Disk(StorageWriter):
-    """Calls `before` ahead of every rename, which is what makes a checkpoint."""
+    """Calls `before` before every rename, which makes a folder a checkpoint."""
 
     def __init__(self, before: Callable[[Path], None]) -> None:
         self._before = before
@@ -172,7 +172,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
     on(monkeypatch, before)
 
 
-def test_a_failed_background_save_is_reported_and_the_next_one_works(
+def test_after_a_failed_background_save_the_next_works(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     refuse(monkeypatch, 2)
@@ -200,7 +200,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
     ],
     ids=["timed", "timed in the background", "by steps", "before the end"],
 )
-def test_without_a_save_at_the_end_no_failed_save_ends_the_run(
+def test_failed_saves_end_no_run_without_a_final_save(
     tmp_path: Path,
     corpus: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -289,7 +289,7 @@ def test_spikes_are_watched_after_a_failed_save(
         (signal.SIGUSR1, None, 0, []),
     ],
 )
-def test_a_signal_saves_after_the_step_in_which_it_was_noticed(
+def test_a_signal_saves_after_the_current_step(
     tmp_path: Path,
     corpus: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -315,8 +315,8 @@ def test_a_signal_saves_after_the_step_in_which_it_was_noticed(
     )
 
 
-def signal_as_a_save_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SIGTERM, once: a second one that comes late, behind a slow disk say, would end the tests."""
+def signal_as_a_save_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM, once: a second one that comes late, for example after a slow disk, would end the tests."""
     begin, left = Saves.begin, [signal.SIGTERM]
 
     def signalled(self: Saves, *args: Any, **options: Any) -> Path:
@@ -328,16 +328,16 @@ def signal_as_a_save_begins(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-def test_a_signal_during_a_save_waits_for_no_further_step(
+def test_a_signal_during_a_save_prevents_further_steps(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
-    signal_as_a_save_begins(monkeypatch)
+    signal_as_a_save_starts(monkeypatch)
     assert run(configuration(corpus, tmp_path, every=2, asynchronous=asynchronous)) == 128 + signal.SIGTERM
     assert saved(tmp_path) == [2]
 
 
 @pytest.mark.exhaustive
-def test_a_signal_during_a_save_beside_training_gives_that_no_more_than_its_deadline(
+def test_a_signal_gives_a_background_save_its_deadline(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()
@@ -346,7 +346,7 @@ def test_a_signal_during_a_save_beside_training_gives_that_no_more_than_its_dead
         released.wait(30)
 
     on(monkeypatch, hold)
-    signal_as_a_save_begins(monkeypatch)
+    signal_as_a_save_starts(monkeypatch)
     with pytest.raises(CheckpointError, match=r"after step 2 was abandoned: .*signal_deadline_seconds"):
         run(configuration(corpus, tmp_path, every=2, signal_deadline_seconds=0.2))
     assert saved(tmp_path) == []
@@ -402,12 +402,12 @@ def test_a_signal_during_an_evaluation_gives_that_up(
     config.data = replace(config.data, split="50,50,0")
     config.evaluation = replace(config.evaluation, every=3, samples=48)
     assert run(config) == 128 + signal.SIGTERM
-    assert len(batches) == 3, "of six: the answer to the second comes behind the third"
+    assert len(batches) == 3, "of six: the answer to the second comes after the third"
     assert saved(tmp_path) == [3]
     assert '"event": "evaluation"' not in (tmp_path / "metrics.jsonl").read_text()
 
 
-def test_a_signals_save_is_given_up_after_its_deadline(
+def test_a_signals_save_is_abandoned_after_its_deadline(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     released = threading.Event()

@@ -23,7 +23,7 @@ def handlers() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", signals.STOPS)
 def test_first_signal_and_its_echo_only_ask(number: signal.Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(signals, "ECHO_SECONDS", 1000.0)  # however long this process is held up between the two
+    monkeypatch.setattr(signals, "ECHO_SECONDS", 1000.0)  # however long this process is blocked between the two
     with SignalRequests() as requests:
         assert not requests.stop
         signal.raise_signal(number)
@@ -57,7 +57,7 @@ def test_a_hangup_stays_ignored_under_nohup() -> None:
         assert not requests.stop
 
 
-def test_sigusr1_asks_for_one_save_each_time_and_never_for_a_stop() -> None:
+def test_sigusr1_requests_one_save_and_never_a_stop() -> None:
     with SignalRequests() as requests:
         assert not requests.take_save()
         signal.raise_signal(signal.SIGUSR1)
@@ -76,14 +76,14 @@ def test_handlers_are_restored() -> None:
     assert [signal.getsignal(each) for each in signals.SIGNALS] == before
 
 
-def test_error_is_told_before_a_launcher_ends_the_process() -> None:
-    with pytest.raises(ValueError, match="told"), SignalRequests():
-        raise ValueError("told")
+def test_error_is_reported_before_a_launcher_ends_the_process() -> None:
+    with pytest.raises(ValueError, match="reported"), SignalRequests():
+        raise ValueError("reported")
     signal.raise_signal(signal.SIGTERM)  # would have ended the test process
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None:
+def test_stopped_runs_print_their_summary_before_being_killed() -> None:
     """Whichever rank was asked: torchrun sends SIGTERM as soon as the first one has ended."""
     for asked in (signal.SIGTERM, None):
         with SignalRequests() as requests:
@@ -103,8 +103,8 @@ def test_a_stopped_run_is_summed_up_before_a_launcher_ends_the_process() -> None
         (signal.SIGPIPE, 0),
     ],
 )
-def test_before_training_a_process_that_runs_no_python_answers_at_once(number: signal.Signals, status: int) -> None:
-    """It waits in C until its input ends: a handler of Python's would run only behind that, and print a traceback."""
+def test_signals_before_training_end_c_code_at_once(number: signal.Signals, status: int) -> None:
+    """It waits in C until its input ends: a Python handler would run only after that, and print a traceback."""
     program = (
         "import ctypes, signal\n"
         "from megapipe.training.resilience.signals import before_training\n"

@@ -14,11 +14,11 @@ from megapipe.training.loop.loader import SkippingPlan
 from megapipe.training.resilience.guards import Rewinds, SpikeError, spike_limit
 
 
-def test_a_limit_lies_so_many_deviations_above_the_median() -> None:
+def test_a_limit_is_the_given_deviations_above_the_median() -> None:
     chosen = random.Random(0)
     losses = [chosen.gauss(3.0, 0.1) for _ in range(50)]
     limit = spike_limit(SpikesConfig(deviations=10.0), losses)
-    # The median absolute deviation tells the standard deviation of normal numbers, and outliers move it little.
+    # The median absolute deviation estimates the standard deviation of normal numbers, and outliers move it little.
     assert limit == pytest.approx(3.0 + 10.0 * statistics.stdev(losses), rel=0.1)
     assert spike_limit(SpikesConfig(deviations=10.0), [*losses[:-3], 50.0, math.nan, 60.0]) < 5.0
     assert max(losses) < limit
@@ -37,9 +37,7 @@ def test_nothing_is_judged_too_early_and_a_threshold_always() -> None:
     ranges=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 25)), max_size=4),
     steps=st.integers(1, 12),
 )
-def test_steps_take_no_sample_of_a_range_and_every_other_batch(
-    full: int, ranges: list[tuple[int, int]], steps: int
-) -> None:
+def test_steps_skip_the_ranges_samples_and_nothing_else(full: int, ranges: list[tuple[int, int]], steps: int) -> None:
     skipped = tuple((first, first + length) for first, length in ranges)
     plan = SkippingPlan(BatchPlan(full, full, 0), skipped)
     consumed, taken = 0, []
@@ -47,7 +45,7 @@ def test_steps_take_no_sample_of_a_range_and_every_other_batch(
     for _ in range(steps):
         begin = next(cursors)
         assert begin == plan.begin(consumed)
-        if begin > consumed:  # what is passed over ends where a range ends, and some batch there would have hit one
+        if begin > consumed:  # a skip ends where a range ends, because a batch before that would overlap one
             assert begin in {stop for _, stop in skipped}
         taken += range(begin, begin + full)
         consumed = plan.end(consumed)
@@ -61,9 +59,9 @@ def test_steps_take_no_sample_of_a_range_and_every_other_batch(
 
 def test_the_last_batches_before_a_spike() -> None:
     plan = SkippingPlan(BatchPlan(8, 2, 16))
-    begins = [0, 2, 4, 6, 10, 14, 20, 28]
+    starts = [0, 2, 4, 6, 10, 14, 20, 28]
     cursors = plan.cursors(0)
-    assert [next(cursors) for _ in begins] == begins
+    assert [next(cursors) for _ in starts] == starts
     assert plan.last_batches(0, 20, 1) == (14, 20)
     assert plan.last_batches(0, 20, 3) == (6, 20)
     assert plan.last_batches(10, 20, 99) == (10, 20)

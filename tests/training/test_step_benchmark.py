@@ -42,7 +42,7 @@ def test_compiled_contestants_run() -> None:
 
 
 @pytest.mark.slow
-def test_one_by_one_tells_who_failed_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_by_one_reports_failures_and_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     from benchmarks.train_step_contest.timing import one_by_one
 
@@ -62,7 +62,7 @@ def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
     from benchmarks.train_step_contest.timing import WARM_UP, one_by_one
 
     steps: list[float] = []
-    told: list[tuple[int, int]] = []
+    counts: list[tuple[int, int]] = []
     deadline = time.monotonic() + 2.0
 
     def until_the_time_is_up() -> None:
@@ -70,9 +70,9 @@ def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
 
     makers = {"first": lambda: until_the_time_is_up, "second": lambda: lambda: None}
     seconds, failures = one_by_one(
-        makers, torch.device("cpu"), 50, deadline, lambda found, lost: told.append((len(found), len(lost)))
+        makers, torch.device("cpu"), 50, deadline, lambda found, lost: counts.append((len(found), len(lost)))
     )
-    assert len(seconds["first"]) == 2, "as many as quartiles need, though the time was up"
+    assert len(seconds["first"]) == 2, "the number that quartiles need, though the time was up"
     assert len(steps) == WARM_UP + 2
     assert failures == {"second": "TimeoutError: the time was up"}
-    assert told == [(1, 0), (1, 1)]
+    assert counts == [(1, 0), (1, 1)]

@@ -8,7 +8,7 @@ from megapipe.training.observe.traces import StragglerReport
 PLACES = [0, 0, 0, 0, 1, 1, 1, 1]
 
 
-def test_a_thousand_clean_noisy_steps_name_nobody() -> None:
+def test_a_thousand_clean_noisy_steps_name_no_rank() -> None:
     chosen = random.Random(0)
     report = StragglerReport(PLACES, ReliabilityConfig.straggler_factor, ReliabilityConfig.straggler_reports)
     for _ in range(1000):  # 10 % of noise, a hiccup of one rank now and then, and stages of unequal work
@@ -18,11 +18,11 @@ def test_a_thousand_clean_noisy_steps_name_nobody() -> None:
         assert report.take(seconds) == []
 
 
-def test_a_slow_rank_is_named_at_its_third_report_and_every_third_again() -> None:
+def test_slow_ranks_are_named_at_every_third_report() -> None:
     report = StragglerReport(PLACES, 1.3, 3)
     slow = [1.0] * 4 + [2.0, 2.0, 3.2, 2.0]
-    told = [report.take(slow) for _ in range(6)]
-    assert told == [[], [], [(6, 1.6)], [], [], [(6, 1.6)]]
+    reports = [report.take(slow) for _ in range(6)]
+    assert reports == [[], [], [(6, 1.6)], [], [], [(6, 1.6)]]
     assert report.take([1.0] * 8) == []
     assert report.take(slow) == []
 

@@ -10,7 +10,7 @@ from megapipe.training.observe import display
 from megapipe.training.observe.display import DevicePeak, UtilisationMeter, device_peak
 
 
-def test_mfu_is_narayanans_flops_over_what_all_ranks_can_do() -> None:
+def test_mfu_is_narayanans_flops_over_the_ranks_peak() -> None:
     layers, hidden, sequence, vocabulary = 2, 64, 32, 97
     model = ModelConfig(vocabulary_size=vocabulary, num_layers=layers, hidden_size=hidden, num_heads=4)
     config = PretrainConfig(model=model, data=DataConfig(sequence_length=sequence))

@@ -117,7 +117,7 @@ def test_an_unreachable_wandb_costs_a_run_nothing(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_account")
-def test_an_offline_run_is_kept_in_the_folder_and_continued(tmp_path: Path) -> None:
+def test_an_offline_run_stays_in_the_folder_and_continues(tmp_path: Path) -> None:
     lines: list[str] = []
     config = configuration(tmp_path / "run")
     first = WeightsAndBiases(config, resumed=False, say=lines.append)

@@ -1,4 +1,4 @@
-"""Every rule between settings is broken once; the message names the value and the way out."""
+"""Every rule between settings is broken once; the message names the value and the fix."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -149,7 +149,7 @@ def test_a_good_configuration_passes() -> None:
         ),
     ],
 )
-def test_each_rule_names_value_rule_and_way_out(
+def test_each_rule_names_value_rule_and_fix(
     groups: dict[str, dict[str, Any]], world_size: int, parts: list[str]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -158,14 +158,14 @@ def test_each_rule_names_value_rule_and_way_out(
         assert part in str(caught.value)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         validate(make(model={"num_heads": 5}, optimizer={"learning_rate": -1.0}), world_size=1)
     assert len(caught.value.problems) == 2
 
 
 def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None:
-    """Of a schedule in a file too, whatever it is called."""
+    """This applies to a schedule in a file too, whatever its name."""
     for name in TRAINED:
         splits = find_generator(name).splits
         config = make(
@@ -196,7 +196,7 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
         (dumps(order("1f1b", 2, 4)).replace("stage 1", "stage 1 replica 1"), "does not sum the gradients of copies"),
     ],
 )
-def test_a_schedule_file_is_held_against_the_model_at_once(tmp_path: Path, text: str, problem: str) -> None:
+def test_schedule_files_are_checked_against_the_model_early(tmp_path: Path, text: str, problem: str) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(text.replace("stage 1 replica 1 rank 1", "stage 1 rank 1 replica 1"), encoding="utf-8")
     config = make(
@@ -215,7 +215,7 @@ def test_a_schedule_file_is_held_against_the_model_at_once(tmp_path: Path, text:
     assert schedule_name(config) == "mine"
 
 
-def test_a_file_with_parameters_fits_every_step_of_a_ramp(tmp_path: Path) -> None:
+def test_files_with_parameters_fit_every_ramp_step(tmp_path: Path) -> None:
     file = tmp_path / "mine.txt"
     file.write_text(GENERATORS["interleaved_1f1b"].text.replace("\nbody", "\nrequire m >= 4\nbody"))
     config = make(

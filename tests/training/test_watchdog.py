@@ -41,7 +41,7 @@ def test_words_reach_the_watcher() -> None:
     assert place(seen(heartbeat)).startswith("é" * 50)
 
 
-def test_silence_is_measured_from_the_last_change_and_judged_by_the_pace_of_steps() -> None:
+def test_silence_since_the_last_change_is_judged_by_pace() -> None:
     heartbeat, pace = Heartbeat(), Pace(floor=10.0, factor=4.0, pause=100.0)
     now = 0.0
     assert pace.silence(seen(heartbeat), now) == 0.0
@@ -59,7 +59,7 @@ def test_silence_is_measured_from_the_last_change_and_judged_by_the_pace_of_step
     assert pace.limit == 100.0
 
 
-def test_fast_steps_are_judged_by_the_floor_and_a_stopped_watcher_by_nothing() -> None:
+def test_fast_steps_use_the_floor_and_stopped_watchers_nothing() -> None:
     heartbeat, pace = Heartbeat(), Pace(floor=10.0, factor=4.0, pause=20.0)
     for step in range(3):
         heartbeat.step(step, "")
@@ -105,7 +105,7 @@ def hang(rank: int, directory: Path, how: str) -> None:
         ("waits in another collective", 2, ExitCode.STALLED, "in hang"),
     ],
 )
-def test_a_rank_that_cannot_run_python_is_dumped_and_ended(
+def test_ranks_that_cannot_run_python_are_dumped_and_ended(
     tmp_path: Path, how: str, ranks: int, status: int, word: str
 ) -> None:
     with pytest.raises(RankError, match=rf"rank \d died with exit code {status}"):
@@ -121,14 +121,14 @@ def test_a_rank_that_ends_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_rank_ends_well_although_its_stacks_file_is_gone(tmp_path: Path) -> None:
+def test_ranks_end_well_without_their_stacks_file(tmp_path: Path) -> None:
     with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path):
         shutil.rmtree(tmp_path / "stacks")
     assert list(tmp_path.iterdir()) == []
 
 
 class PlannedTime:
-    """A clock of seconds, in the place of `time`: rank 0 begins a step every other second, for an hour."""
+    """A clock of seconds, which replaces `time`: rank 0 starts a step every other second, for an hour."""
 
     def __init__(self, heartbeat: Heartbeat) -> None:
         self.heartbeat, self.now = heartbeat, 0
@@ -143,7 +143,7 @@ class PlannedTime:
             self.heartbeat.step(self.now // 2, "FORWARD")
 
 
-def test_a_rank_is_left_alone_as_long_as_it_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_make_progress_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     heartbeat = Heartbeat()
     ended: list[tuple[str, float]] = []
     monkeypatch.setattr(watchdog_process, "time", PlannedTime(heartbeat))

@@ -43,7 +43,7 @@ LATENTS = (
 
 
 def without_cuda() -> None:
-    """What Megatron asks of CUDA even for models on the CPU."""
+    """Functions of CUDA that Megatron calls even for models on the CPU."""
     torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
     torch.cuda.synchronize = lambda *which: None
     torch.Tensor.cuda = lambda tensor, *which: tensor  # type: ignore[method-assign,assignment]

@@ -46,12 +46,12 @@ def flat(state: Any, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], torc
     return {name: leaf for key, each in state.items() for name, leaf in flat(each, (*prefix, key)).items()}
 
 
-def save_with_torch(folder: Path, state: dict[str, Any], told: dict[str, Any]) -> None:
+def save_with_torch(folder: Path, state: dict[str, Any], description: dict[str, Any]) -> None:
     dcp.save(state, checkpoint_id=str(folder), no_dist=True)
-    (folder / "megapipe.json").write_text(json.dumps(told))
+    (folder / "megapipe.json").write_text(json.dumps(description))
 
 
-def save_sharded(rank: int, folder: str, state: dict[str, Any], told: dict[str, Any]) -> None:
+def save_sharded(rank: int, folder: str, state: dict[str, Any], description: dict[str, Any]) -> None:
     """On each rank: its rows of every tensor that has any, as DTensors."""
     mesh = init_device_mesh("cpu", (2,))
     sharded = {
@@ -59,7 +59,7 @@ def save_sharded(rank: int, folder: str, state: dict[str, Any], told: dict[str, 
     }
     dcp.save(sharded, checkpoint_id=folder)
     if rank == 0:
-        (Path(folder) / "megapipe.json").write_text(json.dumps(told))
+        (Path(folder) / "megapipe.json").write_text(json.dumps(description))
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16"])
@@ -95,12 +95,12 @@ def test_what_torch_saves_is_read(tmp_path: Path) -> None:
     """With and without `model.`; a step count and a generator's state are not tensors of a model."""
     contents, values = drawn(MODELS["qwen"], kinds=KINDS)
     state = nested(values)
-    told = {"model": asdict(contents.model)}
+    description = {"model": asdict(contents.model)}
     state["step"] = torch.tensor(3)
     state["random"] = torch.get_rng_state()
-    save_with_torch(tmp_path / "prefixed", state, told)
+    save_with_torch(tmp_path / "prefixed", state, description)
     bare = {**state["model"], "optimizer": state["optimizer"]}
-    save_with_torch(tmp_path / "bare", bare, told)
+    save_with_torch(tmp_path / "bare", bare, description)
     for name in ("prefixed", "bare"):
         source = opened("dcp", tmp_path / name)
         assert source.contents.run is None
@@ -125,13 +125,15 @@ def test_what_two_ranks_saved_is_read(tmp_path: Path) -> None:
 
 def test_unknown_and_missing_names_are_reported(tmp_path: Path) -> None:
     contents, values = drawn(MODELS["llama"])
-    state, told = nested(values)["model"], {"model": asdict(contents.model)}
-    save_with_torch(tmp_path / "titan", {"model": {**state, "layers.0.attention.wq.weight": torch.ones(2)}}, told)
+    state, description = nested(values)["model"], {"model": asdict(contents.model)}
+    save_with_torch(
+        tmp_path / "titan", {"model": {**state, "layers.0.attention.wq.weight": torch.ones(2)}}, description
+    )
     with pytest.raises(CheckpointError, match=r"'model.layers.0.attention.wq.weight'.*megapipe's names"):
         opened("dcp", tmp_path / "titan")
     short = dict(state)
     del short["blocks.1.mlp.up.weight"]
-    save_with_torch(tmp_path / "short", {"model": short}, told)
+    save_with_torch(tmp_path / "short", {"model": short}, description)
     with pytest.raises(CheckpointError, match=r"lacks model.blocks.1.mlp.up.weight"):
         opened("dcp", tmp_path / "short")
     (tmp_path / "short" / "megapipe.json").unlink()
@@ -144,7 +146,7 @@ def outside(metadata: dcp.metadata.Metadata) -> None:
         info.relative_path = "../secret.distcp"
 
 
-def behind_the_end(metadata: dcp.metadata.Metadata) -> None:
+def past_the_end(metadata: dcp.metadata.Metadata) -> None:
     for info in metadata.storage_data.values():
         info.offset += 1 << 40
 
@@ -179,7 +181,7 @@ def without_places(metadata: dcp.metadata.Metadata) -> None:
     ("change", "message"),
     [
         (outside, "not in its folder"),
-        (behind_the_end, "bytes"),
+        (past_the_end, "bytes"),
         (a_huge_tensor, "do not cover it"),
         (overlapping, "do not cover it"),
         (swapped, "do not hold the part"),

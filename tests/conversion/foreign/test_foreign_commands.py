@@ -70,9 +70,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     torch.save(tensors, found["single"] / SINGLE_BIN)
     names = sorted(tensors)
     shards = {"a.bin": names[::2], "b.bin": names[1::2]}
-    for file, held in shards.items():
-        torch.save({name: tensors[name] for name in held}, found["sharded"] / file)
-    places = {name: file for file, held in shards.items() for name in held}
+    for file, names in shards.items():
+        torch.save({name: tensors[name] for name in names}, found["sharded"] / file)
+    places = {name: file for file, names in shards.items() for name in names}
     (found["sharded"] / INDEX_BIN).write_text(json.dumps({"weight_map": places}))
     return found
 

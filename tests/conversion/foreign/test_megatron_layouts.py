@@ -265,7 +265,7 @@ def test_what_does_not_fit_is_named(change: object, message: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["megatron", "megatron-dist"])
-def test_a_file_that_names_too_many_layers_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+def test_files_with_too_many_layers_are_refused_at_once(kind: str, tmp_path: Path) -> None:
     """Before layers are created: a million of them would take hours."""
     write(kind, tmp_path / "run", *drawn(MODELS["mistral"]))
     name = {"megatron": "model_optim_rng.pt", "megatron-dist": "common.pt"}[kind]

@@ -1,4 +1,4 @@
-"""megatron-core's GPTModel and BertModel beside ours: they load what is written here; what they save is read here."""
+"""Compare with megatron-core's GPTModel and BertModel: each side loads what the other one saves."""
 
 import importlib.util
 import os
@@ -113,7 +113,7 @@ def test_what_megatron_saves_is_read_bit_for_bit(shape: str, layout: str, exchan
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["sharded"])
 @pytest.mark.parametrize("shape", SHARDED)
-def test_what_four_ranks_of_megatron_save_is_read_bit_for_bit(shape: str, layout: str, exchanged: Path) -> None:
+def test_megatrons_four_rank_checkpoints_are_read_bit_for_bit(shape: str, layout: str, exchanged: Path) -> None:
     source = opened("megatron-dist", exchanged / f"{shape}-{layout}-saved-dist")
     assert_holds(source, *drawn(MODELS[shape]))
     source.close()

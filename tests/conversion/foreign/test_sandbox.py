@@ -124,8 +124,8 @@ BARE = {
 
 @pytest.mark.parametrize("kind", BARE)
 def test_damaged_and_oversized_pickles_are_refused(kind: str, sandbox: Sandbox, tmp_path: Path) -> None:
-    content, told = BARE[kind]
-    with pytest.raises(CheckpointError, match=told):
+    content, message = BARE[kind]
+    with pytest.raises(CheckpointError, match=message):
         bare(content, sandbox)
     with suppress(CheckpointError):  # torch's loader does without a memo of that size
         assert Archive(archived(content, tmp_path / "weights.pt"), sandbox).value is None
@@ -224,7 +224,7 @@ def framed(text: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("reply", "told"),
+    ("reply", "message"),
     [
         (b"", "ended, or was stopped"),
         (struct.pack("<Q", 1 << 62), "gave an answer of 4,611,686,018,427,387,904 bytes"),
@@ -235,19 +235,21 @@ def framed(text: bytes) -> bytes:
     ],
     ids=["closed", "long", "slow", "deep", "empty", "wrong"],
 )
-def test_a_wrong_reply_is_one_error(reply: bytes, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_wrong_reply_is_one_error(
+    reply: bytes, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Replies of a confined process that hostile code controls."""
 
     def serve(channel: socket.socket) -> None:
         socket.recv_fds(channel, 100, 1)
         channel.sendall(reply)
-        time.sleep(60 if told.startswith("took") else 0)
+        time.sleep(60 if message.startswith("took") else 0)
         os._exit(0)
 
-    monkeypatch.setattr(sandbox_module, "REPLY_SECONDS", 0.2 if told.startswith("took") else 20.0)
+    monkeypatch.setattr(sandbox_module, "REPLY_SECONDS", 0.2 if message.startswith("took") else 20.0)
     monkeypatch.setattr(confined, "serve", serve)
     taken = Sandbox(True, tmp_path)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         bare(b"", taken)
     taken.close()
 

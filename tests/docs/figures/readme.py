@@ -23,8 +23,10 @@ def stall_of_a_save() -> list[str]:
     return re.findall(r"megapipe, asynchronous \| [\d.]+ s \| ([\d.]+) ", read("docs/checkpoints.md"))[:1]
 
 
-@sentence("README.md", "speed beside peers", r"([\d.]+) times the speed of the faster of plain torch and transformers")
-def speed_beside_peers() -> list[str]:
+@sentence(
+    "README.md", "speed relative to peers", r"([\d.]+) times the speed of the faster of plain torch and transformers"
+)
+def speed_relative_to_peers() -> list[str]:
     pattern = r"megapipe over the best peer, median of the rounds' ratios: \*\*([\d.]+)\*\*"
     return [f"{float(re.findall(pattern, read('benchmarks/results/cpu.md'))[0]):.2f}"]
 

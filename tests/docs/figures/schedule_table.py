@@ -1,4 +1,4 @@
-"""docs/schedule_table.md: what papers print of every schedule beside the exact figures."""
+"""docs/schedule_table.md: the figures that papers print of every schedule, next to the exact ones."""
 
 from collections.abc import Callable, Iterator
 
@@ -46,11 +46,11 @@ PRINTED: dict[str, tuple[str, Callable[[], float] | None, str]] = {
     "2bw": ("none after the warm-up", None, "2006.09503"),
     "pipedream": ("none after the warm-up", None, "1806.03377"),
 }
-"""Of each schedule the formula, its value as a part of the ideal time, and the paper (arXiv)."""
+"""The formula of each schedule, its value as a part of the ideal time, and the paper (arXiv)."""
 
 
-def held(compute: Schedule) -> float:
-    """Return the micro-batches that the rank with the most holds until their weight halves."""
+def peak_activations(compute: Schedule) -> float:
+    """Return the peak number of micro-batches that any rank holds until their weight halves."""
     change = {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_WEIGHT: -1}
     ranks = range(compute.header.num_ranks)
     rows = ([action.kind for part in ("prologue", "body") for action in compute.actions(part, rank)] for rank in ranks)  # type: ignore[arg-type]
@@ -71,7 +71,7 @@ def as_printed() -> Iterator[str]:
             assert bubble == pytest.approx(value(), abs=1e-9), name
         kinds = [action.kind for rank in range(RANKS) for action in schedule.actions("body", rank)]
         sends = kinds.count(Kind.SEND_ACTIVATION) + kinds.count(Kind.SEND_GRADIENT)
-        activations = held(order(name, RANKS, MICROBATCHES))
+        activations = peak_activations(order(name, RANKS, MICROBATCHES))
         copies = f"{max(header.weight_versions)} + {header.gradient_buffers * header.model_copies}"
         yield row(
             name,
@@ -88,7 +88,7 @@ def as_printed() -> Iterator[str]:
 
 @sentence(PAGE, "bubble of ZB-H1", r"With 8 ranks and 20 micro-batches, it gives ([\d.]+)%; the order has ([\d.]+)%\.")
 def bubble_of_zb_h1() -> list[str]:
-    """What Primus' formula gives, and the simulated order."""
+    """Return the value of Primus' formula, and that of the simulated order."""
     schedule = build("zb_h1", 8, 20)
     exact = simulate(schedule, rank_costs(schedule.header, **EQUAL)).bubble_rate
     return [f"{100 * (8 - 1) / (3 * (20 + 8 - 1)):.1f}", f"{100 * exact:.1f}"]

@@ -83,7 +83,7 @@ def test_a_ring_sends_what_the_costs_count(operation: Operation, size: int) -> N
     assert found.latency == 0
 
 
-def test_an_all_to_all_fills_links_inside_and_between_nodes_side_by_side() -> None:
+def test_all_to_all_uses_inner_and_outer_links_concurrently() -> None:
     exchange = Exchange("all_to_all", 800, 1)
     alone = exchange_time(exchange, GroupLinks((8,), IntraNodeLink(0.0, 7.0, 7.0)))
     assert alone.seconds == pytest.approx(exchange.sent(8) / 7)
@@ -114,7 +114,7 @@ def test_two_without_a_switch_have_their_pairs_link_alone() -> None:
     assert send_time(1e9, GroupLinks((1, 1), mesh, 3e9, 2.0)).seconds == pytest.approx(2 + 1e9 / 3e9)
 
 
-def test_one_rank_alone_takes_no_time_and_uneven_nodes_one_ring() -> None:
+def test_single_ranks_take_no_time_uneven_nodes_one_ring() -> None:
     alone = GroupLinks((1,), FAST)
     for operation in (*RINGS, "all_to_all", "send"):
         assert collective_time(operation, 1e9, alone).seconds == 0

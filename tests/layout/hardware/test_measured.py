@@ -1,4 +1,4 @@
-"""Measurements in hardware files: written and read back, and what a wrong section is told."""
+"""Measurements in hardware files: written and read back, and the errors of wrong sections."""
 
 from typing import get_args
 
@@ -67,7 +67,7 @@ def test_presets_are_written_as_they_were_read(name: str) -> None:
 
 
 def broken(hardware: Hardware, *path: str | int, value: object) -> str:
-    """What is told of the file with one value changed."""
+    """Return the error of the file with one value changed."""
     root = found = yaml.safe_load(written(hardware))
     for step in path[:-1]:
         found = found[step]
@@ -78,7 +78,7 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "told"),
+    ("path", "value", "message"),
     [
         (
             ("measured", "date"),
@@ -112,5 +112,5 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
         (("groups", 0, "inside", "collectives", 0, "bandwidth"), 0, "bandwidth is 0, but must be above 0"),
     ],
 )
-def test_a_wrong_measurement_is_told(path: tuple[str | int, ...], value: object, told: str) -> None:
-    assert told in broken(machine(), *path, value=value)
+def test_a_wrong_measurement_is_refused(path: tuple[str | int, ...], value: object, message: str) -> None:
+    assert message in broken(machine(), *path, value=value)

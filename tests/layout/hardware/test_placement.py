@@ -48,7 +48,7 @@ def test_selene_as_the_megatron_paper_lays_out_a_trillion() -> None:
     assert placement.slowest("all_gather", 3e8, "tensor").transfer == pytest.approx(7 / 8 * 3e8 / 300e9)
 
 
-def test_links_reach_their_devices_share_of_the_nominal_bandwidth_and_measured_ones_are_what_they_are() -> None:
+def test_nominal_bandwidths_are_scaled_and_measured_ones_are_not() -> None:
     sizes = {"tensor": 8, "pipeline": 4, "data": 2}
     nominal, reached = Placement(SELENE, sizes), Placement(FITTED, sizes)
     share = FITTED.groups[0].device.efficiency.links
@@ -121,9 +121,7 @@ def test_the_closed_form_is_what_counting_ranks_gives(
     sizes=st.fixed_dictionaries({name: st.integers(1, 4) for name in DIMENSIONS}),
     names=st.sets(st.sampled_from(DIMENSIONS)),
 )
-def test_a_partition_holds_every_rank_once_and_its_lists_differ_in_the_named_dimensions_alone(
-    sizes: dict[str, int], names: set[str]
-) -> None:
+def test_partitions_hold_ranks_once_and_vary_named_dimensions(sizes: dict[str, int], names: set[str]) -> None:
     placement = Placement(machine(8), sizes)
     lists = placement.partition(*names)
     assert sorted(rank for ranks in lists for rank in ranks) == list(range(placement.num_ranks))
@@ -136,14 +134,14 @@ def test_a_partition_holds_every_rank_once_and_its_lists_differ_in_the_named_dim
 
 
 def test_a_group_that_cuts_a_node_unevenly_is_counted() -> None:
-    """3 tensor ranks on nodes of 4: the second group lies on two nodes, the others on one."""
+    """3 tensor ranks on nodes of 4: the second group is on two nodes, the others on one."""
     placement = Placement(machine(4), {"tensor": 3, "data": 4})
     assert placement.inside is None
     assert [group.members for group in placement.groups("tensor")] == [(3,), (1, 2), (2, 1)]
     assert placement.slowest("all_gather", 3.0, "tensor").latency == 2 * 10.0
 
 
-def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
+def test_borders_count_the_side_with_the_smaller_share() -> None:
     """As above: of the first node 1 device sends out, of the second 4. To the second the link gives 16 B/s, so its 2
     members get 2 / 4 of that; back it gives 80."""
     matrix = ((0.0, 16.0, 80.0), (80.0, 0.0, 80.0), (80.0, 80.0, 0.0))
@@ -151,7 +149,7 @@ def test_of_a_border_the_side_with_the_smaller_share_counts() -> None:
     assert [(group.members, group.crossing) for group in groups] == [((3,), 0.0), ((1, 2), 8.0), ((2, 1), 40.0)]
 
 
-def test_nodes_of_several_kinds_go_at_the_slower_ones_pace() -> None:
+def test_mixed_nodes_run_at_the_slower_kinds_pace() -> None:
     fast = NodeGroup("fast", DEVICE, 4, IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, 80.0, 4), num_nodes=1)
     slow = NodeGroup(
         "slow", replace(DEVICE, name="b"), 2, IntraNodeLink(2.0, 60.0, 60.0), Network(20.0, 6.0, 1), num_nodes=2
@@ -175,15 +173,15 @@ def test_measured_links_count_along_the_ring_in_its_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "order", "told"),
+    ("sizes", "order", "message"),
     [
         ({"tensr": 2}, None, "unknown mesh dimension 'tensr'; did you mean 'tensor'"),
         ({"tensor": 0}, None, "dimension tensor has size 0; it must be at least 1"),
         ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must contain each of the nodes 0 to 2 once"),
     ],
 )
-def test_wrong_placements_are_told(sizes: dict[str, int], order: tuple[int, ...] | None, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_wrong_placements_are_refused(sizes: dict[str, int], order: tuple[int, ...] | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         Placement(machine(1), sizes, order)
 
 
@@ -194,7 +192,7 @@ def test_wrong_placements_are_told(sizes: dict[str, int], order: tuple[int, ...]
     per_node=st.lists(st.integers(1, 5), min_size=1, max_size=3),
     matrix=st.booleans(),
 )
-def test_groups_on_any_nodes_are_those_of_counting_rank_by_rank(
+def test_groups_on_any_nodes_match_counting_by_rank(
     sizes: dict[str, int], names: list[str], per_node: list[int], matrix: bool
 ) -> None:
     """Nodes of several kinds and sizes, cut where ranks happen to end: each group's members node by node, and its

@@ -36,7 +36,7 @@ def test_the_higher_peak_on_every_device_is_taken(devices: list[Device], choice:
     assert str(remark).startswith(f"training.precision auto: planned as {choice}, by the peaks of made up")
 
 
-def test_gpus_of_this_decade_have_it_and_others_do_not() -> None:
+def test_bf16_is_chosen_for_recent_gpus() -> None:
     """NVIDIA's data sheets: tensor cores multiply bf16 from the A100 on."""
     for preset in PRESETS:
         found = with_named_precision(auto(), [load_hardware(preset).groups[0].device])[0].training.precision

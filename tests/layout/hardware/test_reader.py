@@ -1,4 +1,4 @@
-"""Hardware files: what the presets say, and what a wrong file is told."""
+"""Hardware files: the values of the presets, and the errors of wrong files."""
 
 from pathlib import Path
 
@@ -67,7 +67,7 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "told"),
+    ("old", "new", "message"),
     [
         ("memory_bytes: 80e9", "memory_byte: 80e9", "memory_byte is an unknown key; did you mean 'memory_bytes'"),
         ("  num_nodes: 1\n", "  num_nodes: 1.5\n", "machine.yaml:11: groups[1].num_nodes is 1.5, but must be a whole"),
@@ -98,12 +98,12 @@ def test_ranks_fill_node_after_node_and_pay_whole_nodes() -> None:
         ("  devices_per_node: 4\n", "  devices_per_node: 0\n", "devices_per_node is 0, but must be from 1 to"),
     ],
 )  # fmt: skip
-def test_a_wrong_file_is_told_value_rule_and_way_out(old: str, new: str, told: str) -> None:
+def test_errors_have_value_rule_and_fix(old: str, new: str, message: str) -> None:
     assert FILE.count(old) == 1
-    assert told in problems(FILE.replace(old, new))
+    assert message in problems(FILE.replace(old, new))
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     wrong = FILE.replace("memory_bytes: 80e9", "memory: 80e9").replace("bandwidth: 3e9", "bandwidth: 0")
     lines = problems(wrong).splitlines()
     assert [line.split(" ")[1] for line in lines] == [
@@ -133,19 +133,19 @@ def test_a_bandwidth_that_cannot_be_read_is_one_problem() -> None:
         ),
     ],
 )
-def test_a_file_that_makes_no_sense_is_told_in_a_line(text: str, words: str) -> None:
+def test_a_nonsensical_file_is_reported_in_one_line(text: str, words: str) -> None:
     assert text != FILE
     assert any(words in line and len(line) < 300 for line in problems(text).splitlines())
 
 
 @pytest.mark.parametrize("text", ["", "- 1", "groups: 3\nname: x", "name: x\ngroups: []"])
-def test_a_file_of_another_shape_is_told(text: str) -> None:
+def test_a_file_of_another_shape_is_refused(text: str) -> None:
     assert "write" in problems(text)
 
 
 @settings(max_examples=20, deadline=None)
 @given(start=st.integers(0, len(FILE)), length=st.integers(0, 40), written=st.text(max_size=12))
-def test_a_damaged_file_is_read_or_told_and_nothing_else(start: int, length: int, written: str) -> None:
+def test_a_damaged_file_is_read_or_refused(start: int, length: int, written: str) -> None:
     groups, problems = [], []
     try:
         groups = list(read_hardware(FILE[:start] + written + FILE[start + length :]).groups)
@@ -156,7 +156,7 @@ def test_a_damaged_file_is_read_or_told_and_nothing_else(start: int, length: int
     assert all(group.devices_per_node >= 1 and group.inside.bandwidth > 0 for group in groups)
 
 
-def test_a_name_that_is_no_preset_and_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_unknown_presets_and_missing_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown hardware 'a100-8'; did you mean 'a100-80'"):
         load_hardware("a100-8")
     with pytest.raises(ConfigError, match="did you mean 'a100-40' or 'a100-80' or 'a100-80-25gbe'"):

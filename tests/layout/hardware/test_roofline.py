@@ -24,7 +24,7 @@ def test_every_number_format_has_its_bytes() -> None:
     assert set(DTYPE_BYTES) == set(DTYPES)
 
 
-def test_at_the_peak_a_product_takes_the_slower_of_arithmetic_and_traffic() -> None:
+def test_ideal_products_take_the_slower_of_arithmetic_and_traffic() -> None:
     large = matrix_product_time(DEVICE, 4096, 8192, 2048, "bf16", batch=3)
     assert large.compute == pytest.approx(3 * 2 * 4096 * 8192 * 2048 / 312e12)
     assert large.memory == pytest.approx(3 * 2 * (4096 * 8192 + 8192 * 2048 + 4096 * 2048) / 2e12)
@@ -35,7 +35,7 @@ def test_at_the_peak_a_product_takes_the_slower_of_arithmetic_and_traffic() -> N
     assert memory_bound_time(DEVICE, 6e9, kernels=2).seconds == pytest.approx(3e-3)
 
 
-def test_the_ridge_lies_where_the_roofline_paper_has_it() -> None:
+def test_the_ridge_is_where_the_roofline_paper_has_it() -> None:
     """Square products turn from memory to arithmetic at n / 3 FLOP a byte = peak over bandwidth, here 156."""
     assert matrix_product_time(DEVICE, 467, 467, 467, "bf16").bound == "memory"
     assert matrix_product_time(DEVICE, 469, 469, 469, "bf16").bound == "compute"
@@ -82,7 +82,7 @@ def test_the_fit_finds_the_parameters_that_made_its_rows(truth: Efficiency) -> N
         assert matrix_product_time(fitted, *shape, "bf16").seconds == pytest.approx(expected, rel=0.01)
 
 
-def test_wrong_products_are_told() -> None:
+def test_wrong_products_are_refused() -> None:
     with pytest.raises(ValueError, match="inner is 0"):
         matrix_product_time(DEVICE, 1, 0, 1, "bf16")
     with pytest.raises(ConfigError, match="no peak for 'fp8'"):

@@ -23,7 +23,7 @@ LAYOUT = [
 
 
 def output(capsys, *arguments: str) -> str:
-    """What a command prints; it has to succeed."""
+    """Return the output of a command; it must succeed."""
     status = main(arguments, {})
     captured = capsys.readouterr()
     assert status == 0, captured.err
@@ -31,7 +31,7 @@ def output(capsys, *arguments: str) -> str:
 
 
 def json_of(capsys, *arguments: str) -> Any:
-    """What a command prints as JSON."""
+    """Return the JSON output of a command."""
     return json.loads(output(capsys, *arguments, "--json"))
 
 

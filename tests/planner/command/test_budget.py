@@ -33,18 +33,18 @@ def test_steps_days_and_money_follow_from_the_step(capsys):
     assert training["steps"] == steps
     assert training["days"] == pytest.approx(days)
     assert training["cost"] == pytest.approx(days * 24 * 2 * 33)  # 16 devices are two nodes
-    told = output(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
-    assert f"7.5B tokens: {steps:,} steps (--training.steps {steps})" in told
-    assert f"price {training['cost']:,.0f}" in told
+    printed = output(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
+    assert f"7.5B tokens: {steps:,} steps (--training.steps {steps})" in printed
+    assert f"price {training['cost']:,.0f}" in printed
 
 
-def test_without_prices_there_is_no_cost_and_without_tokens_nothing(capsys):
+def test_without_prices_there_is_no_cost(capsys):
     assert json_of(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}")["training"]["cost"] is None
     assert "prices" not in output(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}")
     assert json_of(capsys, "predict", *LAYOUT)["training"] is None
 
 
-def test_a_search_tells_them_of_its_best_and_ranks_by_the_price_of_the_flag(capsys):
+def test_searches_report_budgets_and_rank_by_the_given_price(capsys):
     pins = ["--parallel.pipeline=2", "--parallel.tensor=2", "--batch.micro_size=1", "--schedule.name=1f1b"]
     flags = [*LAYOUT, *pins, f"--tokens={TOKENS}", "--price-per-hour=33", "--top=1"]
     found = json_of(capsys, "search", *flags)
@@ -65,12 +65,12 @@ def test_a_search_tells_them_of_its_best_and_ranks_by_the_price_of_the_flag(caps
         ("--price-per-hour=-1", "--price_per_hour is -1; it must be at least 0"),
     ],
 )
-def test_a_wrong_budget_is_told(capsys, command, flag, words):
+def test_a_wrong_budget_is_refused(capsys, command, flag, words):
     (line,) = refusal(capsys, command, *LAYOUT, flag)
     assert words in line
 
 
-def test_nodes_of_two_kinds_have_their_prices_in_the_file(capsys, tmp_path):
+def test_prices_of_two_node_kinds_belong_in_the_file(capsys, tmp_path):
     (tmp_path / "machine.yaml").write_text(MACHINE)
     flags = [each for each in LAYOUT if "hardware" not in each] + ["--hardware", str(tmp_path / "machine.yaml")]
     (line,) = refusal(capsys, "predict", *flags, "--price-per-hour=33")

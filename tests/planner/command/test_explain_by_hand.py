@@ -1,4 +1,4 @@
-"""What `explain` prints, worked out again by hand: formulas of the papers on a machine whose links have no latency.
+"""The output of `explain` against results by hand: formulas of the papers on a machine whose links have no latency.
 
 Three layouts of a GPT whose stages between the first and the last hold nothing but blocks. FLOPs: Narayanan et al.
 (2021, arXiv 2104.04473, equation 3). Tensor traffic: the same, section 3.2. Bubble: section 2.2.1. State of a mixed
@@ -34,8 +34,8 @@ LAYOUTS = [
 
 
 @pytest.fixture(params=LAYOUTS, ids=lambda each: f"tensor {each['tensor']}, ZeRO {each['zero']}")
-def told(request, capsys, tmp_path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A layout, and what explain says of it."""
+def explained(request, capsys, tmp_path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A layout, and the output of explain for it."""
     layout = request.param
     (tmp_path / "ideal.yaml").write_text(MACHINE)
     fields = {
@@ -50,9 +50,9 @@ def told(request, capsys, tmp_path) -> tuple[dict[str, Any], dict[str, Any]]:
     return layout, json_of(capsys, "explain", *flags, f"--hardware={tmp_path / 'ideal.yaml'}")
 
 
-def test_flops_are_equation_3(told) -> None:
+def test_flops_are_equation_3(explained) -> None:
     """3 of its 4 forwards are the model's; with full recomputation all 4 are run, of blocks and not of the head."""
-    layout, found = told
+    layout, found = explained
     blocks = 72 * GLOBAL * LENGTH * LAYERS * HIDDEN**2 * (1 + LENGTH / (6 * HIDDEN))
     head = 6 * GLOBAL * LENGTH * HIDDEN * VOCABULARY
     devices = PIPELINE * layout["tensor"] * layout["data"]
@@ -63,9 +63,9 @@ def test_flops_are_equation_3(told) -> None:
     assert executed == pytest.approx(flops + again, rel=1e-2)
 
 
-def test_a_stage_computes_for_its_flops_over_the_peak(told) -> None:
+def test_a_stage_computes_for_its_flops_over_the_peak(explained) -> None:
     """Memory is so fast that products alone count; a fused kernel works out half of the causal scores."""
-    layout, found = told
+    layout, found = explained
     forward = 24 * layout["micro"] * LENGTH * HIDDEN**2 * (1 + LENGTH / (12 * HIDDEN)) * BLOCKS / layout["tensor"]
     stage = found["stages"][1]
     assert stage["forward"] == pytest.approx(forward / PEAK, rel=0.02)
@@ -74,19 +74,19 @@ def test_a_stage_computes_for_its_flops_over_the_peak(told) -> None:
         assert stage["recompute"] == pytest.approx(forward / PEAK, rel=0.02)
 
 
-def test_tensor_ranks_send_8_bsh_a_layer(told) -> None:
-    """And half as much again where a forward runs again."""
-    layout, found = told
+def test_tensor_ranks_send_8_bsh_a_layer(explained) -> None:
+    """Half as much more where a forward is recomputed."""
+    layout, found = explained
     ranks = layout["tensor"]
     elements = 8 * layout["micro"] * LENGTH * HIDDEN * (ranks - 1) / ranks * BLOCKS
     assert found["stages"][1]["tensor"] == pytest.approx(2 * elements / INSIDE, rel=1e-3)
 
 
-def test_the_bubble_is_p_minus_1_micro_batches(told) -> None:
-    """Of the blocks that run again the last one may do so before the gradient arrives, within the time that is waited
-    anyway; the others wait for the backwards behind them. Where weights are sharded the filling waits for them too:
-    the closed form then agrees with the simulation of the schedule."""
-    layout, found = told
+def test_the_bubble_is_p_minus_1_micro_batches(explained) -> None:
+    """The last recomputed block may run before the gradient arrives, within the time that is waited anyway; the
+    others wait for the backwards of later blocks. Where weights are sharded the filling waits for them too: the closed
+    form then agrees with the simulation of the schedule."""
+    layout, found = explained
     stages = found["stages"]
     phases = ("forward", "backward_input", "backward_weight", "tensor")
     later = (BLOCKS - 1) / BLOCKS
@@ -99,8 +99,8 @@ def test_the_bubble_is_p_minus_1_micro_batches(told) -> None:
         assert found["closed_form"]["step_time_s"] == pytest.approx(found["step_time_s"], rel=0.1)
 
 
-def test_state_is_18_bytes_a_parameter_shared_out_by_zero(told) -> None:
-    layout, found = told
+def test_state_is_18_bytes_per_parameter_sharded_by_zero(explained) -> None:
+    layout, found = explained
     ranks, replicas, zero = layout["tensor"], layout["data"], layout["zero"]
     parameters = BLOCKS * 12 * HIDDEN**2 / ranks
     memory = found["memory"][1]
@@ -109,9 +109,9 @@ def test_state_is_18_bytes_a_parameter_shared_out_by_zero(told) -> None:
         assert memory[name] == pytest.approx(size * parameters / shared, rel=3e-3), name
 
 
-def test_replicas_send_their_gradients_in_fp32(told) -> None:
+def test_replicas_send_their_gradients_in_fp32(explained) -> None:
     """A ring's all-reduce sends 2 (d - 1) / d of them, a reduce-scatter half as much."""
-    layout, found = told
+    layout, found = explained
     replicas, zero = layout["data"], layout["zero"]
     parameters = BLOCKS * 12 * HIDDEN**2 / layout["tensor"]
     bytes_sent = (1 if zero else 2) * (replicas - 1) / replicas * 4 * parameters

@@ -30,7 +30,7 @@ def test_predict_says_what_the_cost_model_says(capsys):
     assert found["memory_bytes"] == [memory.total for memory in expected.memory]
 
 
-def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(capsys, tmp_path):
+def test_only_a_missing_precision_is_chosen(capsys, tmp_path):
     assert "note: training.precision was not given, so it is bf16, the first of" in output(capsys, "predict", *LAYOUT)
     v100 = [each.replace("a100-80", "v100-32") for each in LAYOUT]
     assert "note: training.precision was not given, so it is fp16, the first of" in output(capsys, "predict", *v100)
@@ -40,7 +40,7 @@ def test_a_precision_is_chosen_where_none_is_written_and_a_file_keeps_its_own(ca
     assert "note: training.precision is fp32, the default of training" in text
 
 
-def test_a_model_that_was_not_named_is_told(capsys):
+def test_a_missing_model_is_noted(capsys):
     machine = ["--hardware", "a100-80", "--devices", "8"]
     message = "note: no model was given, so this is the default model with 12 layers of hidden size 768"
     for command in ("predict", "explain"):
@@ -109,7 +109,7 @@ def test_how_often_to_save_follows_young_and_daly(capsys):
         (["--model", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_wrong_input_is_told_in_one_line(capsys, change, words):
+def test_wrong_input_is_one_error_line(capsys, change, words):
     lines = refusal(capsys, "predict", *LAYOUT, *change)
     assert any(words in line for line in lines), lines
 
@@ -143,7 +143,7 @@ def test_a_bert_is_planned_too(capsys):
     assert "bert_base" in output(capsys, "compare", "recipes/bert_base", "--hardware=a100-40", "--devices=8")
 
 
-def test_a_reserve_is_kept_free(capsys):
+def test_reserved_memory_stays_free(capsys):
     needed = max(json_of(capsys, "predict", *LAYOUT)["memory_bytes"])
     for spare, fits in ((0.1e9, True), (-0.1e9, False)):
         reserve = (80e9 - needed - spare) / 1e9

@@ -24,7 +24,7 @@ def test_help_lists_every_command(capsys):
     assert capsys.readouterr().err == text
 
 
-def test_help_of_every_command_lists_its_flags_and_a_configuration_s(capsys):
+def test_help_lists_flags_of_command_and_configuration(capsys):
     for name in COMMANDS:
         with pytest.raises(SystemExit) as stopped:
             main([name, "--help"], {})
@@ -51,7 +51,7 @@ def test_neither_help_nor_a_prediction_imports_torch(arguments):
     assert finished.stdout
 
 
-def test_the_program_runs_and_exits_with_2_on_wrong_input():
+def test_wrong_input_exits_with_status_2():
     finished = run("predict", *LAYOUT, "--devices", "0")
     assert (finished.returncode, finished.stdout) == (2, "")
     assert finished.stderr == "error: --devices is 0; it must be at least 1 and at most 1,000,000\n"
@@ -71,7 +71,7 @@ def test_a_dry_run_of_a_thousand_ranks():
 
 
 @pytest.mark.slow
-def test_a_dry_run_tells_what_does_not_fit():
+def test_a_dry_run_reports_what_does_not_fit():
     file = ROOT / "examples" / "parallel" / "data.yaml"
     model = ["--model", str(ROOT / "examples" / "models" / "llama2_13b.yaml"), "--parallel.data=null"]
     finished = run("dry-run", str(file), *model, "--devices=8", "--hardware=a100-80", "--batch.global_size=32")

@@ -39,7 +39,7 @@ def prediction():
 
 
 def bars_of(figure):
-    """(left, width, what it tells) of every bar that tells something."""
+    """Return (left, width, note) of every bar that has a note."""
     return [
         (bar.get_x(), bar.get_width(), bar.get_gid().removeprefix("note: "))
         for bar in figure.axes[0].patches
@@ -55,16 +55,16 @@ def test_memory_bars_are_in_proportion_to_bytes(prediction):
     answer = prediction.estimate
     bars = bars_of(memory_figure(answer))
     for place, memory in enumerate(answer.memory):
-        parts = [(left, width) for left, width, told in bars if told.startswith(f"stage {place}: ")]
+        parts = [(left, width) for left, width, note in bars if note.startswith(f"stage {place}: ")]
         assert sum(width for _, width in parts) == pytest.approx(memory.total / 1e9)
         assert parts == [
             (pytest.approx(sum(width for _, width in parts[:i])), each[1]) for i, each in enumerate(parts)
         ]
-    assert any(told.endswith(f"weights {bytes_text(answer.memory[0].weights)}") for *_, told in bars)
-    assert set(notes_of(as_svg(memory_figure(answer)))) == {told for _, width, told in bars if width}
+    assert any(note.endswith(f"weights {bytes_text(answer.memory[0].weights)}") for *_, note in bars)
+    assert set(notes_of(as_svg(memory_figure(answer)))) == {note for _, width, note in bars if width}
 
 
-def test_a_rank_that_is_too_full_reaches_over_the_line_of_its_device(prediction):
+def test_overfull_ranks_exceed_the_line_of_their_device(prediction):
     half = prediction.estimate.peak_bytes / 2
     figure = memory_figure(replace(prediction.estimate, memory_limits=(half,) * len(prediction.estimate.memory)))
     (line,) = [each for each in figure.axes[0].lines if each.get_color() == LIMIT]
@@ -78,14 +78,14 @@ def test_terms_of_a_step_fill_its_bar(prediction):
     slower = replace(answer, step_seconds=2 * answer.step_seconds)
     rows = [Row("best", answer), Row("other <&>", slower)]
     bars = bars_of(breakdown_figure(rows, "title"))
-    best = sum(width for _, width, told in bars if told.startswith("best: "))
-    other = sum(width for _, width, told in bars if told.startswith("other <&>: "))
+    best = sum(width for _, width, note in bars if note.startswith("best: "))
+    other = sum(width for _, width, note in bars if note.startswith("other <&>: "))
     assert best == pytest.approx(other)  # the same terms; the other's step is said to be twice as long
     assert best == pytest.approx(sum(term.seconds for term in answer.terms))
-    assert {told.split(": ")[1].split()[0] for *_, told in bars} == {
+    assert {note.split(": ")[1].split()[0] for *_, note in bars} == {
         term.name for term in answer.terms if term.seconds
     }
-    assert any(told.startswith("other <&>: ") for told in notes_of(as_svg(breakdown_figure(rows))))
+    assert any(note.startswith("other <&>: ") for note in notes_of(as_svg(breakdown_figure(rows))))
     tight = replace(answer, memory_limits=(1e9,) * len(answer.memory))
     assert "too large by " in as_svg(breakdown_figure([Row("tight", tight)]))
     assert "too large by " not in as_svg(breakdown_figure([Row("best", answer)]))
@@ -102,7 +102,7 @@ def test_the_front_has_a_disc_for_each_layout(prediction):
     assert [tuple(disc.get_offsets()[0]) for disc in discs] == [
         (each.peak_bytes / 1e9, each.tokens_per_second) for each in front
     ]
-    assert [told.partition(":")[0] for told in notes_of(as_svg(figure))] == ["1", "2", "3"]
+    assert [note.partition(":")[0] for note in notes_of(as_svg(figure))] == ["1", "2", "3"]
     assert [to_hex(disc.get_facecolor()[0]) == LIMIT for disc in discs] == [True, False, False]
 
 
@@ -137,7 +137,7 @@ def test_words_are_escaped(prediction):
     assert "<title>&lt;b&gt;</title>" in page
 
 
-def test_numbers_are_told_in_their_units():
+def test_numbers_are_printed_with_units():
     assert [bytes_text(value) for value in (512, 2e6, 79.96e9, 1.5e12)] == ["512 B", "2.0 MB", "80.0 GB", "1.5 TB"]
     assert [seconds_text(value) for value in (0, 2e-7, 1.8e-4, 0.0412, 3.0, 240.0, 2e4)] == [
         "0", "0.2 us", "180 us", "41.2 ms", "3.00 s", "240 s", "20,000 s",
@@ -187,7 +187,7 @@ def test_the_page_of_a_search_fits_a_narrow_window(capsys, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_the_page_tells_what_is_pointed_at_and_fits_its_window(capsys, tmp_path, scheme):
+def test_the_page_has_tooltips_and_fits_its_window(capsys, tmp_path, scheme):
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
     if browser_path() is None:
         pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
@@ -206,7 +206,7 @@ def test_the_page_tells_what_is_pointed_at_and_fits_its_window(capsys, tmp_path,
             return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 8]; }"""
         )
         page.mouse.move(x, y)
-        told = page.inner_text("#tooltip")
+        tooltip = page.inner_text("#tooltip")
         paper = page.evaluate("getComputedStyle(document.querySelector('.plan-chart path')).fill")
         width = page.evaluate("document.documentElement.scrollWidth")
         overlaps = page.evaluate(
@@ -218,7 +218,7 @@ def test_the_page_tells_what_is_pointed_at_and_fits_its_window(capsys, tmp_path,
         browser.close()
     assert problems == []
     assert asked == [path.as_uri()]
-    assert "backward" in told
+    assert "backward" in tooltip
     assert paper == {"light": "rgb(255, 255, 255)", "dark": "rgb(23, 28, 36)"}[scheme]
     assert width <= 1280
     assert overlaps == 0

@@ -50,7 +50,7 @@ def test_search_gives_the_promised_keys(found):
     assert found["launch"].startswith("megapipe train -n 8 --nodes 2 --rendezvous ")
 
 
-def test_the_best_is_the_fastest_of_what_is_ranked_and_of_the_front(found):
+def test_the_best_is_fastest_in_ranking_and_front(found):
     ranked = [each["step_time_s"] for each in found["search"]["ranked"] if each["simulated"]]
     assert ranked == sorted(ranked)
     assert found["step_time_s"] == ranked[0]
@@ -78,7 +78,7 @@ def test_fields_that_are_given_stay(capsys):
     assert layout["data"] == 2
 
 
-def test_sequence_parallelism_can_be_given_while_the_tensor_size_is_open(capsys):
+def test_sequence_parallelism_can_be_pinned_with_open_tensor_size(capsys):
     layout = json_of(capsys, "search", *SEARCH, *LENGTH, "--parallel.sequence=true", *PINS[1:])["layout"]
     assert layout["sequence"] is True
     assert layout["tensor"] > 1
@@ -107,7 +107,7 @@ def test_other_schedules_are_tried_when_named(capsys):
 
 
 @pytest.mark.slow
-def test_the_largest_model_of_some_files_and_the_soonest_done(capsys):
+def test_objectives_pick_the_largest_model_or_shortest_time(capsys):
     folder = ROOT / "examples" / "models"
     files = [str(folder / f"gpt3_{size}.yaml") for size in ("175b", "1.3b", "13b")]
     found = json_of(capsys, "search", *SEARCH, "--objective=size", "--models", *files)["search"]
@@ -200,7 +200,7 @@ def test_a_slow_search_shows_its_progress(capsys, monkeypatch):
     assert "searching layouts" in captured.err
 
 
-def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys):
+def test_models_that_fit_nowhere_report_the_missing_memory(capsys):
     model = ["--model", MODEL.replace("gpt3_6.7b", "gpt3_175b"), "--hardware=v100-16", "--devices=8"]
     lines = refusal(capsys, "search", *model, "--batch.global_size=64")
     assert len(lines) == 1
@@ -227,7 +227,7 @@ def test_a_model_that_fits_nowhere_says_the_least_memory_and_by_how_much(capsys)
         (["--html=/proc/nowhere/all.html"], "/proc/nowhere/all.html cannot be written"),
     ],
 )
-def test_wrong_input_is_told_in_one_line(capsys, flags, words):
+def test_wrong_input_is_one_error_line(capsys, flags, words):
     assert any(words in line for line in refusal(capsys, "search", *SEARCH, *flags))
 
 

@@ -16,7 +16,7 @@ def test_megatron_s_estimates(capsys):
     assert json_of(capsys, "train-time", *large)["days"] == pytest.approx(84, abs=1)
 
 
-def test_the_critical_batch_is_gpt_3_s_for_its_parameters(capsys):
+def test_critical_batch_of_gpt_3s_parameters_is_gpt_3s(capsys):
     flags = ["--parameters=175e9", "--tokens=300e9", "--devices=1024", "--achieved_tflops=140"]
     assert json_of(capsys, "train-time", *flags)["critical_batch_tokens"] == pytest.approx(3.2e6)
 
@@ -73,8 +73,8 @@ def test_wrong_input(capsys, flags, words):
 def test_formulas_of_dense_models_are_not_used_on_experts(capsys):
     flags = ["train-time", "--model", str(ROOT / "examples" / "models" / "mixtral_8x7b.yaml"), "--tokens=1e12"]
     run = ["--devices=64", "--achieved_tflops=200"]
-    (told,) = refusal(capsys, *flags, *run)
-    assert "pass --parameters 12879925248, the parameters that a token uses" in told
+    (error,) = refusal(capsys, *flags, *run)
+    assert "pass --parameters 12879925248, the parameters that a token uses" in error
     assert json_of(capsys, *flags, *run, "--parameters=12879925248")["days"] > 0
     assert refusal(capsys, *flags, "--hardware=h100", "--devices=64", "--bounds") != []
 

@@ -28,7 +28,7 @@ SMALL = ModelConfig(
 
 
 def config_of(model: ModelConfig = SMALL, **groups: Any) -> PretrainConfig:
-    """A run in bf16 with fields of groups changed; parallel.data is 1 unless told."""
+    """A run in bf16 with fields of groups changed; parallel.data is 1 by default."""
     groups.setdefault("training", {}).setdefault("precision", "bf16")
     groups.setdefault("parallel", {}).setdefault("data", 1)
     groups.setdefault("data", {}).setdefault("sequence_length", 1024)
@@ -37,7 +37,7 @@ def config_of(model: ModelConfig = SMALL, **groups: Any) -> PretrainConfig:
 
 
 def even_stages(stages: int, layers: int = SMALL.num_layers) -> list[int]:
-    """As many blocks in each stage, embedding and head besides."""
+    """The same number of blocks in each stage, and the embedding and the head."""
     sizes = [layers // stages] * stages
     sizes[0] += 1
     sizes[-1] += 1

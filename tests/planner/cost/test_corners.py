@@ -1,4 +1,4 @@
-"""The estimate beside simulation where traffic sets the time: slow links, sharded weights, PipeDream."""
+"""The estimate compared with simulation where traffic determines the time: slow links, sharded weights, PipeDream."""
 
 from dataclasses import replace
 from typing import Any
@@ -79,8 +79,8 @@ def test_pipedream_waits_for_its_sums_before_every_update(
     assert off("pipedream", pipeline, microbatches, zero, tensor, slow=slow) == pytest.approx(1.0, abs=0.025)
 
 
-def test_a_sum_that_takes_longer_than_compute_is_a_part_of_every_micro_batch() -> None:
-    """Four replicas, no pipeline, slow links: forward, sums behind the backward of the first unit, update."""
+def test_sums_longer_than_compute_delay_every_micro_batch() -> None:
+    """Four replicas, no pipeline, slow links: forward, sums after the backward of the first unit, update."""
     config = config_of(
         parallel={"data": 4},
         schedule={"name": "pipedream"},
@@ -99,9 +99,7 @@ def test_a_sum_that_takes_longer_than_compute_is_a_part_of_every_micro_batch() -
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "zb_h1"])
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(4, 2), (4, 4), (8, 8)])
-def test_only_what_the_first_backward_needs_runs_again_while_a_rank_waits(
-    name: str, pipeline: int, microbatches: int
-) -> None:
+def test_waiting_ranks_recompute_only_for_the_first_backward(name: str, pipeline: int, microbatches: int) -> None:
     """Full recomputation of four blocks a stage: the other three run between backwards of their micro-batch."""
     stages = even_stages(pipeline, 4 * pipeline)
     config = config_of(
@@ -115,8 +113,8 @@ def test_only_what_the_first_backward_needs_runs_again_while_a_rank_waits(
     assert closed == pytest.approx(predict(config, machine(), assumptions=PLAIN).estimate.step_seconds, rel=1e-9)
 
 
-def test_a_ring_for_every_tensor_takes_a_latency_for_every_replica() -> None:
-    """Of a block's twelve tensors all are summed and the four matrices gathered; of bytes, two for an element."""
+def test_rings_per_tensor_take_a_latency_per_replica() -> None:
+    """All twelve tensors of a block are summed and its four matrices gathered, with two bytes per element."""
     latency, bandwidth = 1e-5, 1e9
     run = lay_run(
         config_of(parallel={"data": 16}, zero={"stage": 3}, batch={"global_size": 16}), machine(latency, bandwidth)
@@ -130,7 +128,7 @@ def test_a_ring_for_every_tensor_takes_a_latency_for_every_replica() -> None:
     assert found[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
 
 
-def test_tensors_by_themselves_are_gathered_once_more_where_a_forward_runs_again() -> None:
+def test_recomputed_forwards_gather_single_tensors_again() -> None:
     early = Assumptions(slow_down=2.0, tensor_by_tensor=True)
     seconds = {}
     for method in ("none", "full"):

@@ -1,4 +1,4 @@
-"""What is counted of schedules without walking through all of their lowering: beside that, action by action."""
+"""Counts of schedules without a full lowering, compared with counts of its actions."""
 
 from dataclasses import replace
 
@@ -52,7 +52,7 @@ def test_traffic_of_replicas_is_that_of_the_lowered_schedule(
 @pytest.mark.parametrize(
     ("name", "ranks", "count"), [("1f1b", 4, 40), ("interleaved_1f1b", 4, 24), ("zb_h1", 3, 31), ("2bw", 4, 200)]
 )
-def test_traffic_of_many_micro_batches_goes_on_as_it_begins(name: str, ranks: int, count: int) -> None:
+def test_traffic_of_many_micro_batches_is_periodic(name: str, ranks: int, count: int) -> None:
     config = config_of(
         replace(SMALL, num_layers=24),
         parallel={"pipeline": ranks, "data": 2},

@@ -1,4 +1,4 @@
-"""The estimate beside the paper's FLOPs, simulation, exact memory, and common sense."""
+"""The estimate compared with the paper's FLOPs, simulation, exact memory, and common sense."""
 
 import json
 from dataclasses import replace
@@ -39,7 +39,7 @@ def test_executed_flops_with_full_recomputation_are_equation_3(name: str) -> Non
     assert found.executed_flops > found.model_flops
 
 
-def test_the_row_of_145_6_billion_takes_5_642e18_flop_a_step() -> None:
+def test_flops_of_the_145_6_billion_row_match() -> None:
     assert estimate(row("145.6B"), SELENE).executed_flops == pytest.approx(5.642e18, rel=1e-4)
 
 
@@ -137,7 +137,7 @@ def test_closed_memory_is_the_exact_one(values: dict[str, Any]) -> None:
 @given(LAYOUTS, st.floats(1.0, 20.0))
 @settings(max_examples=60, deadline=None)
 def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any], factor: float) -> None:
-    """zb_auto is simulated, and an order that is made anew for other times may be a little worse for them."""
+    """zb_auto is simulated, and an order generated for other times may be slightly worse for them."""
     config = drawn(values)
     found = estimate(config, machine(5e-6, 20e9))
     assert sum(term.seconds for term in found.terms) == pytest.approx(found.step_seconds)
@@ -155,7 +155,7 @@ def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any
         assert estimate(config, faster).step_seconds <= most
 
 
-def test_terms_of_a_simulation_add_up_and_it_carries_its_schedule() -> None:
+def test_terms_of_a_simulation_add_up() -> None:
     config = layout("1f1b", 4, 8, parallel={"data": 2})
     found = predict(config, SELENE)
     slow_down = found.estimate.seconds_of("slow-down")
@@ -166,7 +166,7 @@ def test_terms_of_a_simulation_add_up_and_it_carries_its_schedule() -> None:
     assert found.estimate.world_size == 8
 
 
-def test_stages_are_told_one_by_one() -> None:
+def test_stages_are_explained_one_by_one() -> None:
     config = layout("interleaved_1f1b", 4, 8, parallel={"tensor": 2}, recompute={"method": "full"})
     found, whole = explain_stages(config, SELENE), estimate(config, SELENE)
     assert [stage["rank"] for stage in found] == [0, 1, 2, 3] * 2
@@ -190,14 +190,14 @@ def test_data_may_be_left_open_and_answers_are_json() -> None:
     config = config_of(batch={"global_size": 64}, parallel={"data": None, "tensor": 2})
     found: Estimate = estimate(config, SELENE, world_size=16)
     assert (found.config.parallel.data, found.world_size, config.parallel.data) == (8, 16, None)
-    told = json.loads(json.dumps(found.as_json()))
-    assert told["layout"]["data"] == 8
-    assert told["step_time_s"] == found.step_seconds
-    assert told["fits"] is True
+    as_json = json.loads(json.dumps(found.as_json()))
+    assert as_json["layout"]["data"] == 8
+    assert as_json["step_time_s"] == found.step_seconds
+    assert as_json["fits"] is True
 
 
 @pytest.mark.parametrize(
-    ("groups", "told"),
+    ("groups", "message"),
     [
         ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
         ({"offload": {"activations": "auto", "memory": 1}}, "is decided by measurements at the start of a run"),
@@ -207,9 +207,9 @@ def test_data_may_be_left_open_and_answers_are_json() -> None:
         ({"schedule": {"name": "1f1c"}}, "did you mean '1f1b'"),
     ],
 )
-def test_what_cannot_be_told_is_refused_before_any_work(groups: dict[str, Any], told: str) -> None:
+def test_incomplete_configurations_are_refused_before_any_work(groups: dict[str, Any], message: str) -> None:
     for ask in (estimate, predict):
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=message):
             ask(config_of(**json.loads(json.dumps(groups))), SELENE)
 
 

@@ -1,4 +1,4 @@
-"""Messages inside layers by phase, and groups of shards, beside all of them together and by hand."""
+"""Messages inside layers by phase, and groups of shards, compared with their total and by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every feature of a configuration has its time and its bytes: the closed form beside simulation and exact memory."""
+"""Every feature of a configuration has its time and its bytes: the closed form against simulation and exact memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_a_schedule_from_a_file_is_simulated_by_both(tmp_path: Path) -> None:
         assert found.memory == expected.memory
 
 
-def test_a_cpu_takes_turns_and_a_gpu_hardly_slows_down() -> None:
+def test_cpus_serialize_communication_and_gpus_overlap_it() -> None:
     assert {name: hardware_device_type(load_hardware(name)) for name in PRESETS} == {
         name: "cpu" if name == "cpu" else "cuda" for name in PRESETS
     }

@@ -1,4 +1,4 @@
-"""Copies to host memory in the cost model: what they hold, what they cost, in closed form beside the simulation."""
+"""Copies to host memory in the cost model: bytes and times, in closed form compared with the simulation."""
 
 from dataclasses import replace
 from typing import Any
@@ -58,7 +58,7 @@ def test_copies_that_take_no_time_cost_none(offload: dict[str, Any], pipeline: i
     bandwidth=st.floats(1e9, 1e12),
 )
 @settings(max_examples=20, deadline=None)
-def test_a_slower_link_is_never_faster_and_never_changes_memory(
+def test_slower_links_never_speed_up_or_change_memory(
     offload: dict[str, Any], pipeline: int, schedule: str, slower: float, bandwidth: float
 ) -> None:
     config = run(offload, pipeline, schedule={"name": schedule})
@@ -72,8 +72,8 @@ def test_a_slower_link_is_never_faster_and_never_changes_memory(
 @pytest.mark.parametrize("pipeline", [1, 4])
 @pytest.mark.parametrize("offload", KINDS, ids=str)
 def test_the_closed_form_is_near_the_simulation(offload: dict[str, Any], pipeline: int) -> None:
-    """From links that hide to those that take several times as long as all compute. Reloads that begin long before
-    their backward hide behind forwards of a pipeline too, which the closed form does not see: then it is a bound."""
+    """From links that hide to those that take several times as long as all compute. Reloads that start long before
+    their backward are hidden by forwards of a pipeline too, which the closed form does not see: then it is a bound."""
     most = 1.6 if offload.get("prefetch", 1) > 1 and pipeline > 1 else 1.2
     for bandwidth in (400e9, 63e9, 15.75e9):
         config = run(offload, pipeline)
@@ -81,9 +81,9 @@ def test_the_closed_form_is_near_the_simulation(offload: dict[str, Any], pipelin
         assert 0.8 <= closed.step_seconds / simulated.step_seconds <= most
 
 
-def test_optimizer_state_goes_both_ways_at_once_behind_the_step() -> None:
+def test_optimizer_state_copies_overlap_both_ways_after_steps() -> None:
     """12 bytes a parameter in bf16 with AdamW: master and two moments, in fp32 each; docs/offload.md has 0.48 s for a
-    billion parameters at 25 GB/s. The last unit's way out comes besides."""
+    billion parameters at 25 GB/s. The last unit's copy out is additional."""
     parameters = sum(spec.num_elements for layer in model_layers(SMALL) for spec in layer.parameters.values())
     found = predict(run(STATE), on(25e9)).estimate.seconds_of("offload")
     once = 12 * parameters / 25e9
@@ -91,8 +91,8 @@ def test_optimizer_state_goes_both_ways_at_once_behind_the_step() -> None:
     assert 0.48 * parameters / 1e9 == pytest.approx(once)
 
 
-def test_a_link_that_is_the_bottleneck_carries_every_block_of_every_micro_batch() -> None:
-    """In a pipeline of one rank a step takes at least as long as its blocks' way out, and their way back."""
+def test_bottleneck_links_carry_every_block_of_micro_batches() -> None:
+    """In a pipeline of one rank a step takes at least as long as its blocks' offloads and reloads."""
     kept = predicted_bytes(SMALL, model_layers(SMALL)[1], 2, 1024, "bf16", "sdpa")
     bandwidth = 1e9
     blocks = SMALL.num_layers - 1  # the last one's backward follows at once: it stays

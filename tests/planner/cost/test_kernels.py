@@ -1,4 +1,4 @@
-"""Kernels beside the FLOPs that costs/ counts, and beside bytes counted by hand."""
+"""Kernels compared with the FLOPs that costs/ counts, and with bytes counted by hand."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ def flops_of(config: PretrainConfig, layer, phase: str) -> float:  # type: ignor
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("tensor", [1, 2, 4])
 @pytest.mark.parametrize("context", [1, 2])
-def test_products_of_a_layer_are_the_flops_that_costs_counts(shape: str, tensor: int, context: int) -> None:
+def test_products_of_a_layer_have_the_counted_flops(shape: str, tensor: int, context: int) -> None:
     """Unfused attention computes every pair of tokens, which is what `layer_flops` counts; a ring is fused."""
     model = replace(SHAPES[shape], attention="unfused")
     config = config_of(model, parallel={"tensor": tensor, "context": context}, batch={"micro_size": 3})
@@ -43,7 +43,7 @@ def test_products_of_a_layer_are_the_flops_that_costs_counts(shape: str, tensor:
         assert flops_of(config, layer, "backward_weight") * tensor * context == pytest.approx(counted.backward_weight)
 
 
-def test_fused_causal_attention_computes_half_and_its_backward_five_products_for_two() -> None:
+def test_fused_causal_attention_computes_half_the_scores() -> None:
     """Dao 2023, arXiv 2307.08691, sections 2.3 and 4.1; a BERT sees all pairs."""
     block = model_layers(SMALL)[1]
     pairs = 2 * 2 * SMALL.hidden_size * 1024**2
@@ -59,7 +59,7 @@ def test_fused_causal_attention_computes_half_and_its_backward_five_products_for
     assert both[0].time.compute * PEAK == pytest.approx(2 * 2 * 2048 * 512**2)
 
 
-def test_kernels_that_only_move_bytes_take_their_bytes_over_the_bandwidth_that_is_reached() -> None:
+def test_memory_bound_kernels_take_bytes_over_reached_bandwidth() -> None:
     device = replace(DEVICE, efficiency=Efficiency(memory=0.5))
     config = config_of(batch={"micro_size": 2})
     stream = 2 * 1024 * SMALL.hidden_size * 2
@@ -74,7 +74,7 @@ def test_kernels_that_only_move_bytes_take_their_bytes_over_the_bandwidth_that_i
     assert unfused.time.seconds == pytest.approx(2 * 1024 * 1024 * UNFUSED_LOSS_BYTES / 1e12)
 
 
-def test_selective_recomputation_runs_again_what_it_names_and_full_the_forward() -> None:
+def test_selective_recomputes_its_ops_and_full_the_forward() -> None:
     model = replace(SMALL, attention="unfused", attention_dropout=0.1)
     block, times = model_layers(model)[1], RooflineTimes(DEVICE)
 
@@ -93,7 +93,7 @@ def test_selective_recomputation_runs_again_what_it_names_and_full_the_forward()
     assert logits >= layer_flops(model, head, 1, 1024).forward / PEAK
 
 
-def test_sequence_parallelism_shares_the_norms_and_tensor_parallelism_the_products() -> None:
+def test_sequence_ranks_shard_norms_and_tensor_ranks_products() -> None:
     block, times = model_layers(SMALL)[1], RooflineTimes(DEVICE)
     whole, shared = (
         times.of(config_of(parallel={"tensor": 4, "sequence": sequence}), block) for sequence in (False, True)
@@ -103,7 +103,7 @@ def test_sequence_parallelism_shares_the_norms_and_tensor_parallelism_the_produc
     assert whole.backward_weight == pytest.approx(times.of(config_of(), block).backward_weight / 4, rel=0.25)
 
 
-def test_fp8_products_run_at_their_own_peak_where_the_device_has_one() -> None:
+def test_fp8_products_use_their_own_peak() -> None:
     fast = replace(DEVICE, peak_flops={**DEVICE.peak_flops, "fp8": 600e12})
     config = config_of(training={"fp8": "rowwise", "fp8_first_kept": 1}, batch={"micro_size": 4})
     kept, chosen = model_layers(SMALL)[1], model_layers(SMALL)[2]
@@ -128,6 +128,6 @@ def test_updates_move_the_optimizers_bytes() -> None:
     assert muon > seconds + least / PEAK
 
 
-def test_the_roofline_is_one_way_to_know_times_of_layers() -> None:
+def test_roofline_times_are_a_source_of_layer_times() -> None:
     times: LayerTimes = RooflineTimes(DEVICE)
     assert "roofline" in times.of(config_of(), model_layers(SMALL)[1]).source

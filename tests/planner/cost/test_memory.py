@@ -1,4 +1,4 @@
-"""Memory of a search, by walks that layouts share, beside the walk of every layer and micro-batch of the run."""
+"""Memory of a search, by walks that layouts share, compared with walks of every layer and micro-batch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -88,7 +88,7 @@ def check(config: PretrainConfig) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(config=configs())
-def test_memory_of_a_search_is_that_of_the_lowered_schedule(config: PretrainConfig) -> None:
+def test_memory_of_a_search_equals_the_lowered_schedules(config: PretrainConfig) -> None:
     check(config)
 
 
@@ -104,5 +104,5 @@ def test_whole_backwards_among_split_ones_count(config: PretrainConfig) -> None:
 @pytest.mark.exhaustive
 @settings(max_examples=1500, deadline=None)
 @given(config=configs())
-def test_memory_of_a_search_is_that_of_many_lowered_schedules(config: PretrainConfig) -> None:
+def test_memory_of_a_search_equals_many_lowered_schedules(config: PretrainConfig) -> None:
     check(config)

@@ -11,7 +11,7 @@ seconds = st.floats(0, 1e3)
 
 @settings(max_examples=40)
 @given(compute=seconds, communication=seconds, more=seconds, slow_down=st.floats(1, 2))
-def test_overlap_is_monotone_and_between_side_by_side_and_in_turn(
+def test_overlap_is_monotone_and_between_parallel_and_serial(
     compute: float, communication: float, more: float, slow_down: float
 ) -> None:
     both = overlapped(compute, communication, slow_down)
@@ -29,7 +29,7 @@ def test_overlap_is_continuous_where_the_longer_side_changes(compute: float, ste
     assert overlapped(compute, compute, slow_down) == pytest.approx(slow_down * compute)
 
 
-def test_overlap_runs_the_rest_of_the_longer_side_at_full_speed() -> None:
+def test_the_longer_sides_rest_runs_at_full_speed() -> None:
     assert overlapped(3.0, 1.0, 1.3) == pytest.approx(1.3 + 2.0)
     assert overlapped(1.0, 3.0, 1.3) == pytest.approx(1.3 + 2.0)
     assert overlapped(2.0, 0.0, 1.3) == 2.0

@@ -1,4 +1,4 @@
-"""The walk of an order beside the simulator of the lowered schedule, and long steps beside the walk of all of them."""
+"""The walk of an order compared with the simulator of the lowered schedule, and long steps with full walks."""
 
 from dataclasses import replace
 from typing import Any
@@ -55,7 +55,7 @@ def random_costs(seed: int, ranks: int, stages: int, layouts: int = 1) -> OrderC
 @pytest.mark.parametrize("name", NAMES)
 @settings(max_examples=20, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_the_walk_of_an_order_is_the_simulation_of_its_schedule(name: str, data: st.DataObject, seed: int) -> None:
+def test_walks_of_orders_equal_simulations_of_schedules(name: str, data: st.DataObject, seed: int) -> None:
     ranks, chunks, count, options = data.draw(orders(name))
     stages = ranks * chunks
     costs = random_costs(seed, ranks, stages, layouts=2)._replace(after_backward=None)
@@ -85,7 +85,7 @@ def simulated(schedule: Schedule, costs: OrderCosts, layout: int, steps: int) ->
 
 @settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from(sorted({*NAMES} - {"dualpipe_v"})), data=st.data(), seed=st.integers(0, 2**31))
-def test_work_after_a_backward_delays_the_next_backward_of_its_rank(name: str, data: st.DataObject, seed: int) -> None:
+def test_work_after_a_backward_delays_the_next_backward(name: str, data: st.DataObject, seed: int) -> None:
     ranks, chunks, count, options = data.draw(orders(name, 12))
     schedule, costs = order(name, ranks, count, **options), random_costs(seed, ranks, ranks * chunks)
     graph = OrderGraph(schedule, 1 if schedule.flushes else 3)
@@ -133,7 +133,7 @@ def played(table: Table, costs: OrderCosts) -> float:
 
 @settings(max_examples=200, deadline=None)
 @given(name=st.sampled_from(NAMES), data=st.data(), seed=st.integers(0, 2**31))
-def test_the_walk_takes_a_group_of_rows_as_one_action(name: str, data: st.DataObject, seed: int) -> None:
+def test_the_walk_treats_grouped_rows_as_one_action(name: str, data: st.DataObject, seed: int) -> None:
     """Neighbouring rows of an order become groups of two or three, as far as ranks do not wait for each other."""
     ranks, chunks, count, options = data.draw(orders(name, 12))
     plain, size = order(name, ranks, count, **options), data.draw(st.integers(2, 3))
@@ -185,7 +185,7 @@ LONG = [name for name in NAMES if name not in ("zb_auto", "v_auto")]
 @pytest.mark.parametrize("name", LONG)
 @settings(max_examples=8, deadline=None)
 @given(data=st.data(), seed=st.integers(0, 2**31))
-def test_a_long_step_takes_what_walking_all_of_it_finds(name: str, data: st.DataObject, seed: int) -> None:
+def test_long_steps_take_the_time_of_full_walks(name: str, data: st.DataObject, seed: int) -> None:
     check_long_steps(name, data, seed, 120)
 
 
@@ -198,7 +198,7 @@ def test_long_steps_take_what_walking_all_of_them_finds(name: str, data: st.Data
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v"])
-def test_a_million_micro_batches_are_not_walked_one_by_one(name: str) -> None:
+def test_a_million_micro_batches_are_not_walked_singly(name: str) -> None:
     ranks, stages = 4, 4 * GENERATORS[name].chunks
     ones = np.ones((1, stages))
     links = np.zeros((2, 1, ranks, ranks))
@@ -209,9 +209,7 @@ def test_a_million_micro_batches_are_not_walked_one_by_one(name: str) -> None:
 
 @given(name=st.sampled_from(NAMES), ranks=st.integers(2, 5), count=st.integers(5, 20), seed=st.integers(0, 2**31))
 @settings(max_examples=60, deadline=None)
-def test_waiting_is_never_negative_and_a_slower_stage_never_makes_a_step_faster(
-    name: str, ranks: int, count: int, seed: int
-) -> None:
+def test_waits_are_nonnegative_and_slower_stages_never_help(name: str, ranks: int, count: int, seed: int) -> None:
     stages, count = ranks * GENERATORS[name].chunks, max(count, fewest_microbatches(name, ranks))
     plain = random_costs(seed, ranks, stages)
     slower = plain._replace(forward=plain.forward + np.eye(stages)[seed % stages])

@@ -83,7 +83,7 @@ def test_a_row_takes_the_time_of_its_own_bytes(
     config = run(name, pipeline, stage, experts, tied, **clipping)
     simulation = predict(config, machine(bandwidth=BANDWIDTH)).simulation
     table, seconds = simulation.table, expected(config)
-    own = table.unit < table.num_states  # tied weights come behind
+    own = table.unit < table.num_states  # tied weights follow
     rows = np.flatnonzero(table.is_kind(*OF_STATES) & own)
     places = zip(table.kind[rows].tolist(), table.stage[rows].tolist(), table.unit[rows].tolist(), strict=True)
     assert simulation.durations[rows] == pytest.approx([seconds[place] for place in places], rel=0.02, abs=1e-7)

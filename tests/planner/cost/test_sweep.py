@@ -1,4 +1,4 @@
-"""The estimate beside simulation over layouts at random: schedules, ZeRO stages, recomputation, links."""
+"""The estimate compared with simulation over random layouts: schedules, ZeRO stages, recomputation, links."""
 
 import random
 from dataclasses import replace
@@ -27,7 +27,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_h2", "
 
 
 def drawn(numbers: random.Random, name: str) -> PretrainConfig:
-    """A layout of so many pipeline ranks, some of them with stages as even as can be."""
+    """A random layout; some have stages that are as even as possible."""
     looped = name in ("interleaved_1f1b", "modular")
     chunks = numbers.choice([2, 3, 4]) if looped else 1
     own = 2 if name == "zb_v" else chunks

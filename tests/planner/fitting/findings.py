@@ -1,6 +1,6 @@
-"""What Narayanan et al. (2021, arXiv 2104.04473) found beside their table 1, as the cost model sees it.
+"""Findings of Narayanan et al. (2021, arXiv 2104.04473) other than table 1, according to the cost model.
 
-Published figures stand where they were read; elsewhere the paper's direction alone. All on Selene (`a100-80`), with
+Published figures are given where the paper prints them; elsewhere its direction alone. All on Selene (`a100-80`), with
 the table's assumptions.
 """
 
@@ -17,9 +17,9 @@ from megapipe.planner.fitting.fit import A100
 from megapipe.schedules.registry import find_generator
 
 EARLY_ZERO = replace(A100.rows[0].assumptions, slow_down=2.0, tensor_by_tensor=True)
-"""ZeRO-3 as it was run beside Megatron-LM in 2021: DeepSpeed 0.3, which waits for the device before each tensor's
+"""ZeRO-3 as Megatron-LM was compared with it in 2021: DeepSpeed 0.3, which waits for the device before each tensor's
 gather, so that nothing overlaps (a slow-down of 2 is turn by turn). That is our own deduction from its code and from
-what its pull request 1188 mends, not the paper's; no number of it is fitted."""
+what its pull request 1188 fixes, not the paper's; no number of it is fitted."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ GPT_175B = Shape(96, 96, 12288)
 GPT_161B = Shape(32, 128, 20480)
 GPT_145B = Shape(80, 96, 12288)
 GPT_91B = Shape(72, 80, 10240)
-"""Of as many parameters as figure 16 names; which shape it had is told nowhere."""
+"""It has the number of parameters that figure 16 names; its shape is not documented."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def speed(found: Estimate) -> float:
 
 
 def run(shape: Shape, layout: Layout) -> Estimate:
-    """What the model says of a layout; of ZeRO-3 with `EARLY_ZERO`."""
+    """Return the model's estimate of a layout; of ZeRO-3 with `EARLY_ZERO`."""
     base = A100.rows[0].base
     stages = layout.pipeline * layout.chunks
     layers = [shape.layers // stages] * stages

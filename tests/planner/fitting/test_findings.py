@@ -20,7 +20,7 @@ from tests.planner.fitting.findings import (
 )
 
 
-def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -> None:
+def test_interleaving_gains_less_with_larger_batches() -> None:
     gains = list(interleaving_gains().values())
     assert gains == sorted(gains, reverse=True)
     assert gains[0] > 0.10
@@ -28,7 +28,7 @@ def test_interleaving_gains_10_percent_and_more_and_less_with_larger_batches() -
 
 
 @pytest.mark.parametrize(("batch", "level"), [(32, 1.0), (128, 0.995)])
-def test_tensor_parallelism_up_to_a_node_and_a_pipeline_beyond(batch: int, level: float) -> None:
+def test_tensor_parallelism_within_nodes_and_pipelines_beyond_win(batch: int, level: float) -> None:
     """8 is best, as in figure 13; with the large batch, whose bubble is small, 4 is level with it."""
     found = tensor_against_pipeline(batch)
     assert found[8] >= level * max(found.values())
@@ -49,7 +49,7 @@ def test_two_samples_are_the_best_micro_batch() -> None:
 
 
 def test_recomputation_costs_speed_and_saves_memory() -> None:
-    """A third more forwards at the most, of which a bubble hides some; activations shrink to their inputs."""
+    """At most a third more forwards, of which a bubble hides some; activations shrink to their inputs."""
     without, with_it = recomputation(128)
     slower = with_it.step_seconds / without.step_seconds
     assert 1.15 < slower < 4 / 3 + 0.05
@@ -68,7 +68,7 @@ def test_zero_and_pipelines_are_as_fast_as_published(row: ZeroRow) -> None:
 
 
 @pytest.mark.parametrize("name", ["175B", "530B"])
-def test_sharded_data_parallelism_falls_behind_as_gpus_double(name: str) -> None:
+def test_sharded_data_parallelism_gets_slower_as_gpus_double(name: str) -> None:
     """From near PTD-P to less than a third of it, published; the model's share is the published one to 0.18."""
     rows = [row for row in ZERO_ROWS if row.name == name]
     found = [zero_against_pipeline(row) for row in rows]
@@ -78,8 +78,8 @@ def test_sharded_data_parallelism_falls_behind_as_gpus_double(name: str) -> None
     assert shares[-1] < 0.4 * shares[0]
 
 
-def test_this_projects_own_zero_is_not_taken_for_that_one() -> None:
-    """Units in place of tensors, rings inside nodes beside rings between them, and traffic beside compute."""
+def test_this_projects_zero_differs_from_the_early_one() -> None:
+    """Units instead of tensors, rings inside nodes together with rings between them, and traffic during compute."""
     layout = Layout(1, 1, 1536, 1536, zero=True)
     early = run(GPT_175B, layout)
     own = estimate(early.config, load_hardware("a100-80"), assumptions=A100.rows[0].assumptions)

@@ -1,4 +1,4 @@
-"""Fits beside a truth that rows were made with, and beside the published tables."""
+"""Fits compared with the truth that rows were made from, and with the published tables."""
 
 from dataclasses import dataclass, replace
 
@@ -65,7 +65,7 @@ def test_the_truth_that_rows_were_made_with_is_found() -> None:
     assert abs(found.unfitted[0].error) < 5e-3
 
 
-def test_there_are_three_free_parameters_and_each_is_a_share() -> None:
+def test_the_three_free_parameters_are_shares() -> None:
     assert [each.name for each in PARAMETERS] == ["ceiling", "memory", "links"]
     assert all(0 < each.low < each.start < each.high == 1 for each in PARAMETERS)
 
@@ -81,7 +81,7 @@ def runs_of(name: str) -> tuple[tuple[PublishedRun, ...], tuple[PublishedRun, ..
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_presets_tell_the_rows_that_they_were_fitted_to(name: str) -> None:
+def test_presets_predict_the_rows_that_they_were_fitted_to(name: str) -> None:
     """The goal: on average within 4%, each within 8%."""
     rows, _, hardware = runs_of(name)
     errors = [abs(judge(row, hardware).error) for row in rows]
@@ -90,9 +90,9 @@ def test_presets_tell_the_rows_that_they_were_fitted_to(name: str) -> None:
     assert max(errors) <= 0.08
 
 
-def test_rows_that_nothing_was_fitted_to_come_out_as_well() -> None:
-    _, told, hardware = runs_of("sc21")
-    errors = [abs(judge(row, hardware).error) for row in told]
+def test_rows_outside_the_fit_are_predicted_as_well() -> None:
+    _, predicted, hardware = runs_of("sc21")
+    errors = [abs(judge(row, hardware).error) for row in predicted]
     assert len(errors) == 5
     assert sum(errors) / len(errors) <= 0.04
     assert max(errors) <= 0.08
@@ -101,8 +101,8 @@ def test_rows_that_nothing_was_fitted_to_come_out_as_well() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_what_rows_are_assumed_to_be_runs_and_fits(name: str) -> None:
     """Interleaving where there is a pipeline, the sizes of the table, and the memory of its machine."""
-    rows, told, hardware = runs_of(name)
-    for run in (*rows, *told):
+    rows, predicted, hardware = runs_of(name)
+    for run in (*rows, *predicted):
         found = run.predict(hardware)
         row, config = run, found.config
         assert found.fits
@@ -112,7 +112,7 @@ def test_what_rows_are_assumed_to_be_runs_and_fits(name: str) -> None:
         assert config.schedule.name == ("interleaved_1f1b" if row.pipeline > 1 else "1f1b")
 
 
-def test_a_row_that_fits_no_device_is_told() -> None:
+def test_a_row_that_fits_no_device_is_reported() -> None:
     hardware = load_hardware("a100-80")
     (group,) = hardware.groups
     tiny = replace(hardware, groups=(replace(group, device=replace(group.device, memory_bytes=1e9)),))
@@ -129,13 +129,13 @@ def test_the_report_names_parameters_rows_and_errors() -> None:
     assert lines[10] == f"mean error {found.mean_error:.1%}, worst {found.worst_error:.1%}"
     assert lines[11] == "not fitted, only predicted:"
     assert len(lines) == 13
-    told = found.as_json()
-    assert told["parameters"].keys() == told["standard_deviations"].keys() == {"ceiling", "memory", "links"}
-    assert [row["leave_one_out_error"] for row in told["rows"]] == [None] * 4
-    assert told["prior"] is told["leave_one_out_mean_error"] is told["leave_one_out_worst_error"] is None
+    as_json = found.as_json()
+    assert as_json["parameters"].keys() == as_json["standard_deviations"].keys() == {"ceiling", "memory", "links"}
+    assert [row["leave_one_out_error"] for row in as_json["rows"]] == [None] * 4
+    assert as_json["prior"] is as_json["leave_one_out_mean_error"] is as_json["leave_one_out_worst_error"] is None
 
 
-def test_the_report_names_what_was_known_before_and_rows_left_out() -> None:
+def test_the_report_names_priors_and_left_out_rows() -> None:
     prior = prior_of("a100-80")
     found = fit(made_up()[:4], load_hardware("a100-80"), prior=prior)
     lines = list(report_lines(found, "steps/s"))
@@ -144,13 +144,13 @@ def test_the_report_names_what_was_known_before_and_rows_left_out() -> None:
         assert line.endswith(belief.origin)
     left_out = [abs(row.left_out or 0.0) for row in found.fitted]
     assert lines[-1] == f"left out: mean error {sum(left_out) / 4:.1%}, worst {max(left_out):.1%}"
-    told = found.as_json()
-    assert told["leave_one_out_worst_error"] == max(left_out)
-    assert told["prior"]["shares"]["memory"]["mean"] == prior.beliefs["memory"].mean
+    as_json = found.as_json()
+    assert as_json["leave_one_out_worst_error"] == max(left_out)
+    assert as_json["prior"]["shares"]["memory"]["mean"] == prior.beliefs["memory"].mean
 
 
-def test_a_share_that_rows_do_not_tell_is_named() -> None:
-    """One device has no links: whatever stands there was not fitted. What is known of it before stays."""
+def test_a_share_that_rows_do_not_determine_is_named() -> None:
+    """One device has no links: their share was not fitted, and its prior stays."""
     truth = with_shares(load_hardware("a100-80"), TRUTH)
     alone = [
         MadeUp(f"batch {size}", config_of(SMALL, batch={"global_size": size}), truth) for size in (1, 2, 4, 8, 16)
@@ -165,15 +165,15 @@ def test_a_share_that_rows_do_not_tell_is_named() -> None:
     assert known.spreads[2] / known.efficiency.links == pytest.approx(prior.width, rel=0.1)
 
 
-def test_unknown_rows_are_told() -> None:
+def test_unknown_rows_are_refused() -> None:
     with pytest.raises(ConfigError, match="unknown rows 'sc20'; did you mean 'sc21'"):
         fit_table("sc20")
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TABLES)
-def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) -> None:
-    """The goal, of rows told by the others alone: on average within 4%, each within 8%."""
+def test_presets_are_the_fit_and_predict_left_out_rows(name: str) -> None:
+    """The goal for rows predicted from the others alone: on average within 4%, each within 8%."""
     found = fitted(name)
     preset = load_hardware(TABLES[name].hardware).groups[0].device.efficiency
     for parameter in PARAMETERS:
@@ -185,7 +185,7 @@ def test_presets_are_what_the_fit_finds_and_rows_left_out_are_told(name: str) ->
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", TABLES)
-def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
+def test_another_prior_predicts_left_out_rows_too(name: str) -> None:
     """Half as wide, and with all kernels as fast as a plain copy: nothing of the real one is tuned to the rows."""
     table = TABLES[name]
     beliefs = {**prior_of(table.hardware).beliefs, "memory": Belief(0.9, "a copy")}
@@ -201,9 +201,7 @@ def test_another_prior_tells_the_rows_left_out_too(name: str) -> None:
     ("name", "squares", "too_fast"),
     [("sc21", (0.0079, 0.0022, 0.0007), 0.09), ("h100", (0.0041, 0.0030, 0.0025), 0.10)],
 )
-def test_without_the_smallest_model_rows_alone_put_memory_on_its_bound(
-    name: str, squares: tuple[float, ...], too_fast: float
-) -> None:
+def test_rows_without_the_smallest_model_bound_memory(name: str, squares: tuple[float, ...], too_fast: float) -> None:
     """Why there is a prior: the other rows fit the better the more of its bandwidth memory reaches."""
     rows, _, hardware = runs_of(name)
     others = [parameter for parameter in PARAMETERS if parameter.name != "memory"]

@@ -1,4 +1,4 @@
-"""The search beside numpy's closed form, and at its bounds."""
+"""The search compared with numpy's closed form, and at its bounds."""
 
 import numpy as np
 import pytest

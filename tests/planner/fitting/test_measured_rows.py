@@ -1,4 +1,4 @@
-"""Rows from a user's file: fitted to, and told what is wrong with them."""
+"""Rows from a user's file: fits to them, and errors of wrong rows."""
 
 import re
 from pathlib import Path
@@ -33,7 +33,7 @@ ROWS: list[tuple[int, dict[str, int]]] = [
 
 @pytest.fixture(scope="module")
 def seconds(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """What the cost model gives for the rows on a machine of known efficiency."""
+    """Return the cost model's times of the rows on a machine of known efficiency."""
     run = tmp_path_factory.mktemp("run") / "run.yaml"
     run.write_text(RUN)
     truth = with_shares(load_hardware("h100"), TRUTH)
@@ -75,7 +75,7 @@ def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[floa
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"devices": 0}, r"rows\.yaml:8: rows\[1\]\.devices is 0, but must be at least 1"),
         ({"step_seconds": "fast"}, r"rows\[1\]\.step_seconds is fast, but must be a number above 0"),
@@ -86,13 +86,13 @@ def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[floa
         ({"config": "gone.yaml"}, r"rows\[1\] .*gone.yaml"),
     ],
 )
-def test_a_wrong_row_is_told_by_its_number(tmp_path: Path, change: dict[str, object], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_errors_of_a_row_name_its_number(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_rows(write(tmp_path, [1.0, 1.0], {1: change}))
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", r"rows\.yaml: the file is not a mapping"),
         ("rows: 3", r"rows\.yaml:1: rows is not a list"),
@@ -101,21 +101,21 @@ def test_a_wrong_row_is_told_by_its_number(tmp_path: Path, change: dict[str, obj
         ("rows: [", r"rows\.yaml is not readable YAML"),
     ],
 )
-def test_a_file_of_another_shape_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "rows.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_rows(str(tmp_path / "rows.yaml"))
 
 
-def test_a_file_that_is_missing_is_told(tmp_path: Path) -> None:
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rows file '.*gone\.yaml' cannot be read"):
         read_rows(str(tmp_path / "gone.yaml"))
 
 
-def test_a_row_that_lacks_something_is_told(tmp_path: Path) -> None:
+def test_missing_fields_of_a_row_are_reported(tmp_path: Path) -> None:
     (tmp_path / "rows.yaml").write_text("rows: [{name: a}, 3]")
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as raised:
         read_rows(str(tmp_path / "rows.yaml"))
-    told = "\n".join(found.value.problems)
-    assert all(f"rows[0].{key} is missing; add it" in told for key in ("config", "devices", "step_seconds"))
-    assert "rows[1] is not a mapping" in told
+    problems = "\n".join(raised.value.problems)
+    assert all(f"rows[0].{key} is missing; add it" in problems for key in ("config", "devices", "step_seconds"))
+    assert "rows[1] is not a mapping" in problems

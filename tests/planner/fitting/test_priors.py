@@ -1,4 +1,4 @@
-"""What is known of shares before rows are seen: beside closed forms of ridge regression, and beside its sources."""
+"""Priors of shares: compared with closed forms of ridge regression, and with their sources."""
 
 from collections.abc import Callable
 
@@ -36,15 +36,15 @@ def ridge(slopes: Floats, start: Floats, prior: Prior) -> tuple[Floats, Floats]:
 
 @given(seed=st.integers(0, 10_000), rows=st.integers(0, 6), scale=st.floats(0.01, 1.0))
 @settings(max_examples=30, deadline=None)
-def test_rows_move_shares_as_far_as_the_closed_form_says(seed: int, rows: int, scale: float) -> None:
+def test_rows_move_shares_as_in_the_closed_form(seed: int, rows: int, scale: float) -> None:
     """Also with fewer rows than shares, which without a prior have no answer."""
     slopes, start, prior = problem(seed, rows, scale)
     errors = errors_of(slopes, start, prior)
     mean, deviation = ridge(slopes, start, prior)
     found = fit_parameters(errors, FREE)
     assert np.log(found.point) == pytest.approx(mean, abs=0.02)
-    told = np.array(found.spreads(ROW_ERROR)) / found.point
-    assert told == pytest.approx(deviation, rel=0.02)
+    spreads = np.array(found.spreads(ROW_ERROR)) / found.point
+    assert spreads == pytest.approx(deviation, rel=0.02)
 
 
 def test_without_rows_the_prior_stays() -> None:
@@ -70,17 +70,17 @@ def test_the_width_is_how_far_published_kernels_scatter() -> None:
     assert np.std(np.log(shares), ddof=1) == pytest.approx(WIDTH, abs=0.05)
 
 
-def test_a_parameter_that_no_error_depends_on_is_not_told() -> None:
+def test_a_parameter_without_influence_is_undetermined() -> None:
     found = fit_parameters(lambda point: 2.0 * point[:2] - 1.0, FREE).spreads(0.1)
     assert found[:2] == pytest.approx((0.05, 0.05))
     assert found[2] == np.inf
 
 
-def test_fewer_errors_than_parameters_tell_none_of_them() -> None:
+def test_fewer_errors_than_parameters_determine_none_of_them() -> None:
     found = fit_parameters(lambda point: point[:1] * point[1:2] - 0.25, FREE[:2])
     assert found.spreads(0.1) == (np.inf, np.inf)
 
 
-def test_parameters_that_matter_only_together_are_not_told() -> None:
+def test_parameters_that_matter_only_together_are_undetermined() -> None:
     slopes = np.array([[1.0, 1.0], [2.0, 2.0], [0.3, 0.3]])
     assert fit_parameters(lambda point: slopes @ point - 1.0, FREE[:2]).spreads(0.1) == (np.inf, np.inf)

@@ -1,4 +1,4 @@
-"""The presets' `half_size` and `launch` are what published products say, and the law tells these products."""
+"""The presets' `half_size` and `launch` follow from published products, and the law predicts these products."""
 
 import numpy as np
 import pytest
@@ -20,28 +20,26 @@ def test_the_a100_has_the_law_of_its_products() -> None:
     assert preset.launch == pytest.approx(found.launch, abs=1e-7)
 
 
-def test_the_h100_has_the_launch_of_the_a100_and_the_half_size_of_its_products() -> None:
+def test_h100_has_its_own_half_size_and_a100s_launch() -> None:
     preset = device("h100").efficiency
     assert preset.launch == device("a100-80").efficiency.launch
     assert preset.half_size == pytest.approx(half_size_of(H100_BF16, preset.launch), abs=1.0)
 
 
-def test_the_law_tells_the_products_it_was_fitted_to() -> None:
+def test_the_law_predicts_the_products_it_was_fitted_to() -> None:
     """Within 6% on average; a constant rate, the best one, is 3 times as far off."""
     rates = np.array(list(A100_FP16.values()))
     found = law_of(device("a100-80"), "fp16", A100_FP16)
     machine = Device("a", {"fp16": 312e12}, 80e9, 2e12, found)
-    told = [2 * n**3 / matrix_product_time(machine, n, n, n, "fp16").seconds / 1e12 for n in A100_FP16]
-    off = np.abs(np.log(told / rates))
+    predicted = [2 * n**3 / matrix_product_time(machine, n, n, n, "fp16").seconds / 1e12 for n in A100_FP16]
+    off = np.abs(np.log(predicted / rates))
     constant = np.abs(np.log(rates / np.median(rates)))
     assert off.mean() < 0.06
     assert constant.mean() > 3 * off.mean()
 
 
 @given(half=st.floats(1.0, 500.0), launch=st.floats(0.0, 2e-5), peak=st.floats(50.0, 900.0))
-def test_the_half_size_and_ceiling_that_products_were_made_with_are_found(
-    half: float, launch: float, peak: float
-) -> None:
+def test_fits_recover_half_size_and_ceiling_of_synthetic_products(half: float, launch: float, peak: float) -> None:
     rates = {
         size: 2e-12 * size**3 / (2.0 * (size + half) ** 3 / (peak * 1e12) + launch) for size in (2048, 4096, 8192)
     }

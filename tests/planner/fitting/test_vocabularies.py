@@ -18,9 +18,9 @@ def test_predictions_are_those_published(row: Published) -> None:
     found, memories = zip(*predicted(row.sequence, row.vocabulary), strict=True)
     assert memories[2:] == pytest.approx(row.memories[2:], rel=0.1)
     for one, other in combinations(range(len(found)), 2):
-        told = row.speeds[one] / row.speeds[other]
-        close = 0.98 <= told <= 1 / 0.98
+        published = row.speeds[one] / row.speeds[other]
+        close = 0.98 <= published <= 1 / 0.98
         ratio = found[one] / found[other]
-        assert abs(ratio - 1) < 0.03 if close else (ratio > 1.02 if told > 1 else ratio < 0.98)
+        assert abs(ratio - 1) < 0.03 if close else (ratio > 1.02 if published > 1 else ratio < 0.98)
     measured = (LOGGED, *row.speeds[1:]) if (row.sequence, row.vocabulary) == (2, 256) else row.speeds
     assert found == pytest.approx(measured, rel=0.07)

@@ -86,7 +86,7 @@ def vocabulary_lines() -> Iterator[str]:
     yield f"| sequence, vocabulary | | {' | '.join(COLUMNS)} |"
     yield "|---|---" + "|---" * len(COLUMNS) + "|"
     for row in ROWS:
-        told = (f"{speed:.1f} ({memory:.1f})" for speed, memory in zip(row.speeds, row.memories, strict=True))
-        yield f"| {row.sequence}k, {row.vocabulary}k | published | {' | '.join(told)} |"
+        published = (f"{speed:.1f} ({memory:.1f})" for speed, memory in zip(row.speeds, row.memories, strict=True))
+        yield f"| {row.sequence}k, {row.vocabulary}k | published | {' | '.join(published)} |"
         model = (f"{speed:.1f} ({memory:.1f})" for speed, memory in predicted(row.sequence, row.vocabulary))
         yield f"| | model | {' | '.join(model)} |"

@@ -50,8 +50,8 @@ def test_blocks_alone_run_again() -> None:
     assert times.of(config, HEAD).recompute == 0.0
 
 
-def test_between_sizes_and_beside_others() -> None:
-    """Rows are 1 + micro_size, so every size between follows; three busy ranks stand between two and four."""
+def test_times_between_sizes_and_with_busy_ranks() -> None:
+    """Rows are 1 + micro_size, so every size between follows; three busy ranks are between two and four."""
     config = run(batch={"micro_size": 2}, parallel={"tensor": 2})
     assert MeasuredTimes(machine(), contended=False).of(config, BLOCK).forward == pytest.approx(1.5e-3)
     assert MeasuredTimes(machine()).of(config, BLOCK).forward == pytest.approx(1.1 * 1.5e-3)
@@ -79,7 +79,7 @@ def test_updates_go_by_the_elements_that_a_rank_owns() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "pipeline", "ranks"), [("1f1b", 1, 1), ("1f1b", 2, 2), ("zb_v", 2, 1)])
-def test_each_rank_that_uses_a_tied_weight_updates_it_once(schedule: str, pipeline: int, ranks: int) -> None:
+def test_ranks_update_their_tied_weight_once(schedule: str, pipeline: int, ranks: int) -> None:
     """zb_v has the embedding and the head on one rank, in two stages."""
     config = run(parallel={"pipeline": pipeline}, schedule={"name": schedule})
     (tied,) = {spec.name for spec in EMBEDDING.parameters.values()} & {spec.name for spec in HEAD.parameters.values()}
@@ -122,7 +122,7 @@ def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer)
     """On a machine whose every layer takes three times its roofline forward, and five times backward."""
     times, exact = MeasuredTimes(in_proportion(3.0, 5.0), contended=False), RooflineTimes(DEVICE).of(config, layer)
     found = times.of(config, layer)
-    # A layer that one rank has alone, or a head without logits made again, may have been measured all the same.
+    # A layer that one rank has alone, or a head without recomputed logits, may have been measured all the same.
     assert why in found.source or "measured 2026" in found.source
     assert found.forward == pytest.approx(3 * exact.forward)
     whole = found.backward_input + found.backward_weight
@@ -134,7 +134,7 @@ def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer)
 
 
 def in_proportion(forward: float, backward: float) -> Hardware:
-    """A machine of which layers on one rank and on two were measured, so many times slower than their roofline."""
+    """A machine whose layers, measured on one rank and two, are slower than their roofline by the given factors."""
     rows = []
     for layer in (EMBEDDING, BLOCK, HEAD):
         for tensor, micro_size in ((1, 1), (1, 2), (2, 1), (2, 2)):
@@ -156,7 +156,7 @@ def in_proportion(forward: float, backward: float) -> Hardware:
     return machine(layers=tuple(rows))
 
 
-def test_a_search_does_not_take_the_layout_that_was_not_measured_for_a_faster_one() -> None:
+def test_unmeasured_layouts_do_not_look_faster_to_a_search() -> None:
     """The roofline of this machine is some nine times as fast as what was measured, without recomputation and on one
     rank and two: with memory for everything recomputation can only cost, and so does a model on four ranks."""
     config, hardware = run(), machine()
@@ -172,12 +172,12 @@ def test_a_search_does_not_take_the_layout_that_was_not_measured_for_a_faster_on
     assert of_two.estimate.step_seconds < of_four.estimate.step_seconds
 
 
-def test_how_tokens_are_shared_matters_to_layers_that_share_them_alone() -> None:
+def test_token_sharding_matters_only_to_layers_that_shard_tokens() -> None:
     config = run(parallel={"context_attention": "all_to_all"})
     assert "measured 2026" in MeasuredTimes(machine()).of(config, BLOCK).source
 
 
-def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
+def test_the_cost_model_uses_the_machines_measurements() -> None:
     """One rank: its layers, its update and what the engine takes around 2 x 8 actions, and nothing else."""
     config, times = run(), MeasuredTimes(machine())
     layers = [times.of(config, layer) for layer in model_layers(MODEL)]
@@ -188,14 +188,14 @@ def test_the_cost_model_takes_measurements_where_the_machine_has_them() -> None:
 
 
 def test_two_replicas_slow_each_other_down_as_measured() -> None:
-    """On machines that differ in contention alone; what is summed beside compute is the same."""
+    """On machines that differ in contention alone; sums that overlap compute are the same."""
     config = run(parallel={"data": 2})
     free = predict(config, machine(contention=(Contention(1, 1.0), Contention(4, 1.0)))).estimate.step_seconds
     slow = predict(config, machine(contention=(Contention(1, 1.0), Contention(2, 2.0)))).estimate.step_seconds
     assert 1.8 * free < slow < 2.2 * free
 
 
-def test_a_measured_sum_takes_what_was_measured() -> None:
+def test_a_measured_sum_takes_its_measured_time() -> None:
     """A group of the measured size: latency and bytes over bandwidth, with no ring's formula."""
     placement = Placement(machine(), {"tensor": 2, "data": 2})
     assert placement.slowest("all_reduce", 1e6, "tensor").seconds == pytest.approx(2e-3)
@@ -212,7 +212,7 @@ WAITS = tuple(
 
 
 def test_ranks_that_share_a_layer_wait_as_measured() -> None:
-    """2 samples a micro-batch lie on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward."""
+    """2 samples per micro-batch are on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward."""
     config = run(parallel={"tensor": 2})
     layers, count = MODEL.num_layers + 2, 8
     alone = replace(machine(), measured=replace(measurements(machine()), contention=AT_EASE))
@@ -229,7 +229,7 @@ def test_halves_that_run_apart_wait_apart() -> None:
     assert waits == pytest.approx((2e-3, 3e-3, 0.5e-3))
 
 
-def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
+def test_measured_waits_do_not_apply_across_nodes() -> None:
     config = run(parallel={"tensor": 2, "data": 2})
     hardware = machine(waits=WAITS)
     (group,) = hardware.groups
@@ -240,7 +240,7 @@ def test_ranks_on_two_nodes_do_not_wait_as_measured_on_one() -> None:
     assert estimate(config, hardware).seconds_of("tensor") != estimate(config, on_one).seconds_of("tensor")
 
 
-def test_what_ranks_wait_is_told_as_the_dimension_s_that_they_share_layers_along() -> None:
+def test_waits_count_in_the_dimension_that_shares_layers() -> None:
     """The embedding's tokens are shared without a message; its ranks wait all the same."""
     rows = tuple(replace(row, tensor=1, context=2) for row in measurements(machine()).layers if row.tensor == 2)
     waits = tuple(replace(row, tensor=1, context=2) for row in WAITS)
@@ -250,7 +250,7 @@ def test_what_ranks_wait_is_told_as_the_dimension_s_that_they_share_layers_along
     assert found.seconds_of("context") == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
-def test_what_ranks_wait_is_told_apart_by_tensor_and_context() -> None:
+def test_waits_of_ranks_are_divided_by_tensor_and_context() -> None:
     measured = measurements(machine())
     rows = tuple(replace(row, context=2) for row in measured.layers if row.tensor == 2)
     waits = tuple(replace(row, context=2) for row in WAITS)
@@ -262,7 +262,7 @@ def test_what_ranks_wait_is_told_apart_by_tensor_and_context() -> None:
     assert tensor + context == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
-def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
+def test_contention_of_uncontended_collectives_gives_measured_times() -> None:
     eased = at_ease(machine())
     measured = machine().measured
     assert measured is not None
@@ -271,7 +271,7 @@ def test_collectives_at_ease_are_contended_again_to_what_was_measured() -> None:
         assert factor * after.seconds(3e5) == pytest.approx(before.seconds(3e5))
 
 
-def test_nodes_of_the_measured_kind_have_its_times_and_others_have_not() -> None:
+def test_only_nodes_of_the_measured_kind_use_its_times() -> None:
     """Eight ranks on two nodes: four on each slow each other down, whatever the other node does."""
     here = machine().groups[0]
     two = replace(machine(), groups=(replace(here, num_nodes=2),))

@@ -23,9 +23,7 @@ from tests.planner.search.runs import machine, run
 @pytest.mark.parametrize(
     "levels", [(), (("data", 8),), (("sharded", 8),), (("tensor", 8),), (("data", 4), ("tensor", 2))]
 )
-def test_costs_of_one_strategy_are_those_of_the_cost_model(
-    levels: tuple[tuple[Method, int], ...], recompute: bool
-) -> None:
+def test_costs_of_one_strategy_match_the_cost_model(levels: tuple[tuple[Method, int], ...], recompute: bool) -> None:
     """On nodes of two devices. Memory is a bound, as the parts of a stage need not peak together. A step of the engine
     hides all but the last layer's sum, and sums sharded gradients with every micro-batch, of which there is one here.
     """
@@ -54,7 +52,7 @@ def test_costs_of_one_strategy_are_those_of_the_cost_model(
         assert seconds == pytest.approx(ours.step_seconds - ends, rel=0.02 if size > 1 else 1e-9)
         return
     # The paper gathers the weights of every layer before either pass, as a rank with one buffer does. It hides the sum
-    # of a layer's gradient behind the layer's own backward; such a rank hides no compute.
+    # of a layer's gradient in the layer's own backward; such a rank hides no compute.
     step = predict(replace(config, zero=replace(config.zero, weight_buffers=1)), hardware, times=times).estimate
     assert 0 <= step.step_seconds - ends - seconds <= ours.seconds_of("compute") + ours.seconds_of("recompute")
 
@@ -86,7 +84,7 @@ def test_a_transition_moves_what_a_device_lacks_both_ways() -> None:
     assert (found == found.T).all()
 
 
-def test_a_machine_is_as_good_as_the_worst_of_its_nodes() -> None:
+def test_machines_are_judged_by_their_worst_node() -> None:
     fast, slow = machine(memory=2e9, node=4, nodes=1), machine(memory=1e9, inside=5e9, node=2, nodes=1)
     both = replace(fast, groups=fast.groups + slow.groups)
     assert Machine.of(both, 6) == Machine(6, 2, 1e9, 5e9, 1e9 / 4)
@@ -95,7 +93,7 @@ def test_a_machine_is_as_good_as_the_worst_of_its_nodes() -> None:
 
 
 @pytest.mark.parametrize("memory", [1e9, 2.5e7])
-def test_a_per_layer_plan_names_a_strategy_for_every_layer_within_memory(memory: float) -> None:
+def test_per_layer_plans_name_every_strategy_within_memory(memory: float) -> None:
     base = run(num_layers=4)
     plan = per_layer(base, machine(memory), 4)
     assert json.loads(json.dumps(plan)) == plan
@@ -147,7 +145,7 @@ def paper(hidden: int) -> PretrainConfig:
 
 
 @pytest.mark.parametrize("hidden", [2304, 2816])
-def test_a_two_buffered_plan_can_run_and_is_told_by_the_cost_model_too(hidden: int) -> None:
+def test_two_buffered_plans_can_run_and_are_estimated(hidden: int) -> None:
     base, hardware = paper(hidden), load_hardware("v100-16")
     plan = two_buffered_plan(base, hardware, 64)
     assert json.loads(json.dumps(plan)) == plan

@@ -1,4 +1,4 @@
-"""The dynamic programming over layers beside brute force."""
+"""The dynamic programming over layers compared with brute force."""
 
 from itertools import pairwise, product
 
@@ -25,9 +25,7 @@ def brute_force(tables: Tables, budget: float) -> float:
 
 @settings(max_examples=40, deadline=None)
 @given(layers=st.integers(1, 5), count=st.integers(1, 4), seed=st.integers(0, 10**6), budget=st.integers(0, 40))
-def test_the_choice_is_that_of_brute_force_and_never_over_budget(
-    layers: int, count: int, seed: int, budget: int
-) -> None:
+def test_choices_equal_brute_force_within_the_budget(layers: int, count: int, seed: int, budget: int) -> None:
     """With bytes in whole units, and a working memory that is none or always the same, so that units stay whole."""
     rng = np.random.default_rng(seed)
     seconds = rng.uniform(0, 5, (layers, count))

@@ -1,4 +1,4 @@
-"""An iteration beside the simulator, and the whole search beside brute force."""
+"""An iteration compared with the simulator, and the whole search with brute force."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""PipeDream's partitioners beside brute force over all cuts and numbers of workers."""
+"""PipeDream's partitioners compared with brute force over all cuts and numbers of workers."""
 
 import random
 from collections.abc import Iterator
@@ -90,7 +90,7 @@ def check_nested(stages: tuple[PartitionStage, ...], first: int, last: int, widt
         check_nested(stage.inner, stage.first, stage.last, inner)
 
 
-def test_compute_without_weights_is_replicated_and_heavy_weights_get_a_stage_of_their_own() -> None:
+def test_weightless_compute_is_replicated_and_heavy_weights_are_isolated() -> None:
     """VGG16's "7-1": convolutions on seven workers, the fully connected layers on one."""
     convolutions = [Layer(7.0, 0.1, 0.0) for _ in range(4)]
     connected = Layer(4.0, 0.1, 500.0)
@@ -100,14 +100,14 @@ def test_compute_without_weights_is_replicated_and_heavy_weights_get_a_stage_of_
     assert found.in_flight == 2
 
 
-def test_a_straight_pipeline_keeps_a_mini_batch_per_stage_in_flight() -> None:
+def test_straight_pipelines_keep_one_mini_batch_per_stage() -> None:
     assert Partition(1.0, tuple(PartitionStage(index, index + 1, 1) for index in range(5))).in_flight == 5
     assert Partition(1.0, (PartitionStage(0, 1, 3), PartitionStage(1, 2, 4))).in_flight == 3
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_seconds_of_a_straight_pipeline_are_those_of_a_walk_of_the_schedule(seed: int) -> None:
-    """Of a mini-batch, in a pipeline that is full, where transfers take no time."""
+def test_straight_pipeline_seconds_equal_the_schedules_walk(seed: int) -> None:
+    """Seconds are those of a mini-batch in a full pipeline, where transfers take no time."""
     layers = [Layer(each.seconds, 0.0, 1e9) for each in profile(seed, 5)]
     found = flat(layers, 5, 1.0)
     times = np.array([[sum(layer.seconds for layer in layers[each.first : each.last]) for each in found.stages]])

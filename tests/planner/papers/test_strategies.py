@@ -1,4 +1,4 @@
-"""The decision tree beside the paper's counts (arXiv 2211.13878) and an enumeration of labelled factorisations."""
+"""The decision tree compared with the paper's counts (arXiv 2211.13878) and enumerated labelled factorisations."""
 
 import math
 from itertools import product
@@ -15,7 +15,7 @@ def strategies(devices: int, *, pruned: bool = True, recompute: bool = False) ->
 
 
 @pytest.mark.parametrize(("devices", "whole", "pruned"), [(8, 34, 22), (16, 73, 37), (32, 136, 56), (64, 229, 79)])
-def test_the_tree_has_as_many_strategies_as_the_paper_s(devices: int, whole: int, pruned: int) -> None:
+def test_the_tree_has_the_papers_number_of_strategies(devices: int, whole: int, pruned: int) -> None:
     assert len(strategies(devices, pruned=False)) == whole
     assert len(strategies(devices)) == pruned
     assert len(strategies(devices, recompute=True)) == 2 * pruned

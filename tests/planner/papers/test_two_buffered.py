@@ -1,4 +1,4 @@
-"""The 2BW planner beside the paper's findings (arXiv 2006.09503), appendix A, and brute force."""
+"""The 2BW planner compared with the paper's findings (arXiv 2006.09503), appendix A, and brute force."""
 
 import random
 from itertools import product
@@ -27,9 +27,9 @@ from megapipe.spec.layers import layer_flops
 V100_16 = Machine(devices=64, devices_per_server=8, memory_bytes=16 * 2**30, fast=150e9, slow=25e9 / 8)
 """Eight p3.16xlarge: NVLink inside, 25 Gbit/s between."""
 V100_FLOPS = 45e12
-"""What the paper reports of one device."""
+"""FLOP/s of one device in the paper."""
 VERSION_BYTES, GRADIENT_BYTES = 16, 2
-"""Of a parameter in the paper: 16-bit weight and gradient, fp32 master weight and Adam's two moments, of which it
+"""Bytes per parameter in the paper: 16-bit weight and gradient, fp32 master weight and Adam's two moments, of which it
 counts two versions of everything."""
 
 
@@ -113,7 +113,7 @@ def test_about_30_billion_parameters_are_the_most_that_fit() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_plan_is_that_of_brute_force(seed: int) -> None:
-    """Over widths, depths, micro-batch sizes and executions, with a cost per micro-batch beside that per sequence."""
+    """Over widths, depths, micro-batch sizes and executions, with costs per micro-batch and per sequence."""
     rng = random.Random(seed)
     fixed, each, weights, live, edge = (rng.uniform(0, 1), rng.uniform(0.1, 1), rng.uniform(20, 200), 9.0, 1.5)
 
@@ -160,7 +160,7 @@ def test_throughput_is_the_cost_model_by_hand() -> None:
 
 @pytest.mark.parametrize(("depth", "microbatches"), [(2, 2), (4, 8), (8, 64)])
 def test_throughput_is_that_of_a_walk_of_the_schedule(depth: int, microbatches: int) -> None:
-    """Of equal stages without messages, whose replicas have nothing to sum."""
+    """Equal stages without messages, whose replicas have nothing to sum."""
     model = BlockModel(8, lambda size, again: 3.0 * size, lambda size: 0.0, lambda *given: 1.0, 1.0)
     machine = Machine(8, 8, memory_bytes=1.0, fast=1, slow=1)
     stage = 3.0 * 8 / depth

@@ -1,4 +1,4 @@
-"""Bounds never exceed the estimates that they stand for."""
+"""Bounds never exceed the estimates of their layouts."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -163,7 +163,7 @@ def test_bounds_hold_where_blocks_differ(data: st.DataObject, mixed: dict[str, A
     check_bounds(base, hardware, 8, data.draw(st.lists(st.sampled_from(layouts), min_size=1, max_size=4)))
 
 
-def test_a_bound_that_takes_too_much_for_granted_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bounds_that_are_too_high_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The property test is wide enough: bounds that overlook split backwards, or a missing flush, do not pass it."""
     generating = settings(
         max_examples=8, deadline=None, database=None, phases=[Phase.generate], report_multiple_bugs=False
@@ -183,7 +183,7 @@ def _check_one(search: tuple[PretrainConfig, Hardware, int, list[Layout]]) -> No
 
 
 def test_bounds_are_near_enough_to_prune() -> None:
-    """Of a model whose blocks are much of it, on links that are not the bottleneck."""
+    """Search a model that consists mostly of blocks, on links that are not the bottleneck."""
     base = run(num_layers=16, hidden_size=1024, num_heads=8)
     hardware = machine(memory=1e15, inside=1e12, outside=1e12)
     bounds = LayoutBounds(Evaluation(base, hardware, slowest_times(base, hardware, 8)), 8)
@@ -234,7 +234,7 @@ def test_no_rank_holds_fewer_micro_batches(
     assert least.shape == (pipeline, chunks)
     found = order(schedule, pipeline, count, **options)
     for rank, rows in enumerate(found.expand(found.prologue_steps or 1)):
-        own, held = found.header.stages_on(rank), np.zeros((len(rows), chunks))
+        own, in_flight = found.header.stages_on(rank), np.zeros((len(rows), chunks))
         for row, (kind, stage) in enumerate(rows[:, [KIND, STAGE]].tolist()):
-            held[row, own.index(stage)] = (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
-        assert (held.cumsum(axis=0) >= least[rank]).all(axis=1).any()
+            in_flight[row, own.index(stage)] = (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
+        assert (in_flight.cumsum(axis=0) >= least[rank]).all(axis=1).any()

@@ -1,4 +1,4 @@
-"""What the search shares between layouts changes no number: beside the cost model, a layout at a time."""
+"""Work that layouts share in the search changes no number: compared with the cost model of single layouts."""
 
 from dataclasses import replace
 

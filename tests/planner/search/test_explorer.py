@@ -1,4 +1,4 @@
-"""Branch and bound beside estimating everything: with a made-up cost and bounds below it, and with the cost model."""
+"""Branch and bound compared with exhaustive estimates: with an artificial cost and bounds, and with the cost model."""
 
 import random
 from collections.abc import Sequence
@@ -117,7 +117,7 @@ def test_a_tolerant_front_has_something_near_every_layout(seed: int) -> None:
             )
 
 
-def test_a_kind_without_layouts_has_neither_a_fastest_nor_a_nearest() -> None:
+def test_kinds_without_layouts_have_no_fastest_or_nearest() -> None:
     layouts = Layouts(run(num_layers=2), 4, frozenset(), SearchSpace(max_micro_size=2))
     made_up = MadeUp(layouts, 0)
     explorer = explorer_of(layouts, made_up)

@@ -1,4 +1,4 @@
-"""Enumerated layouts beside every combination of values, asked one by one whether it can run."""
+"""Enumerated layouts compared with all combinations of values that validation accepts."""
 
 from dataclasses import replace
 from itertools import product
@@ -86,21 +86,21 @@ def test_exactly_the_layouts_that_can_run(
 
 
 @pytest.mark.parametrize("chunks", [2, 3])
-def test_a_looped_1f1b_on_one_rank_saves_neither_time_nor_memory(chunks: int) -> None:
+def test_looped_1f1b_on_one_rank_saves_nothing(chunks: int) -> None:
     looped = order("interleaved_1f1b", 1, 4, chunks=chunks, units_per_stage=[1] * chunks)
     plain = order("1f1b", 1, 4, units_per_stage=[chunks])
 
-    def seconds_and_held(schedule: Schedule, size: float) -> tuple[float, float]:
+    def seconds_and_peak(schedule: Schedule, size: float) -> tuple[float, float]:
         change = np.where(schedule.sections.body[0][:, KIND] == Kind.FORWARD, size, -size)
         costs = rank_costs(schedule.header)
         return simulate(lower(schedule), costs).finish, float(change.cumsum().max())
 
-    both = seconds_and_held(looped, 1 / chunks), seconds_and_held(plain, 1.0)
+    both = seconds_and_peak(looped, 1 / chunks), seconds_and_peak(plain, 1.0)
     assert both[0][0] == pytest.approx(both[1][0])
     assert both[0][1] >= both[1][1]
 
 
-def test_what_breaks_a_rule_whatever_the_layout_is_told_before_any_work() -> None:
+def test_unsatisfiable_rules_are_reported_before_any_work() -> None:
     base = run()
     with pytest.raises(
         ConfigError, match=r"pinned field 'parallel.tensors' is not a field .*did you mean 'parallel.tensor'"

@@ -1,4 +1,4 @@
-"""What must hold of every plan: within memory, able to run, no worse on a better machine, as fast as the authors'."""
+"""Properties of every plan: within memory, able to run, no worse on a better machine, as fast as the authors'."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ SPACE = SearchSpace(max_micro_size=4, max_chunks=3)
 
 
 def seconds(base: PretrainConfig, devices: int, **hardware: float) -> float:
-    """Of the best layout; endless where nothing fits."""
+    """Return the seconds of the best layout; infinite where nothing fits."""
     try:
         found = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
     except ConfigError:  # nothing fits, or nothing can run
@@ -95,7 +95,7 @@ ROWS = {run.name: run for run in (*A100.rows, *A100.unfitted)}
     "name",
     ["1.7B", "39.1B", *(pytest.param(row, marks=pytest.mark.exhaustive) for row in ("7.5B", "145.6B", "1008B"))],
 )
-def test_the_best_is_as_fast_as_the_authors_layout_and_says_what_differs(name: str) -> None:
+def test_the_best_is_as_fast_as_the_authors_layout(name: str) -> None:
     """SC21 table 1, everything recomputed and nothing sharded there. Micro-batch size and chunks are free for them."""
     row, hardware = ROWS[name], load_hardware("a100-80")
     theirs = min(

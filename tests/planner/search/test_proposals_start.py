@@ -1,4 +1,4 @@
-"""What a search proposes is started: every proposal trains as one process does, in the bytes that were predicted.
+"""Proposals of a search are started: each one trains as one process does, in the predicted bytes.
 
 The best layouts, the front of speed against memory and the alternatives that fit are run for two real steps on gloo
 ranks, for 1 to 4 CPU devices, several small GPTs and a BERT, and spaces with each schedule, ZeRO stage, recomputation,
@@ -66,7 +66,7 @@ ASKED = {
     "2bw": Asked(2, LLAMA, replace(SMALL, schedules=("2bw",)), groups=(("parallel", "pipeline", 2),)),
     "long samples": Asked(4, LLAMA, replace(SMALL, max_context=2), groups=(("parallel", "context", 2),)),
     "sharded": Asked(4, GPT, SMALL, groups=(("zero", "stage", 3),)),
-    "made again": Asked(2, LLAMA, SMALL, groups=(("recompute", "method", "full"), ("parallel", "tensor", 2))),
+    "recomputed": Asked(2, LLAMA, SMALL, groups=(("recompute", "method", "full"), ("parallel", "tensor", 2))),
 }
 
 
@@ -123,16 +123,14 @@ def alone(config: PretrainConfig) -> PretrainConfig:
 
 
 def losses_alone(config: PretrainConfig) -> list[float]:
-    """Of two steps on one process."""
+    """Return the losses of two steps on one process."""
     (only,) = run_threads({}, run_layout, alone(config))
     return [result.loss for result in only.run.results]
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_every_proposal_trains_as_one_process_in_the_bytes_that_were_predicted(
-    corpora: tuple[str, Any], asked: Asked
-) -> None:
+def test_proposals_match_one_process_and_predicted_bytes(corpora: tuple[str, Any], asked: Asked) -> None:
     hardware = machine(asked.devices, asked.memory)
     found = search_speed(
         base_of(asked, *corpora), hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3)
@@ -146,27 +144,27 @@ def test_every_proposal_trains_as_one_process_in_the_bytes_that_were_predicted(
 
 
 def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -> None:
-    """Two steps on real ranks: the losses of one process, and bytes within what was told."""
-    config, told = proposed.config, json.dumps(proposed.as_json()["layout"])
+    """Two steps on real ranks: the losses of one process, and bytes within the estimate."""
+    config, layout = proposed.config, json.dumps(proposed.as_json()["layout"])
     validate(config, proposed.world_size)
     sizes = {name: getattr(config.parallel, name) for name in ("data", "pipeline", "context", "tensor")}
     ranks: list[LayoutRun] = run_mesh(sizes, run_layout, config, timeout=120.0)
     for rank in ranks:
-        assert [result.loss for result in rank.run.results] == pytest.approx(expected, rel=1e-5), told
+        assert [result.loss for result in rank.run.results] == pytest.approx(expected, rel=1e-5), layout
     simulated = predict(config, hardware).estimate
     for number, rank in enumerate(ranks):
         predicted = predict_rank(config, rank.schedule, number, predictions=rank.predictions)
         live = rank.lasting - rank.host + rank.together
         after_any_action = float(np.sum(predicted.timeline[:-1], axis=0).max())
         state = predicted.state().total - predicted.in_host()
-        assert live == pytest.approx(state + after_any_action, rel=0.1), told
+        assert live == pytest.approx(state + after_any_action, rel=0.1), layout
         coordinate = number // (sizes["context"] * sizes["tensor"]) % sizes["pipeline"]
         for estimate in (proposed, simulated):
             memory = estimate.memory[coordinate]
-            assert live <= 1.1 * (memory.total - memory.messages), told
+            assert live <= 1.1 * (memory.total - memory.messages), layout
 
 
-def test_a_proposal_of_each_kind_is_among_those_that_are_started(tmp_path: Path) -> None:
+def test_proposals_of_each_kind_are_started(tmp_path: Path) -> None:
     """The exhaustive test would pass if a search proposed less than its name says."""
     (tmp_path / "bert").mkdir()
     files = write_shard(tmp_path), write_corpus(tmp_path / "bert")

@@ -28,7 +28,7 @@ def everything(base: PretrainConfig, hardware: Hardware, devices: int) -> float:
     return max((each.tokens_per_second for each in found if each.fits), default=0.0)
 
 
-def test_cost_and_time_are_the_best_of_all_numbers_of_devices() -> None:
+def test_cost_and_time_are_best_over_device_counts() -> None:
     base, hardware = run(), machine(4e7)
     counts = device_counts(4, hardware)
     assert counts == (1, 2, 3, 4)
@@ -100,8 +100,8 @@ def test_alternatives_say_why_they_lose(judged: Findings) -> None:
         if each.estimate is not None and each.estimate.fits:
             assert estimate(each.estimate.config, hardware).step_seconds >= best.step_seconds
             slower = 1 - each.estimate.tokens_per_second / best.tokens_per_second
-            told = "is the best layout" if each.estimate.config == best.config else f"{slower:.1%} slower"
-            assert told in each.reason or slower < 0.0005
+            reason = "is the best layout" if each.estimate.config == best.config else f"{slower:.1%} slower"
+            assert reason in each.reason or slower < 0.0005
 
 
 def test_findings_are_ready_for_json(judged: Findings) -> None:
@@ -131,7 +131,7 @@ def test_the_best_are_simulated_and_ordered_by_that() -> None:
     assert not any(each.simulated for each in closed.ranked)
 
 
-def test_a_schedule_without_a_bubble_is_found_where_it_is_much_faster() -> None:
+def test_much_faster_schedules_without_bubbles_are_found() -> None:
     """On slow links only a pipeline pays, and with two micro-batches per rank its bubble is large."""
     base, hardware = run(num_layers=8, tie_embeddings=False), machine(inside=1e8, outside=1e8, node=1, nodes=4)
     found = search(base, hardware, 4, space=SearchSpace())
@@ -178,7 +178,7 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
     assert found.best.estimate.step_seconds < estimate(found.best.config, hardware).step_seconds
 
 
-def test_what_cannot_be_is_refused_with_a_way_out() -> None:
+def test_impossible_searches_are_refused_with_the_fix() -> None:
     base, hardware = run(), machine()
     with pytest.raises(
         ConfigError, match="objective time needs the number of tokens to train on; set it, as in --tokens 300e9"
@@ -205,7 +205,7 @@ def test_what_cannot_be_is_refused_with_a_way_out() -> None:
         search(base, hardware, 7)
 
 
-def test_a_schedule_file_is_planned_with_where_it_is_for_the_run(tmp_path: Path) -> None:
+def test_schedule_files_are_used_where_they_fit_the_run(tmp_path: Path) -> None:
     """Two ranks with three layers each: only meshes of its own ranks and micro-batches are left."""
     path = tmp_path / "own.txt"
     path.write_text(dumps(order("gpipe", 2, 8, units_per_stage=[3, 3])))

@@ -1,4 +1,4 @@
-"""Times that layouts share beside those of each layout by itself."""
+"""Times that layouts share, compared with those of each layout alone."""
 
 from dataclasses import replace
 

@@ -22,7 +22,7 @@ SPACE = SearchSpace(max_micro_size=2, max_chunks=2, zero_stages=(0, 1, 3), recom
 
 
 def two_groups(first: float, second: float, node: int = 2, num_nodes: int = 1) -> Hardware:
-    """`num_nodes` nodes with devices of `first` bytes, behind them as many as asked for with `second`."""
+    """`num_nodes` nodes with devices of `first` bytes, then any number of nodes with `second`."""
     (plain,) = machine(node=node, inside=1e10, outside=2.5e9).groups
     front = replace(plain, name="front", device=replace(plain.device, memory_bytes=first), num_nodes=num_nodes)
     return Hardware("two", (front, replace(plain, device=replace(plain.device, memory_bytes=second))))
@@ -83,7 +83,7 @@ def test_the_best_is_that_of_estimating_everything(
     more=st.floats(1.0, 10.0),
     group=st.integers(0, 1),
 )
-def test_no_device_is_over_its_budget_and_more_memory_on_one_group_never_makes_the_best_slower(
+def test_budgets_hold_and_more_memory_never_slows_the_best(
     base: PretrainConfig, devices: int, memory: tuple[float, float], more: float, group: int
 ) -> None:
     def best(sizes: tuple[float, float]) -> float:
@@ -100,15 +100,15 @@ def test_no_device_is_over_its_budget_and_more_memory_on_one_group_never_makes_t
             sizes_of |= {"context": answer.config.parallel.context, "tensor": answer.config.parallel.tensor}
             placement, inner = Placement(hardware, sizes_of), sizes_of["context"] * sizes_of["tensor"]
             for rank in range(devices):
-                held = answer.memory[rank // inner % sizes_of["pipeline"]].total
-                assert held <= placement.device_of(rank).memory_bytes
+                needed = answer.memory[rank // inner % sizes_of["pipeline"]].total
+                assert needed <= placement.device_of(rank).memory_bytes
         return found.best.estimate.step_seconds
 
     larger = tuple(each * (more if at == group else 1.0) for at, each in enumerate(memory))
     assert best(larger) <= best(memory) * (1 + 1e-9)  # type: ignore[arg-type]
 
 
-def test_the_front_of_a_pipeline_may_need_what_the_devices_behind_do_not_have() -> None:
+def test_pipelines_may_need_large_devices_at_the_front() -> None:
     """1F1B holds most activations on its first ranks: there is where the large devices belong."""
     base = run(num_layers=8)
     layout = replace(
@@ -121,10 +121,10 @@ def test_the_front_of_a_pipeline_may_need_what_the_devices_behind_do_not_have() 
     assert max(sizes[:2]) > 1.2 * max(sizes[2:])
     large, small = float(max(sizes)), 1.1 * max(sizes[2:])
     for ask in (estimate, lambda *given: predict(*given).estimate):
-        front, behind = ask(layout, two_groups(large, small)), ask(layout, two_groups(small, large))
-        assert front.memory == behind.memory
+        front, back = ask(layout, two_groups(large, small)), ask(layout, two_groups(small, large))
+        assert front.memory == back.memory
         assert front.memory_limits == (large, large, small, small)
         assert front.fits
-        assert not behind.fits
-        assert behind.missing_bytes == pytest.approx(max(each.total for each in behind.memory) - small)
-        assert behind.as_json()["memory_limits_bytes"] == [small, small, large, large]
+        assert not back.fits
+        assert back.missing_bytes == pytest.approx(max(each.total for each in back.memory) - small)
+        assert back.as_json()["memory_limits_bytes"] == [small, small, large, large]

@@ -1,4 +1,4 @@
-"""Intensities, thresholds and sizes of the trillion-parameter model X_160 beside figures worked out by hand."""
+"""Intensities, thresholds and sizes of the trillion-parameter model X_160, compared with figures by hand."""
 
 import pytest
 
@@ -41,12 +41,12 @@ def test_intensities_of_one_sequence_and_five_micro_batches() -> None:
     assert A100 / 300e9 / modular["tensor"] == pytest.approx(0.15, abs=0.005)
 
 
-def test_checkpoints_of_a_sequence_over_the_devices_of_the_modular_layout() -> None:
+def test_checkpoint_bytes_of_the_modular_layout() -> None:
     assert X_160.checkpoint_bytes == pytest.approx(21.0e9, rel=2e-3)
     assert X_160.checkpoint_bytes * 2415 / 38640 == pytest.approx(1.31e9, rel=2e-3)
 
 
-def test_the_critical_batch_goes_through_gpt_3_with_the_cube_root() -> None:
+def test_critical_batch_is_gpt_3s_scaled_by_cube_root() -> None:
     assert critical_batch_tokens(175e9) == pytest.approx(3.2e6)
     assert critical_batch_tokens(8 * 175e9) == pytest.approx(2 * 3.2e6)
     assert critical_batch_tokens(X_160.parameters) == pytest.approx(6.2e6, rel=5e-3)

@@ -1,4 +1,4 @@
-"""Training time of layouts beside figures worked out apart, simulated bubbles and a search by brute force."""
+"""Training time of layouts compared with independent figures, simulated bubbles and a brute-force search."""
 
 from itertools import product
 
@@ -46,7 +46,7 @@ def test_bubbles_are_the_simulated_ones(method: str, stages: int, microbatches: 
     assert simulation.finish / simulation.ideal - 1 == pytest.approx(idle)
 
 
-def test_a_lone_device_at_peak_trains_the_trillion_parameters_for_632_years() -> None:
+def test_one_device_trains_a_trillion_parameters_in_632_years() -> None:
     seconds = layout_seconds(X_160, INFINIBAND, MethodLayout("layered", 1, 1, 1, 1, BATCH), TOKENS)
     assert seconds / DAY / 365.25 == pytest.approx(632, rel=1e-3)
 
@@ -58,14 +58,14 @@ def test_layered_accumulation_hides_on_infiniband_what_usual_accumulation_cannot
     assert overheads(X_160, INFINIBAND, modular).tensor == pytest.approx(0.152, abs=1e-3)
 
 
-def test_memory_of_the_modular_layout_is_the_sum_of_its_terms() -> None:
+def test_modular_layout_memory_is_the_sum_of_terms() -> None:
     layout = MethodLayout("modular", 483, 5, 16, 1, 5)
     state, checkpoints, weights = 391e6, 1.31e9, 983e6
     activations = 2560 * (34 * 25600 + 5 * 160 * 2560) / 16
     assert memory_bytes(X_160, layout) == pytest.approx(state + checkpoints + 2 * 2 * weights + activations, rel=2e-3)
 
 
-def test_memory_of_a_contiguous_pipeline_holds_the_micro_batches_in_flight() -> None:
+def test_contiguous_pipeline_memory_holds_micro_batches_in_flight() -> None:
     model = Transformer(8, 64, 4, 32)
     activations = 2 * 32 * (34 * 64 + 5 * 4 * 32) / 2
     for microbatches, in_flight in ((3, 3), (9, 4)):
@@ -74,9 +74,9 @@ def test_memory_of_a_contiguous_pipeline_holds_the_micro_batches_in_flight() -> 
         assert memory_bytes(model, layout) == pytest.approx(expected)
 
 
-def test_a_slow_link_shows_in_the_pipeline_by_the_layers_of_a_chunk() -> None:
+def test_slow_links_cost_by_layers_of_a_chunk() -> None:
     model = Transformer(8, 64, 4, 32)
-    cluster = Cluster(1e12, 1e9, tensor_link=1e9, link=1e12 / (24 * 64 * 3), node_size=1)  # hides behind three layers
+    cluster = Cluster(1e12, 1e9, tensor_link=1e9, link=1e12 / (24 * 64 * 3), node_size=1)  # is hidden by three layers
     contiguous, modular = (
         overheads(model, cluster, MethodLayout(method, 1, 4, 1, 1, 4)) for method in ("3d", "modular")
     )
@@ -85,7 +85,7 @@ def test_a_slow_link_shows_in_the_pipeline_by_the_layers_of_a_chunk() -> None:
     assert modular.efficiency == pytest.approx(1 / ((1 + 3 / 8) * 3))
 
 
-def test_both_methods_halve_the_shortest_time_and_need_no_fast_network() -> None:
+def test_both_methods_halve_times_without_fast_networks() -> None:
     """The paper's abstract: shortest time cut by half, InfiniBand not needed."""
     limits = {"max_micro_size": 1, "least_efficiency": 0.44}
     usual, improved = (

@@ -1,4 +1,4 @@
-"""Sums over ops beside values of 5,000 configurations that were computed by separate formulas, before ops existed.
+"""Compare sums over ops with values of 5,000 configurations from separate formulas, computed before ops existed.
 
 They are equal but in six places, where the ops agree with counted bytes (tests/spec/test_counted.py). In five of them
 the formulas were wrong: what a post-norm BERT keeps when it recomputes its norms; and, between the halves of a split
@@ -61,8 +61,8 @@ def test_ops_add_up_to_the_frozen_values(count: int) -> None:
         heads, keys = (count // config.parallel.tensor for count in (model.num_heads, model.kv_heads))
         context, exchanged = config.parallel.context, config.parallel.context_attention == "all_to_all"
         joint = context > 1 and not (exchanged and kv_copies(keys, heads // keys, context) > 1)
-        beside = keys if joint and model.positions != "rotary" else 0  # gradients of values
-        normalised = (2 * heads + 3 * keys + beside) * model.head_dim * width + (heads + keys) * 4
+        gradients = keys if joint and model.positions != "rotary" else 0  # of the values
+        normalised = (2 * heads + 3 * keys + gradients) * model.head_dim * width + (heads + keys) * 4
         expected[row, BLOCKS, PENDING] += (
             micro_size * tokens * normalised if model.qk_norm and not was_wrong(case) else 0
         )
