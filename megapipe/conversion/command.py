@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.config.command_line import exit_status, finite, positive, tool_parser, with_hyphens
+from megapipe.config.errors import ConfigError
 from megapipe.conversion.formats import FORMATS, SHARD_BYTES, TargetOptions, format_of
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
-        help="hf: bytes, the path of the model's tokenizer, or none (the tokenizer of the training shard)",
+        help="hf, megapipe: bytes, the path of the model's tokenizer, or none (the tokenizer of the training shard)",
     )
     parser.add_argument(
         "--max-shard-bytes",
@@ -165,7 +166,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _is_told(error: Exception) -> bool:
     from megapipe.checkpoint.errors import CheckpointError
-    from megapipe.config.errors import ConfigError
     from megapipe.conversion.formats import UnknownFormatError
     from megapipe.data.errors import DataError
 
@@ -181,16 +181,25 @@ def _open(path: str, arguments: argparse.Namespace) -> "Source":
 
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
+    """Return the options of a target. Raises ConfigError for one that the format of --to does not have."""
+    for name in dict.fromkeys(option for known in FORMATS.values() for option in known.options):
+        default = getattr(TargetOptions, name, None)
+        if getattr(arguments, name) != default and name not in FORMATS[arguments.to].options:
+            having = " and ".join(each for each, known in FORMATS.items() if name in known.options)
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is an option of --to {having}, not of {arguments.to}; leave it out"
+            )
     return TargetOptions(**{each.name: getattr(arguments, each.name) for each in fields(TargetOptions)})
 
 
 def _convert(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import contents_for, transfer
 
-    source, target = _open(arguments.source, arguments), FORMATS[arguments.to]
+    options, target = _options(arguments), FORMATS[arguments.to]
+    source = _open(arguments.source, arguments)
     contents = contents_for(source.contents, target, arguments.precision, arguments.weights_only)
     contents = _with_tokenizer(contents, arguments.tokenizer)
-    made = target.open_target(Path(arguments.target), contents, _options(arguments))
+    made = target.open_target(Path(arguments.target), contents, options)
     notes = transfer(source, contents, made)
     left_out = [kind for kind in source.contents.kinds if kind not in contents.kinds]
     print(f"{arguments.target}: {target.title}, {_counted(len(contents.tensors))}")
@@ -261,13 +270,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 def _average(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import average, contents_for
 
+    options, target = _options(arguments), FORMATS[arguments.to]
     sources = [_open(path, arguments) for path in arguments.sources]
-    target = FORMATS[arguments.to]
     contents = contents_for(sources[-1].contents, target, arguments.precision, weights_only=True)
     contents = _with_tokenizer(contents, arguments.tokenizer)
-    notes = average(
-        sources, contents, lambda: target.open_target(Path(arguments.output), contents, _options(arguments))
-    )
+    notes = average(sources, contents, lambda: target.open_target(Path(arguments.output), contents, options))
     print(f"{arguments.output}: {target.title}, mean of {len(sources)} checkpoints, {_counted(len(contents.tensors))}")
     for note in notes:
         print(note)

@@ -186,7 +186,7 @@ class Format:
     title: description for users. recognizes: whether a folder has this format, by its file names only. keeps_run:
     whether it can contain moments, step, random state and data position; otherwise it contains only weights. module,
     source, target: names of the module and of the classes of its Source and Target; the module imports torch, so
-    --help does not load it.
+    --help does not load it. options: the flags of `convert` and `average` that only some formats have, as attributes.
     """
 
     title: str
@@ -195,6 +195,7 @@ class Format:
     module: str
     source: str
     target: str
+    options: tuple[str, ...] = ()
 
     def open_source(self, path: Path, allow_pickle: bool) -> Source:
         """Open a folder. Raises CheckpointError if it is not a valid folder of this format.
@@ -237,18 +238,22 @@ FORMATS = {
     "megapipe": Format(
         *("a megapipe checkpoint", _is_megapipe, True),
         *("megapipe.conversion.megapipe_format", "MegapipeSource", "MegapipeTarget"),
+        options=("tokenizer",),
     ),
     "hf": Format(
         *("a Hugging Face folder", _is_hugging_face, False),
         *("megapipe.conversion.hugging_face", "HuggingFaceSource", "HuggingFaceTarget"),
+        options=("tokenizer", "max_shard_bytes"),
     ),
     "megatron": Format(
         *("a Megatron-LM folder, layout torch", _is_megatron_torch, False),
         *("megapipe.conversion.megatron_torch", "MegatronTorchSource", "MegatronTorchTarget"),
+        options=("tensor", "pipeline", "chunks", "layer_names"),
     ),
     "megatron-dist": Format(
         *("a Megatron-LM folder, layout torch_dist", _is_torch_dist, False),
         *("megapipe.conversion.torch_dist", "TorchDistSource", "TorchDistTarget"),
+        options=("layer_names",),
     ),
     "dcp": Format(
         *("a state dict of torch.distributed.checkpoint", _is_dcp, True),

@@ -236,6 +236,28 @@ def test_folders_without_a_checkpoint_are_refused(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "option", "formats"),
+    [
+        ("hf", "--tensor=2", "megatron"),
+        ("megapipe", "--max-shard-bytes=7", "hf"),
+        ("megatron-dist", "--chunks=2", "megatron"),
+        ("dcp", "--layer-names=transformer_engine", "megatron and megatron-dist"),
+        ("megatron", "--tokenizer=bytes", "megapipe and hf"),
+    ],
+)
+def test_options_of_other_formats_are_refused(
+    name: str, option: str, formats: str, checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in (
+        ["convert", str(checkpoint), str(tmp_path / "out")],
+        ["average", str(checkpoint), "--output", "x"],
+    ):
+        assert main([*command, "--to", name, option]) == 2
+        expected = f"error: {option.partition('=')[0]} is an option of --to {formats}, not of {name}; leave it out\n"
+        assert capsys.readouterr().err == expected
+
+
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys\nfrom megapipe.conversion.command import main\n"
