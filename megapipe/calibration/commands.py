@@ -11,7 +11,7 @@ from types import FrameType
 
 from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.calibration.machine import check_output, profile
-from megapipe.config.command_line import bytes_text, progress_bar
+from megapipe.config.command_line import bytes_text, check_folders, progress_bar
 from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
@@ -22,7 +22,7 @@ from megapipe.layout.table import LayoutTable
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.planner.command.main import NO_DATA, Request
-from megapipe.planner.command.planning import check_fields, check_folders, layout_text, print_table, write_text
+from megapipe.planner.command.planning import check_fields, layout_text, print_table, write_text
 from megapipe.planner.recompute import resolved
 from megapipe.training.dry_run import DryRun, ShapeError, dry_run
 from megapipe.training.resilience.signals import STOPS

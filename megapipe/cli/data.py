@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.config.command_line import OneLineParser, exit_status, natural, not_empty, positive, tool_parser
+from megapipe.config.command_line import (
+    OneLineParser,
+    check_folders,
+    exit_status,
+    natural,
+    not_empty,
+    positive,
+    tool_parser,
+)
 from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number
 from megapipe.data.errors import DataError
@@ -52,7 +60,6 @@ def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
     # Imported here because torch takes a second, and --help should not wait for it.
     from megapipe.calibration.planning import with_recompute
     from megapipe.calibration.stalls import measure_stalls
-    from megapipe.planner.command.planning import check_folders
 
     check_folders(None if arguments.json is None else Path(arguments.json))
     report = measure_stalls(

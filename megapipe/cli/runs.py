@@ -16,12 +16,14 @@ from megapipe.cli.run_reader import RATE_STEPS, Run, find_runs, is_run, read_run
 from megapipe.config.command_line import (
     OneLineParser,
     bytes_text,
+    check_folders,
     count_text,
     duration_text,
     seconds_text,
     tool_parser,
     with_hyphens,
 )
+from megapipe.config.errors import ConfigError
 from megapipe.training.observe.metrics import RUNNING, finite
 from megapipe.training.observe.records import TIME_PARTS, print_error, print_line
 
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(with_hyphens(arguments))
     try:
         return int(options.run(options))
-    except _WrongInput as error:
+    except (_WrongInput, ConfigError) as error:
         print_error(f"error: {_printable(str(error))}")
         return 2
 
@@ -175,6 +177,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def _plot(options: argparse.Namespace) -> int:
+    check_folders(options.html, options.svg, options.png)
     runs = _read_all(options.folders)
     lines = [curves.curve_of(run, name, options.over) for run, name in zip(runs, _names(runs), strict=True)]
     if options.json:

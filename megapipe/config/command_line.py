@@ -14,8 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from multiprocessing import parent_process
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
+from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number, whole_number
 
 if TYPE_CHECKING:
@@ -168,6 +170,19 @@ def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception]
 
 HOUR = 3600.0
 DAY = 86400.0
+
+
+def check_folders(*paths: Path | None) -> None:
+    """Raise ConfigError if one of the files could not be written, so that no work is lost later."""
+    given = [path for path in paths if path is not None]
+    problems = [
+        f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
+        for path in given
+        if not path.parent.is_dir()
+    ]
+    problems += [f"{path} is a folder; choose a file name" for path in given if path.is_dir()]
+    if problems:
+        raise ConfigError(problems)
 
 
 def bytes_text(count: float) -> str:

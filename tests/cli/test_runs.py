@@ -267,13 +267,17 @@ def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         (["show", str(tmp_path / "none")], "does not exist"),
         (["plot", str(tmp_path)], "is not a run"),
         (["list", str(tmp_path / "none")], "cannot read"),
-        (["plot", str(folder), "--png", str(tmp_path / "none/p.png")], "cannot write"),
+        (
+            ["plot", str(folder), "--html", str(tmp_path / "page.html"), "--png", str(tmp_path / "none/p.png")],
+            "none does not exist",
+        ),
         (["plot", str(folder), "--html", "/dev/full"], "cannot write the picture: No space left on device"),
     ):
         assert main(arguments) == 2
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("error: ")
         assert reason in last
+    assert not (tmp_path / "page.html").exists()  # no picture, if another one cannot be written
 
 
 @pytest.mark.parametrize("losses", [[1e-320, 0.0], [1e15, 1e15 + 0.125], [2.0], [1e99, -1e99], []], ids=str)

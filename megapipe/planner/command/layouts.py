@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.command_line import bytes_text, progress_bar, seconds_text
+from megapipe.config.command_line import bytes_text, check_folders, progress_bar, seconds_text
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
@@ -21,7 +21,6 @@ from megapipe.layout.hardware.description import Hardware, written
 from megapipe.layout.validation import run_problems
 from megapipe.planner.command.main import NO_DATA, Request
 from megapipe.planner.command.planning import (
-    check_folders,
     config_yaml,
     figures_cells,
     layout_cells,

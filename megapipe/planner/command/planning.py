@@ -330,19 +330,6 @@ def config_yaml(config: PretrainConfig) -> str:
     return str(yaml.safe_dump(groups | ({"init_from": init_from} if init_from else {}), sort_keys=False))
 
 
-def check_folders(*paths: Path | None) -> None:
-    """Raise ConfigError if one of the files could not be written, so that no work is lost later."""
-    given = [path for path in paths if path is not None]
-    problems = [
-        f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
-        for path in given
-        if not path.parent.is_dir()
-    ]
-    problems += [f"{path} is a folder; choose a file name" for path in given if path.is_dir()]
-    if problems:
-        raise ConfigError(problems)
-
-
 def write_text(path: Path, text: str) -> None:
     """Write a text to a file. Raises ConfigError if it cannot be written."""
     try:
