@@ -391,6 +391,11 @@ class SentencePairs:
                 "split into sentences, but data.pairs needs sentences; preprocess with --split-sentences, or set "
                 "data.pairs none and model.sentence_head false"
             )
+        if self._pairs == "next" and len(self._documents) < 2:
+            raise DataError(
+                f"the {split} split has one document, but data.pairs next needs sentences of other documents; set "
+                "data.pairs order, or add documents"
+            )
 
 
 def _cut(part: tuple[int, int], length: int, draws: Draws) -> tuple[int, int]:
