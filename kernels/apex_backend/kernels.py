@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.cuda_backend.kernels import operands
-from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.attention import softmax_operators
 from megapipe.kernels.reference.norms import norm_functions, result_of, statistic_of
 from megapipe.kernels.reference.optimizer import BLOCK, Buffers, Coefficients, adamw_operator
-from megapipe.kernels.registry import FLOATS, KernelError, refusal, refused_dtype, refused_master
+from megapipe.kernels.registry import FLOATS, KernelError, opaque, refusal, refused_dtype, refused_master
 
 _ARGUMENT = re.compile(r"[(,] *(?:arg\d+|\w+): ")
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.kernels.opaque import constant_when_compiled, opaque
 from megapipe.kernels.reference.norms import to_dtype, wide
-from megapipe.kernels.registry import Implementation
+from megapipe.kernels.registry import Implementation, constant_when_compiled, opaque
 
 
 class _Rotation(torch.autograd.Function):

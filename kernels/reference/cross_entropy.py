@@ -21,8 +21,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megapipe.kernels.opaque import opaque
-from megapipe.kernels.registry import Implementation
+from megapipe.kernels.registry import Implementation, opaque
 
 
 def cross_entropy_row_statistics(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.kernels.opaque import constant_when_compiled
+from megapipe.kernels.registry import constant_when_compiled
 from megapipe.random.bits import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_threshold
 
 

@@ -14,8 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.kernels.opaque import opaque
-from megapipe.kernels.registry import Implementation
+from megapipe.kernels.registry import Implementation, opaque
 
 
 def wide(x: Tensor) -> Tensor:

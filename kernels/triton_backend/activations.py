@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.opaque import opaque
+from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import Launch, Specimen, meta
 from megapipe.kernels.triton_backend.tiles import NUM_WARPS, num_rows_of, tile_indices, tile_of

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.attention import softmax_operators
+from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import (
     RESIDENT,

@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.cross_entropy import backward_by, projected
 from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient as cross_entropy_logit_gradient
+from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import Launch, Specimen, ceiling_division, meta, power_of_two
 from megapipe.kernels.triton_backend.tiles import NUM_WARPS, tile_indices, tile_of

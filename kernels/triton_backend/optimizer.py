@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.optimizer import (
     BLOCK,
     Buffers,
@@ -18,8 +17,8 @@ from megapipe.kernels.reference.optimizer import (
     adamw_operator,
     check_rounded,
 )
+from megapipe.kernels.registry import opaque, refused_dtype, refused_master
 from megapipe.kernels.registry import refusal as refusal
-from megapipe.kernels.registry import refused_dtype, refused_master
 from megapipe.kernels.triton_backend.launch import Launch, Specimen, ceiling_division, meta
 from megapipe.kernels.triton_backend.tiles import finalize
 from megapipe.random.bits import CHANNEL, TOKEN

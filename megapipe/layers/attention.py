@@ -26,9 +26,8 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megapipe.config.model import ModelConfig
-from megapipe.kernels.opaque import constant_when_compiled
 from megapipe.kernels.reference.attention import causal_mask
-from megapipe.kernels.registry import Registry
+from megapipe.kernels.registry import Registry, constant_when_compiled
 from megapipe.layers.attention_pieces import Weighing
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
-from megapipe.kernels.opaque import constant_when_compiled, opaque
-from megapipe.kernels.registry import Registry
+from megapipe.kernels.registry import Registry, constant_when_compiled, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group, scatter_sum

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.kernels.opaque import opaque
-from megapipe.kernels.registry import Registry
+from megapipe.kernels.registry import Registry, opaque
 from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
 from megapipe.parallel.collectives import copy_to_group, gather_tokens, largest_in_group, reduce_from_group
 from megapipe.parallel.groups import Group

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.opaque import opaque
 from megapipe.kernels.reference.norms import to_dtype, wide
-from megapipe.kernels.registry import Implementation, Registry
+from megapipe.kernels.registry import Implementation, Registry, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter
 from megapipe.layers.split import Rerun, SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from megapipe.kernels import opaque
+from megapipe.kernels import registry
 from megapipe.kernels.triton_backend.launch import Launch
 from tests.fake_cuda.mode import Watch
 
@@ -28,7 +28,7 @@ def install(watch: Watch) -> None:
         watch.launch(f"triton {module}.{name}", reads, writes)
 
     Launch._run = run  # type: ignore[method-assign]
-    opaque._PLAIN = (*opaque._PLAIN, FakeTensor)  # type: ignore[misc]  # run as a GPU would, not as a compiler traces
+    registry._PLAIN = (*registry._PLAIN, FakeTensor)  # type: ignore[misc]  # run as a GPU would, not as a compiler traces
 
 
 class _Compiled(ast.NodeTransformer):
