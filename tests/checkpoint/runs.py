@@ -108,14 +108,14 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
 
 def kept(replica: Replica) -> dict[str, list[Shard]]:
     """Return the weights of all versions and the moments of this rank."""
-    found: dict[str, list[Shard]] = {}
+    shards: dict[str, list[Shard]] = {}
     for shard in shards_of(replica.states()):
         for kind, part in parts_of(shard).items():
             spec, box = shard.segment.spec, shard.segment.box
-            found.setdefault(kind, []).append(
+            shards.setdefault(kind, []).append(
                 Shard(spec.name, spec.shape, box, shard.state.held(shard.segment), part.clone())
             )
-    return found
+    return shards
 
 
 def assert_same_bits(found: Outcome, expected: Outcome) -> None:

@@ -146,8 +146,8 @@ def load_step(mesh: Mesh, layout: Layout, path: Path, step: int, earlier: int = 
     """Load into fresh states and check them. earlier: number of older versions in the checkpoint."""
     states = make_states(mesh, layout)
     applied: dict[str, int] = {}
-    found = load(path, states, applied, mesh, moments=ToyMoments())
-    assert found == run_state(step)
+    loaded = load(path, states, applied, mesh, moments=ToyMoments())
+    assert loaded == run_state(step)
     assert applied == {state.name: step for state in states}
     check(states, step, (WEIGHTS, *MOMENTS, *[earlier_weights(age) for age in range(1, earlier + 1)]))
 
