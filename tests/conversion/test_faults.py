@@ -34,9 +34,9 @@ class FailingDisk:
             self.count += 1
             if self.count - 1 == at:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            found = operation(*arguments)
+            result = operation(*arguments)
             self.renamed |= name == "rename"
-            return found
+            return result
 
         return run
 
