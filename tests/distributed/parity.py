@@ -88,10 +88,10 @@ class Family(NamedTuple):
 
 def family_cases() -> dict[str, str]:
     """Return model_type -> the first case of its family."""
-    found: dict[str, str] = {}
+    cases: dict[str, str] = {}
     for name, (prefix, _) in (CONFIGS | ENCODERS).items():
-        found.setdefault(getattr(transformers, f"{prefix}Config").model_type, name)
-    return {**found, **PAIRED}
+        cases.setdefault(getattr(transformers, f"{prefix}Config").model_type, name)
+    return {**cases, **PAIRED}
 
 
 def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> list[Family]:
@@ -103,7 +103,7 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
         "optimizer": {"epsilon": 1e-4, "decay": "constant", "warmup_steps": 0, "learning_rate": 1e-3},
         "training": {"steps": steps, "directory": str(folder / "runs")},
     }
-    found = []
+    folders = []
     for model_type in model_types:
         path = folder / model_type
         config: PretrainConfig
@@ -122,8 +122,8 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
                 # transformers does not move the router's biases; a rate below any rounding does not either.
                 model = replace(model, expert_balance_rate=1e-30)
             config = make_config(corpus, model, **groups, data={"sequence_length": LENGTH})
-        found.append(Family(model_type, path, replace(config, init_from=str(path))))
-    return found
+        folders.append(Family(model_type, path, replace(config, init_from=str(path))))
+    return folders
 
 
 # The plain loop.
@@ -211,8 +211,8 @@ def loss_of(theirs: Any, microbatches: Sequence[MicrobatchContext]) -> Tensor:
         if "Roberta" in type(theirs).__name__:
             # By itself it leaves tokens with the id of padding out when it numbers the others.
             given["position_ids"] = theirs.config.pad_token_id + 1 + torch.arange(LENGTH).expand_as(each.tokens)
-        found = theirs(input_ids=each.tokens, attention_mask=visible, **given)
-        logits, pairs = heads_of(found)
+        output = theirs(input_ids=each.tokens, attention_mask=visible, **given)
+        logits, pairs = heads_of(output)
         rows = logits.gather(1, each.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         sentences = [] if pairs is None else [(pairs, each.sentence_labels, each.sentence_weights)]
         predicted = [(rows, each.labels, each.loss_mask), *sentences]
