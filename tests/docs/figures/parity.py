@@ -45,12 +45,12 @@ def parity() -> Iterator[str]:
         alone: dict[str, Outcome] = {}
         for layout in LAYOUTS:
             refused = {family.model_type: line for family in families if (line := refusal(family.config, layout))}
-            found = run_layout(layout, [family for family in families if family.model_type not in refused])
+            outcomes = run_layout(layout, [family for family in families if family.model_type not in refused])
             for name, line in refused.items():
                 refusals += [line] if line not in refusals else []
                 cells |= {(quantity, name, layout): f"refused ({refusals.index(line) + 1})" for quantity in TOLERANCES}
-            alone = alone or found
-            for name, outcome in found.items():
+            alone = alone or outcomes
+            for name, outcome in outcomes.items():
                 assert may_differ(name, layout) or same_bits(outcome, alone[name]), f"{name} on {layout}: other bits"
                 cells |= measured(name, layout, outcome, expected[name], before)
     for quantity in TOLERANCES:

@@ -156,11 +156,11 @@ def chosen(*flags: str) -> str:
 @cells("docs/memory.md", "recomputation within a budget")
 def recomputation_within_a_budget() -> Rows:
     for memory in ("0.07", "0.065", "0.06", "0.055", "0.05", "0.04"):
-        found = re.match(
+        match = re.match(
             r"recompute auto: (.*): at most ([\d.]+) GiB of tensors per rank", chosen("--recompute.memory", memory)
         )
-        assert found is not None
-        yield memory, found.groups()
+        assert match is not None
+        yield memory, match.groups()
 
 
 @sentence("docs/memory.md", "choice of recomputation", r"(?m)^(recompute auto: .*)$")
