@@ -52,17 +52,17 @@ def answer(arguments: list[str]) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = plan(arguments)
-    found = json.loads(out.getvalue() or "null")
-    for timed in (found, (found or {}).get("search")) if arguments[0] != "predict" else ():
+    printed = json.loads(out.getvalue() or "null")
+    for timed in (printed, (printed or {}).get("search")) if arguments[0] != "predict" else ():
         if timed:
             timed.pop("seconds", None)  # of the clock
-    return {"status": status, "answer": found, "errors": err.getvalue().splitlines()}
+    return {"status": status, "answer": printed, "errors": err.getvalue().splitlines()}
 
 
 def stored() -> list[dict[str, Any]]:
     """Return the answers in the file, in the order of the requests."""
-    found: list[dict[str, Any]] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
-    return found
+    answers: list[dict[str, Any]] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
+    return answers
 
 
 def _model(name: str) -> list[str]:
