@@ -92,9 +92,11 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str) -> None:
     y.backward(dy)
     y_theirs.backward(dy)
 
-    def check(found: Tensor, expected: Tensor) -> None:
-        expected = expected.reshape(found.shape)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.detach().abs().max())))
+    def check(actual: Tensor, expected: Tensor) -> None:
+        expected = expected.reshape(actual.shape)
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.detach().abs().max()))
+        )
 
     check(y, y_theirs)
     assert x.grad is not None

@@ -174,9 +174,9 @@ def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
 
 def check(case: Case, backend: str = "threads") -> None:
     expected = whole_attention(case)
-    found = joined(case, run_mesh({"context": case.size}, shared_attention, case, backend=backend))  # type: ignore
+    actual = joined(case, run_mesh({"context": case.size}, shared_attention, case, backend=backend))  # type: ignore
     tolerance = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}[case.dtype]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert torch.isfinite(one).all()
         assert (one.double() - other).norm() <= tolerance * max(float(other.norm()), 1.0)
 
