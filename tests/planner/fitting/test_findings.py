@@ -30,10 +30,10 @@ def test_interleaving_gains_less_with_larger_batches() -> None:
 @pytest.mark.parametrize(("batch", "level"), [(32, 1.0), (128, 0.995)])
 def test_tensor_parallelism_within_nodes_and_pipelines_beyond_win(batch: int, level: float) -> None:
     """8 is best, as in figure 13; with the large batch, whose bubble is small, 4 is level with it."""
-    found = tensor_against_pipeline(batch)
-    assert found[8] >= level * max(found.values())
-    assert found[2] < found[4]
-    assert found[32] < found[16] < found[8]
+    speeds = tensor_against_pipeline(batch)
+    assert speeds[8] >= level * max(speeds.values())
+    assert speeds[2] < speeds[4]
+    assert speeds[32] < speeds[16] < speeds[8]
 
 
 def test_two_samples_are_the_best_micro_batch() -> None:
