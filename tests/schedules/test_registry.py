@@ -239,9 +239,9 @@ def test_planner_takes_the_name(packages: Path) -> None:
     predict = ["tools/plan.py", "predict", *run, "--schedule.name", "last_in_first_out"]
     assert json.loads(passed(python(packages, *predict)))["layout"]["schedule"] == "last_in_first_out"
     asked = ["tools/plan.py", "search", *run, "--schedules", "last_in_first_out"]
-    found = json.loads(passed(python(packages, *asked)))["search"]
-    assert found["best"]["layout"]["schedule"] == "last_in_first_out"
-    assert any("half_gone cannot be loaded" in each for each in found["not_searched"])
+    report = json.loads(passed(python(packages, *asked)))["search"]
+    assert report["best"]["layout"]["schedule"] == "last_in_first_out"
+    assert any("half_gone cannot be loaded" in each for each in report["not_searched"])
 
 
 @pytest.mark.slow
