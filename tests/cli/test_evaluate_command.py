@@ -57,11 +57,11 @@ def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> 
     return report
 
 
-def check_same(found: dict[str, Any], record: dict[str, Any]) -> None:
+def check_same(report: dict[str, Any], record: dict[str, Any]) -> None:
     for name in ("loss", "perplexity", "terms", "accuracies"):
-        assert found[name] == pytest.approx(record[name], rel=1e-5), name
-    assert found["loss_tokens"] == record["loss_tokens"]
-    assert found["step"] == STEPS
+        assert report[name] == pytest.approx(record[name], rel=1e-5), name
+    assert report["loss_tokens"] == record["loss_tokens"]
+    assert report["step"] == STEPS
 
 
 def test_the_numbers_are_those_of_training(
