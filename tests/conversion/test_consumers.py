@@ -209,8 +209,8 @@ def test_gaps_are_filled_by_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFix
     assert type(filler.model) is transformers.BertForMaskedLM
     capsys.readouterr()
     assert fill_mask(["--checkpoint", str(folder), "--text", text, "--top-k", "1", "--device", "cpu"]) == 0
-    (found,) = filler(text, top_k=1)
-    assert f"gap 1: {found['token_str']} {found['score']:.1%}\n" in capsys.readouterr().out
+    (filled,) = filler(text, top_k=1)
+    assert f"gap 1: {filled['token_str']} {filled['score']:.1%}\n" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     first, second = tokenizer(["word1", "word2 word3"], ["word4", "word5"], padding=True).input_ids
     names = "[CLS] word1 [SEP] word4 [SEP] [PAD]", "[CLS] word2 word3 [SEP] word5 [SEP]"

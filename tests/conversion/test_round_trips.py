@@ -109,12 +109,12 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
             context = bert.make_context(model)
             layers = bert.bound(model, weights, torch.float32)
             real = torch.arange(bert.LENGTH) < context.lengths[:, None]
-            found, expected = (
+            actual, expected = (
                 bert.run(layers, replace(context, labels=None, training=False)),
                 bert.their_logits(theirs, context),
             )
             rows = (real, slice(None))
-            return [(ours[row], theirs[row]) for ours, theirs, row in zip(found, expected, rows, strict=False)]
+            return [(ours[row], theirs[row]) for ours, theirs, row in zip(actual, expected, rows, strict=False)]
         bound = bind_model(model)
         for layer in bound:
             for name, parameter in layer.parameters().items():

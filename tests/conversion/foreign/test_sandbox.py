@@ -41,9 +41,9 @@ class Harm:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    found = Sandbox(True, Path("folder"))
-    yield found
-    found.close()
+    process = Sandbox(True, Path("folder"))
+    yield process
+    process.close()
 
 
 def hostile(mark: Path) -> dict[str, tuple[object, str]]:
