@@ -325,10 +325,10 @@ def sample(number: int, length: int = LENGTH, words_only: bool = False) -> tuple
     return tokens, parts
 
 
-def hidden_of(found: Masking, number: int, **how: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def hidden_of(rule: Masking, number: int, **how: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(text, seen, positions, parts) of a sample."""
     tokens, parts = sample(number, **how)  # type: ignore[arg-type]
-    masked = found.apply(tokens, parts, Draws(7, "test", number))
+    masked = rule.apply(tokens, parts, Draws(7, "test", number))
     assert np.array_equal(masked.labels, tokens[masked.positions])
     untouched = np.ones(len(tokens), dtype=bool)
     untouched[masked.positions] = False
