@@ -61,19 +61,19 @@ def parity() -> Iterator[str]:
     yield from (f"{number}. `{line}`" for number, line in enumerate(refusals, 1))
 
 
-def measured(name: str, layout: str, found: Outcome, expected: Outcome, before: Cells) -> Cells:
+def measured(name: str, layout: str, actual: Outcome, expected: Outcome, before: Cells) -> Cells:
     """Return the cells of a run, which must be within the tolerances.
 
     A cell keeps its bound while that holds and is at most a hundred times too large: the differences are rounding, and
     vary between machines.
     """
     cells = Cells()
-    for quantity, difference in differences(found, expected).items():
+    for quantity, difference in differences(actual, expected).items():
         limit = TOLERANCES[quantity]
         assert difference <= limit, f"{name} on {layout}: {quantity} differ by {difference:.2g}, allowed {limit:g}"
         key = quantity, name, layout
         if quantity == "text":
-            cells[key] = "same" if found.text is not None else ""
+            cells[key] = "same" if actual.text is not None else ""
             continue
         bounds = [bound for bound in BOUNDS if difference <= bound <= limit]
         old = [bound for bound in bounds if before.get(key) == written_bound(bound) and bound <= 100 * difference]

@@ -106,8 +106,8 @@ def launched(name: str) -> dict[str, str]:
         ),
     ]
     text = read(f"examples/launch/{name}")
-    text = COMMENT.sub(lambda found: "".join(f"# {line}\n" for line in comment), text)
-    return {f"examples/launch/{name}": FLAGS.sub(lambda found: "".join(lines), text)}
+    text = COMMENT.sub(lambda match: "".join(f"# {line}\n" for line in comment), text)
+    return {f"examples/launch/{name}": FLAGS.sub(lambda match: "".join(lines), text)}
 
 
 def _flag(value: object) -> str:

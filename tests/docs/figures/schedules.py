@@ -63,8 +63,8 @@ def lazy_and_eager() -> Iterator[str]:
 
 def simulated(flags: str) -> dict[str, Any]:
     """Return what `schedule simulate` prints as JSON."""
-    found: dict[str, Any] = json.loads(printed(lambda: main([*flags.split(), "--json"])))
-    return found
+    report: dict[str, Any] = json.loads(printed(lambda: main([*flags.split(), "--json"])))
+    return report
 
 
 @table(GUIDE, "gathers of sharded weights")
