@@ -132,11 +132,11 @@ def test_an_update_waits_for_the_sums_of_its_step(tmp_path: Path, monkeypatch: p
     asked: set[int] = set()
 
     def late(self: Reductions, step: StepState, scalars: torch.Tensor) -> Scalars:
-        found = shared(self, step, scalars)
+        sums = shared(self, step, scalars)
         while id(step.scalars) not in asked:
             time.sleep(0.001)
         time.sleep(0.02)
-        return found
+        return sums
 
     def noted(self: Future[Any], timeout: float | None = None) -> Any:
         asked.add(id(self))
