@@ -88,10 +88,10 @@ def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_run(found: Path, expected: Path, step: int) -> None:
+def assert_same_run(actual: Path, expected: Path, step: int) -> None:
     """Check that metrics of every step up to `step`, and tensors saved after it, are the same, bit for bit."""
-    assert metrics_of_steps(found) == metrics_of_steps(expected)
-    ours, theirs = saved_tensors(found, step), saved_tensors(expected, step)
+    assert metrics_of_steps(actual) == metrics_of_steps(expected)
+    ours, theirs = saved_tensors(actual, step), saved_tensors(expected, step)
     assert ours.keys() == theirs.keys() != set()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
