@@ -38,13 +38,13 @@ SEARCH_FLAGS = ((), ("--schedule.name", "zb_h1"), ("--parallel.tensor", "2"), ("
 def requests() -> list[list[str]]:
     """Return the arguments of every request: predictions and dry runs of random layouts, and searches."""
     draw = random.Random(13)
-    found = [_layout(draw, "predict") for _ in range(150)]
-    found += [_layout(draw, "dry-run") for _ in range(26)]
+    drawn = [_layout(draw, "predict") for _ in range(150)]
+    drawn += [_layout(draw, "dry-run") for _ in range(26)]
     for model, hardware, devices, batch in SEARCHES:
         for flags in SEARCH_FLAGS:
             named = ["--hardware", hardware, "--devices", str(devices), "--batch.global_size", str(batch)]
-            found.append(["search", *_model(model), *named, "--json", *flags])
-    return found
+            drawn.append(["search", *_model(model), *named, "--json", *flags])
+    return drawn
 
 
 def answer(arguments: list[str]) -> dict[str, Any]:
