@@ -112,10 +112,10 @@ def test_ranks_that_share_the_vocabulary(kind: str, size: int, stored: int) -> N
     """With 32 rows each, two of four ranks hold nothing but padding."""
     expected = alone(kind, torch.float64, recompute=True)
     ranks = run_threads({"tensor": size}, on_rank, kind, stored)
-    for found in ranks:
+    for results in ranks:
         for name in ("loss", "x"):
-            assert torch.equal(found[name], ranks[0][name])
-    joined = {name: torch.cat([found[name] for found in ranks]) for name in parameters(kind, torch.float64)}
+            assert torch.equal(results[name], ranks[0][name])
+    joined = {name: torch.cat([results[name] for results in ranks]) for name in parameters(kind, torch.float64)}
     check({"loss": ranks[0]["loss"], "x": ranks[0]["x"], **joined}, expected, 1e-13)
 
 

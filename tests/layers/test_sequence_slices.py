@@ -43,10 +43,10 @@ def block_of(model: ModelConfig) -> Block:
 
 
 def gradients(block: Block) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
+    by_name = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
     for parameter in block.parameters():
         parameter.grad = None
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -168,8 +168,8 @@ def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
     """Tensors of whole samples out of every rank's."""
     numbers = [token_numbers(case.order, rank, case.size, case.length) for rank in range(case.size)]  # type: ignore
     place = torch.cat([torch.from_numpy(each) for each in numbers]).argsort()
-    found = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]
-    return [*found, *(sum(tensors[1:], tensors[0]) for tensors in zip(*(part[4:] for part in parts), strict=True))]
+    whole = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]
+    return [*whole, *(sum(tensors[1:], tensors[0]) for tensors in zip(*(part[4:] for part in parts), strict=True))]
 
 
 def check(case: Case, backend: str = "threads") -> None:
