@@ -30,9 +30,9 @@ def stepped_ring(num_members: int, chunk: Fraction, links: list[tuple[Fraction, 
     while any(len(chunks) < num_members for chunks in holds):
         now += max(latency + chunk / bandwidth for latency, bandwidth in links)
         newest = [newest[member - 1] for member in range(num_members)]
-        for member, found in enumerate(newest):
-            assert found not in holds[member], "a ring brings each chunk once"
-            holds[member].add(found)
+        for member, block in enumerate(newest):
+            assert block not in holds[member], "a ring brings each chunk once"
+            holds[member].add(block)
     return now
 
 
