@@ -190,20 +190,20 @@ def test_masked_token_losses_and_gradients_agree_in_double(name: str, path: str)
     (logits,) = their_logits(theirs, context)
     real = torch.arange(LENGTH) < context.lengths[:, None]
     with torch.no_grad():
-        (found,) = run(layers, replace(context, labels=None))
+        (actual,) = run(layers, replace(context, labels=None))
     assert 0.5 < logits[real].std() < 50.0
     tolerance = ROUNDED if model.positions == "rotary" else 1e-9
-    assert (found - logits)[real].abs().max() <= tolerance * logits[real].abs().max()
+    assert (actual - logits)[real].abs().max() <= tolerance * logits[real].abs().max()
     rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
     losses = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
     (losses * context.loss_mask.flatten()).sum().backward()
     (loss,) = run(layers, context)
     loss.backward()
-    found, wanted = all_gradients(layers), gradients_of(theirs)
-    assert found.keys() == wanted.keys()
+    actual, wanted = all_gradients(layers), gradients_of(theirs)
+    assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 def test_evaluation_counts_correct_predictions() -> None:
