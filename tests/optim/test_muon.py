@@ -89,10 +89,10 @@ def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
     """The same by torch, every separate matrix a parameter of its own."""
     state = UnitState("unit", SPECS)
     state.initialize(3)
-    found = values(state)
+    weights = values(state)
     muon = config.muon
     parts = {
-        name: [torch.nn.Parameter(part.reshape(-1, part.shape[-1])) for part in separate(name, found[name])]
+        name: [torch.nn.Parameter(part.reshape(-1, part.shape[-1])) for part in separate(name, weights[name])]
         for name in ("qkv", "up", "down", "whole")
     }
     matrices = torch.optim.Muon(
@@ -104,7 +104,7 @@ def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
         ns_steps=muon.newton_schulz_steps,
         adjust_lr_fn="match_rms_adamw" if muon.scale == "match_rms" else "original",
     )
-    rest = {name: torch.nn.Parameter(found[name]) for name in ("table", "bias")}
+    rest = {name: torch.nn.Parameter(weights[name]) for name in ("table", "bias")}
     groups = [{"params": [rest["table"]]}, {"params": [rest["bias"]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay)
     for step, rate in enumerate(RATES):
@@ -119,9 +119,9 @@ def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
         matrices.step()
         adamw.step()
     for name, each in parts.items():
-        for target, part in zip(separate(name, found[name]), each, strict=True):
+        for target, part in zip(separate(name, weights[name]), each, strict=True):
             target.copy_(part.detach().view(target.shape))
-    return found | {name: parameter.detach() for name, parameter in rest.items()}
+    return weights | {name: parameter.detach() for name, parameter in rest.items()}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["nesterov", "spectral", "three-steps"])
