@@ -71,8 +71,8 @@ def test_zero_and_pipelines_are_as_fast_as_published(row: ZeroRow) -> None:
 def test_sharded_data_parallelism_gets_slower_as_gpus_double(name: str) -> None:
     """From near PTD-P to less than a third of it, published; the model's share is the published one to 0.18."""
     rows = [row for row in ZERO_ROWS if row.name == name]
-    found = [zero_against_pipeline(row) for row in rows]
-    shares = [sharded / together for sharded, together in found]
+    ratios = [zero_against_pipeline(row) for row in rows]
+    shares = [sharded / together for sharded, together in ratios]
     assert shares == sorted(shares, reverse=True)
     assert shares == pytest.approx([row.zero / row.ptd for row in rows], abs=0.18)
     assert shares[-1] < 0.4 * shares[0]

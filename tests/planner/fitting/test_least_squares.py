@@ -18,9 +18,9 @@ def test_a_linear_problem_has_numpys_solution(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = np.eye(8, 3) + 0.3 * random.standard_normal((8, 3))
     target = random.standard_normal(8)
-    found = fit_parameters(lambda point: matrix @ point - target, parameters()).point
+    solution = fit_parameters(lambda point: matrix @ point - target, parameters()).point
     expected, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert solution == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_bent_valley_is_followed() -> None:

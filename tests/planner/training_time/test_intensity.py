@@ -16,9 +16,9 @@ A100 = 312e12
 
 @pytest.mark.parametrize(("size", "parameters"), [(160, 1.258e12), (108, 176e9), (64, 12.9e9), (32, 403e6)])
 def test_the_family_has_its_sizes(size: int, parameters: float) -> None:
-    found = Transformer(size, size**2, size, 16 * size).parameters
-    assert found == 12 * size**5
-    assert found == pytest.approx(parameters, rel=3e-3)
+    num_parameters = Transformer(size, size**2, size, 16 * size).parameters
+    assert num_parameters == 12 * size**5
+    assert num_parameters == pytest.approx(parameters, rel=3e-3)
 
 
 @pytest.mark.parametrize(
