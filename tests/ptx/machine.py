@@ -566,8 +566,8 @@ def _granule(program: Program, space: str) -> int:
     widths = [16]
     for instruction in program.instructions:
         if instruction.parts[0] in ("ld", "st"):
-            found, kind, count = _form(instruction)
-            if found in (space, "generic"):
+            state_space, kind, count = _form(instruction)
+            if state_space in (space, "generic"):
                 widths.append(np.dtype(TYPES[kind]).itemsize * count)
         elif instruction.parts[:2] == ("cp", "async") and len(instruction.operands) > 2:
             widths.append(int(instruction.operands[2], 0))

@@ -380,8 +380,8 @@ def test_approximations_have_exactly_the_allowed_error(
 def test_approximations_of_special_numbers_are_exact(opcode: str, operands: list[float], results: list[float]) -> None:
     """The tables of the PTX ISA's sections."""
     x = np.resize(np.array(operands, np.float32), THREADS)
-    found = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
-    assert_equal(found.tolist(), np.resize(results, THREADS).tolist())
+    actual = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
+    assert_equal(actual.tolist(), np.resize(results, THREADS).tolist())
 
 
 def test_subnormal_numbers_are_flushed_where_the_opcode_says_so() -> None:

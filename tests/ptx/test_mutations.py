@@ -167,9 +167,9 @@ def barriers(name: str) -> list[int]:
 @cache
 def trace(name: str) -> Trace:
     with pytest.MonkeyPatch.context() as patch:
-        found = Trace(patch)
+        recorder = Trace(patch)
         run(CASES[name], compiled()[name])
-    return found
+    return recorder
 
 
 @settings(max_examples=60)
