@@ -85,8 +85,8 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
     routers = [module for unit in units for module in unit.modules() if isinstance(module, Router)]
     counts: dict[Router, Tensor] = {}
 
-    def count(router: Router, _inputs: object, found: tuple[Tensor, Tensor]) -> None:
-        counts[router] += torch.bincount(found[1].flatten(), minlength=4)
+    def count(router: Router, _inputs: object, chosen: tuple[Tensor, Tensor]) -> None:
+        counts[router] += torch.bincount(chosen[1].flatten(), minlength=4)
 
     for router in routers:
         router.register_forward_hook(count)

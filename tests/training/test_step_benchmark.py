@@ -70,7 +70,7 @@ def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
 
     makers = {"first": lambda: until_the_time_is_up, "second": lambda: lambda: None}
     seconds, failures = one_by_one(
-        makers, torch.device("cpu"), 50, deadline, lambda found, lost: counts.append((len(found), len(lost)))
+        makers, torch.device("cpu"), 50, deadline, lambda done, lost: counts.append((len(done), len(lost)))
     )
     assert len(seconds["first"]) == 2, "the number that quartiles need, though the time was up"
     assert len(steps) == WARM_UP + 2
