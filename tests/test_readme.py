@@ -30,8 +30,8 @@ def test_the_commands_were_found() -> None:
 
 def short_quickstarts(folder: str) -> dict[str, str]:
     """The environment in which both quickstarts take a few steps in a folder of their own."""
-    found = {f"{kind}QUICKSTART_STEPS": "6" for kind in ("", "BERT_")}
-    return {**found, "QUICKSTART_FOLDER": folder, "BERT_QUICKSTART_FOLDER": f"{folder}/bert"}
+    variables = {f"{kind}QUICKSTART_STEPS": "6" for kind in ("", "BERT_")}
+    return {**variables, "QUICKSTART_FOLDER": folder, "BERT_QUICKSTART_FOLDER": f"{folder}/bert"}
 
 
 @pytest.mark.slow

@@ -157,8 +157,8 @@ def make_folder(kind: str, name: str) -> Callable[[Path], Path]:
     def make(folder: Path) -> Path:
         contents, values = drawn(MODELS["llama"])
         write(kind, folder / "made", contents, values)
-        (found,) = (folder / "made").rglob(name)
-        return found
+        (file,) = (folder / "made").rglob(name)
+        return file
 
     return make
 

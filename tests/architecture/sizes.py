@@ -43,7 +43,7 @@ def public_functions(source: Source) -> list[Function]:
 
     Functions within functions are not public, and neither are methods of private classes.
     """
-    found: list[Function] = []
+    functions: list[Function] = []
     waiting: list[ast.stmt] = list(source.tree.body)
     while waiting:
         node = waiting.pop()
@@ -51,8 +51,8 @@ def public_functions(source: Source) -> list[Function]:
             if isinstance(node, ast.ClassDef):
                 waiting += node.body
             else:
-                found.append(node)
-    return found
+                functions.append(node)
+    return functions
 
 
 def function_lines(function: Function) -> int:

@@ -54,13 +54,13 @@ def test_every_module_is_reachable_from_an_entry_point() -> None:
 def test_imported_names_exist() -> None:
     """Also those of benchmarks, and of tests that need a GPU or Triton's interpreter: not every run imports them."""
     importers = [*product(), *working_tree("tests", "benchmarks", *ENTRY_POINTS)]
-    found = [
+    broken = [
         (source.path, module, name)
         for source in importers
         for module, names in re.findall(IMPORT, source.text)
         for name in re.findall(r"(\w+)(?: as \w+)?", re.sub(r"#.*", "", names))
     ]
-    missing = [each for each in found if not exists(*each[1:])]
+    missing = [each for each in broken if not exists(*each[1:])]
     assert missing == []
 
 

@@ -16,8 +16,8 @@ STILL_NAMED = {
 
 
 def test_no_other_file_knows_a_schedule_by_name() -> None:
-    found = {source.path: sorted(set(names_in(source))) for source in product()}
-    assert {path: names for path, names in found.items() if names and path not in STILL_NAMED} == {}
+    names_by_file = {source.path: sorted(set(names_in(source))) for source in product()}
+    assert {path: names for path, names in names_by_file.items() if names and path not in STILL_NAMED} == {}
 
 
 def names_in(source: Source) -> Iterator[str]:

@@ -40,8 +40,8 @@ def test_code_lines_exclude_docstrings_imports_blanks_and_comments() -> None:
 
 
 def test_docstring_lines_are_those_of_public_functions() -> None:
-    found = {function.name: docstring_lines(function) for function in public_functions(Source("file.py", TEXT))}
-    assert found == {"method": 1, "function": 2}
+    counts = {function.name: docstring_lines(function) for function in public_functions(Source("file.py", TEXT))}
+    assert counts == {"method": 1, "function": 2}
 
 
 def test_nine_in_ten_values_are_at_most_the_percentile() -> None:

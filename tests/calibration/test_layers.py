@@ -48,8 +48,8 @@ def test_ranks_of_a_silent_group_have_their_weight_shards(tensor: int) -> None:
     config = measured_config(CONFIG, Cell(tensor, 1, 1), "whole")
     specs = {spec.name: spec for layer in layers_of(config) for spec in layer.parameters.values()}
     expected = UnitCosts(config, 1, VOCABULARY_ALIGNMENT).own_elements(Unit(tuple(specs.values())), 1)
-    found = run.times(1).elements
-    assert found == pytest.approx(expected, rel=0.01)  # each unit is rounded up by itself
+    elements = run.times(1).elements
+    assert elements == pytest.approx(expected, rel=0.01)  # each unit is rounded up by itself
     assert config.model.num_layers == 4
 
 

@@ -94,9 +94,9 @@ def test_a_profile_is_what_the_planner_then_answers_from(tmp_path: Path) -> None
     ]  # fmt: skip
     run = replace(config, parallel=replace(config.parallel, data=1, tensor=2))
     run.batch = replace(run.batch, global_size=4)
-    found = predict(run, hardware).estimate
-    assert any("measured" in term.source for term in found.terms)
-    assert 0.0 < found.step_seconds < 10 * estimate(run, hardware).step_seconds
+    prediction = predict(run, hardware).estimate
+    assert any("measured" in term.source for term in prediction.terms)
+    assert 0.0 < prediction.step_seconds < 10 * estimate(run, hardware).step_seconds
     assert not list(out.parent.glob("*.partial"))
 
 

@@ -28,11 +28,11 @@ FOUND = NodeLinks(("a", "b"), (4, 4), 2e-5, ((0.0, 3e9), (1e9, 0.0)))
 
 @given(st.integers(1, 40))
 def test_pairs_meet_once_and_nodes_once_per_round(nodes: int) -> None:
-    found = rounds(nodes)
-    met = [tuple(sorted(pair)) for pairs in found for pair in pairs]
+    pairs_of_rounds = rounds(nodes)
+    met = [tuple(sorted(pair)) for pairs in pairs_of_rounds for pair in pairs]
     assert sorted(met) == list(combinations(range(nodes), 2))
-    assert all(len({*sum(pairs, ())}) == 2 * len(pairs) for pairs in found)
-    assert len(found) == (nodes if nodes % 2 else nodes - 1)
+    assert all(len({*sum(pairs, ())}) == 2 * len(pairs) for pairs in pairs_of_rounds)
+    assert len(pairs_of_rounds) == (nodes if nodes % 2 else nodes - 1)
 
 
 def from_a_slow_node(mesh: Mesh, sizes: tuple[int, ...], slow: int, seconds: float) -> NodeLinks:
@@ -53,9 +53,9 @@ def from_a_slow_node(mesh: Mesh, sizes: tuple[int, ...], slow: int, seconds: flo
 @pytest.mark.slow
 def test_a_slow_node_is_seen_in_what_it_sends() -> None:
     """Three nodes sit out a round each. Node 1 comes 100 ms late to each of its messages of a MiB."""
-    found = on_ranks(3, "cpu", from_a_slow_node, (1, 1, 1), 1, 0.1)
-    assert found[0] == found[1] == found[2]
-    (links,) = set(found)
+    measured = on_ranks(3, "cpu", from_a_slow_node, (1, 1, 1), 1, 0.1)
+    assert measured[0] == measured[1] == measured[2]
+    (links,) = set(measured)
     assert (links.hosts, links.devices) == (("node0", "node1", "node2"), (1, 1, 1))
     assert [links.bandwidth[node][node] for node in range(3)] == [0.0] * 3
     # Four messages and half an answer's way less: 400 ms without 50.

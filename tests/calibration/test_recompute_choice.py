@@ -72,8 +72,8 @@ def test_every_rank_uses_the_choice_of_the_first(make: Callable[[], PretrainConf
 
 
 def test_the_devices_memory_suffices_for_a_small_model() -> None:
-    (found, messages), _ = run_threads({"pipeline": 2}, chosen, auto(gpt(), None))
-    assert found == RecomputeConfig()
+    (choice, messages), _ = run_threads({"pipeline": 2}, chosen, auto(gpt(), None))
+    assert choice == RecomputeConfig()
     assert "90% of a device's" in messages[0]
 
 
@@ -86,9 +86,9 @@ def test_the_devices_memory_suffices_for_a_small_model() -> None:
     ],
 )
 def test_every_rank_gets_the_reason_of_a_refusal(budget: float, hardware: str | None, message: str) -> None:
-    for found, lines in run_threads({"pipeline": 2}, chosen, auto(gpt(), budget, hardware)):
-        assert isinstance(found, ConfigError)
-        assert message in str(found)
+    for error, lines in run_threads({"pipeline": 2}, chosen, auto(gpt(), budget, hardware)):
+        assert isinstance(error, ConfigError)
+        assert message in str(error)
         assert not lines
 
 
@@ -96,18 +96,18 @@ def test_formats_without_a_peak_use_the_fastest_peak() -> None:
     """The CPU's preset has fp32 alone; what runs again is chosen by comparison."""
     config = gpt()
     config.training = replace(config.training, precision="bf16")
-    (found, _), _ = run_threads({"pipeline": 2}, chosen, auto(config, 0.9 * peak_bytes(config, "cpu")))
-    assert isinstance(found, RecomputeConfig)
-    assert found.method != "none"
+    (choice, _), _ = run_threads({"pipeline": 2}, chosen, auto(config, 0.9 * peak_bytes(config, "cpu")))
+    assert isinstance(choice, RecomputeConfig)
+    assert choice.method != "none"
 
 
 def test_machines_with_two_memory_sizes_use_the_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank asks its own device; here by turns."""
     sizes = iter([1e12, 500_000.0])
     monkeypatch.setattr(planning, "memory_bytes", lambda device, ranks: next(sizes))
-    for found, _ in run_threads({"pipeline": 2}, chosen, auto(gpt(), None)):
-        assert isinstance(found, ConfigError)
-        assert "90% of a device's 0.000466 GiB" in str(found)
+    for error, _ in run_threads({"pipeline": 2}, chosen, auto(gpt(), None)):
+        assert isinstance(error, ConfigError)
+        assert "90% of a device's 0.000466 GiB" in str(error)
 
 
 @pytest.mark.slow
@@ -143,11 +143,11 @@ def test_real_ranks_stay_within_budget_and_train_the_same(tmp_path: Path) -> Non
         ranks = run_mesh({"pipeline": 2}, budgeted, auto(config, share * everything))
         assert ranks[0][0] == ranks[1][0]
         again.append(peak_bytes(replace(config, recompute=ranks[0][0]), "cpu"))
-        for (_, found), reference in zip(ranks, plain, strict=True):
-            assert found.lasting - found.host + found.together <= share * everything
-            losses = [(each.loss, each.skipped) for each in found.run.results]
+        for (_, run), reference in zip(ranks, plain, strict=True):
+            assert run.lasting - run.host + run.together <= share * everything
+            losses = [(each.loss, each.skipped) for each in run.run.results]
             assert losses == [(each.loss, each.skipped) for each in reference.run.results]
-            for mine, theirs in zip(found.run.gradients, reference.run.gradients, strict=True):
+            for mine, theirs in zip(run.run.gradients, reference.run.gradients, strict=True):
                 assert torch.equal(mine.values, theirs.values)
         assert (ranks[0][0].method == "none") == (share == 1.0)
     assert again == sorted(again, reverse=True)

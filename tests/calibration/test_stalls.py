@@ -103,27 +103,27 @@ milliseconds = st.integers(1, 50).map(float)
 @settings(max_examples=40)
 @given(compute=milliseconds, preparation=milliseconds, fetch=milliseconds)
 def test_rates_predict_the_runs(compute: float, preparation: float, fetch: float) -> None:
-    found = planned(compute, preparation, fetch)
-    rates = found.rates(tokens=1)
+    measurement = planned(compute, preparation, fetch)
+    rates = measurement.rates(tokens=1)
     assert rates.ingestion == pytest.approx(1 / compute)
     assert rates.preparation == pytest.approx(1 / preparation)
     assert rates.fetch == pytest.approx(1 / fetch)
-    assert found.cold is not None
-    assert 1 / found.cached.whole == pytest.approx(rates.throughput(1.0))
-    assert 1 / found.cold.whole == pytest.approx(rates.throughput(0.0))
-    assert found.cold.waited == pytest.approx(max(0.0, preparation + fetch - compute))
+    assert measurement.cold is not None
+    assert 1 / measurement.cached.whole == pytest.approx(rates.throughput(1.0))
+    assert 1 / measurement.cold.whole == pytest.approx(rates.throughput(0.0))
+    assert measurement.cold.waited == pytest.approx(max(0.0, preparation + fetch - compute))
     step = max(compute, preparation + fetch)
     memory = max(compute, preparation)
-    assert found.stalls() == pytest.approx(((memory - compute) / step, (step - memory) / step))
+    assert measurement.stalls() == pytest.approx(((memory - compute) / step, (step - memory) / step))
 
 
 def test_storage_that_cannot_be_made_cold_is_not_measured() -> None:
-    found = planned(4.0, 8.0, 5.0, can_be_cold=False)
-    assert found.cold is None
-    assert found.loading_cold is None
-    rates = found.rates(tokens=1)
+    measurement = planned(4.0, 8.0, 5.0, can_be_cold=False)
+    assert measurement.cold is None
+    assert measurement.loading_cold is None
+    rates = measurement.rates(tokens=1)
     assert rates.fetch is None
-    assert found.stalls() == (pytest.approx(0.5), None)
+    assert measurement.stalls() == (pytest.approx(0.5), None)
     assert math.isnan(rates.throughput(0.0))
     assert rates.throughput(1.0) == pytest.approx(1 / 8)
     assert needed_cached_share(rates) is None
@@ -133,8 +133,8 @@ def test_storage_that_cannot_be_made_cold_is_not_measured() -> None:
 def test_noise_in_the_models_time_is_no_stall() -> None:
     """The loader needs 1 ms a step: it cannot have cost the 300 ms that the later runs took longer."""
     step = StepTime
-    found = Measurement(step(0.5, 0.0), step(0.8, 0.0), step(0.4, 0.0), step(0.001, 0.001), step(0.002, 0.002))
-    assert found.stalls() == (pytest.approx(0.001 / 0.501), 0.0)
+    measurement = Measurement(step(0.5, 0.0), step(0.8, 0.0), step(0.4, 0.0), step(0.001, 0.001), step(0.002, 0.002))
+    assert measurement.stalls() == (pytest.approx(0.001 / 0.501), 0.0)
 
 
 @given(ingestion=rate_numbers, preparation=rate_numbers, fetch=rate_numbers, cached=shares)

@@ -64,6 +64,6 @@ def test_waits_are_never_negative() -> None:
 
 
 def test_layers_are_shared_by_the_number_of_ranks() -> None:
-    found = shared_cells(cells([1, 2, 4], [1, 2], [1]), 4)
-    assert found == {2: [Cell(1, 2, 1), Cell(2, 1, 1)], 4: [Cell(2, 2, 1), Cell(4, 1, 1)]}
+    shared = shared_cells(cells([1, 2, 4], [1, 2], [1]), 4)
+    assert shared == {2: [Cell(1, 2, 1), Cell(2, 1, 1)], 4: [Cell(2, 2, 1), Cell(4, 1, 1)]}
     assert shared_cells(cells([1, 2], [1], [1]), 1) == {}

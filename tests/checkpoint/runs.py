@@ -108,29 +108,29 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
 
 def kept(replica: Replica) -> dict[str, list[Shard]]:
     """Return the weights of all versions and the moments of this rank."""
-    found: dict[str, list[Shard]] = {}
+    shards: dict[str, list[Shard]] = {}
     for shard in shards_of(replica.states()):
         for kind, part in parts_of(shard).items():
             spec, box = shard.segment.spec, shard.segment.box
-            found.setdefault(kind, []).append(
+            shards.setdefault(kind, []).append(
                 Shard(spec.name, spec.shape, box, shard.state.held(shard.segment), part.clone())
             )
-    return found
+    return shards
 
 
-def assert_same_bits(found: Outcome, expected: Outcome) -> None:
+def assert_same_bits(actual: Outcome, expected: Outcome) -> None:
     """Check that losses, weights and moments are equal, bit for bit."""
-    assert found.losses == expected.losses
-    assert found.tensors.keys() == expected.tensors.keys()
+    assert actual.losses == expected.losses
+    assert actual.tensors.keys() == expected.tensors.keys()
     for kind, tensors in expected.tensors.items():
         for name, tensor in tensors.items():
-            assert torch.equal(found.tensors[kind][name], tensor), f"{kind} of {name}"
+            assert torch.equal(actual.tensors[kind][name], tensor), f"{kind} of {name}"
 
 
-def assert_close(found: Outcome, expected: Outcome) -> None:
+def assert_close(actual: Outcome, expected: Outcome) -> None:
     """Check that losses and weights differ only by the order of sums."""
     wanted = [loss for _, loss in expected.losses]
-    assert [loss for _, loss in found.losses] == pytest.approx(wanted, rel=1e-4)
+    assert [loss for _, loss in actual.losses] == pytest.approx(wanted, rel=1e-4)
     for name, tensor in expected.tensors["weights"].items():
-        difference = float((found.tensors["weights"][name] - tensor).double().norm())
+        difference = float((actual.tensors["weights"][name] - tensor).double().norm())
         assert difference <= 1e-3 * float(tensor.double().norm()) + 1e-3, name

@@ -199,15 +199,15 @@ def test_killed_at_every_operation_of_two_saves(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path / "template", 1)
     counted = CountingDisk()
     saved(alone(), ALONE, fresh(tmp_path / "counted", tmp_path / "template"), 2, 4, storage=counted)
-    found = []
+    steps = []
     for at in range(len(counted.operations)):
         directory = fresh(tmp_path / "run", tmp_path / "template")
         with pytest.raises((Killed, CheckpointError)):
             saved(alone(), ALONE, directory, 2, 4, storage=KilledDisk(at, after=True))
-        found.append(newest_step(directory))
+        steps.append(newest_step(directory))
         assert not set_aside(directory)
-    assert found == sorted(found)
-    assert set(found) == {1, 2, 4}
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2, 4}
     assert counted.operations.count("rename") == 3, "two saves and a deletion"
 
 
@@ -227,17 +227,17 @@ def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int)
     run_threads(PAIR.sizes, saved_with, fresh(tmp_path / "counted", template), victim, counted, 30.0)
     # Rank 0 waits equally long for a rank that is dead and for one that writes slowly.
     patience = 30.0 if victim == 0 else 1.0
-    found = []
+    steps = []
     for at in range(len(counted.operations)):
         directory = fresh(tmp_path / "run", template)
         with pytest.raises(Killed):
             run_threads(PAIR.sizes, saved_with, directory, victim, KilledDisk(at, after=True), patience)
-        found.append(check_whole(directory))
-    assert len(found) > 10
-    assert found[0] == 1
+        steps.append(check_whole(directory))
+    assert len(steps) > 10
+    assert steps[0] == 1
     # Rank 1's last operation names its record, and rank 0 waits for nothing else.
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
 
 
 class FullDisk(StorageWriter):

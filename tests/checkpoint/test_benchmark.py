@@ -30,11 +30,11 @@ def test_every_contestant_gives_back_what_it_saved(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    figures = {each["name"]: each for each in found["figures"]}
-    assert found["bytes"] == 2 * 3 * 4 * 2048**2
+    report = json.loads(done.stdout.splitlines()[-1])
+    figures = {each["name"]: each for each in report["figures"]}
+    assert report["bytes"] == 2 * 3 * 4 * 2048**2
     assert [name for name, each in figures.items() if each["resharded"] is None] == ["torch.save"]
     assert all(0 < each["stall"] <= each["durable"] for each in figures.values())
-    assert [each["megabytes_a_second"] for each in found["overheads"]] == [1000.0, 200.0, 40.0]
+    assert [each["megabytes_a_second"] for each in report["overheads"]] == [1000.0, 200.0, 40.0]
     assert all(f"| {name} |" in written.read_text() for name in figures)
     assert [path.name for path in tmp_path.iterdir()] == ["table.md"], "nothing is left on the disk"

@@ -51,8 +51,8 @@ def path_of(config: PretrainConfig, step: int) -> Path:
 def restored(mesh: Mesh, config: PretrainConfig) -> int:
     """Return the step from which a run would resume."""
     with Checkpointer(config, mesh) as checkpointer:
-        found = checkpointer.restore(Replica(config, mesh))
-    return 0 if found is None else found.step
+        progress = checkpointer.restore(Replica(config, mesh))
+    return 0 if progress is None else progress.step
 
 
 def test_a_damaged_checkpoint_is_replaced_by_an_older_one(config: PretrainConfig) -> None:
@@ -156,9 +156,9 @@ def test_initial_weights_from_a_checkpoint(config: PretrainConfig, tmp_path: Pat
     new = config_in(tmp_path / "new", corpus, GPT2_SHAPE, parallel={"tensor": 2, "pipeline": 2})
     new.init_from = str(Path(config.training.directory) / named)
     ranks = run_threads({"tensor": 2, "pipeline": 2}, weights_after, new)
-    found = assembled(ranks)
-    assert found.keys() == expected.keys()
-    assert all((found[name] == tensor).all() for name, tensor in expected.items())
+    weights = assembled(ranks)
+    assert weights.keys() == expected.keys()
+    assert all((weights[name] == tensor).all() for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize(

@@ -104,8 +104,8 @@ def test_a_resume_follows_the_guide_for_every_field() -> None:
         for name in names_of(kind()):
             if name in BY_CONTENT and name != "data.blend":
                 continue
-            found = outcome(kind(), changed(kind(), name.split(".")))
-            assert found is rules[name], f"{kind.__name__} {name}: {found}"
+            rule = outcome(kind(), changed(kind(), name.split(".")))
+            assert rule is rules[name], f"{kind.__name__} {name}: {rule}"
     megatron = PretrainConfig()
     megatron.data.order = "megatron"
     assert outcome(megatron, changed(megatron, ["training", "steps"])) is Rule.ASKED

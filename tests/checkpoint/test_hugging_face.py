@@ -80,7 +80,7 @@ def loaded(directory: Path, model: Any, source: Path) -> dict[str, Tensor]:
     return assembled([initial(alone(), configured(directory, model, source))])
 
 
-def check(found: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **changes: Any) -> None:
+def check(weights: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **changes: Any) -> None:
     """Compare with the mapping of names. without: starts of transformers' names that the model does not have."""
     each = case(name)
     if name in BERTS:
@@ -88,9 +88,9 @@ def check(found: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **
         wanted = canonical(theirs, replace(each.model, **changes), each.family)
     else:
         _, wanted = opened(each.theirs)
-    assert found.keys() == wanted.keys()
+    assert weights.keys() == wanted.keys()
     for key, tensor in wanted.items():
-        assert torch.equal(found[key], tensor), key
+        assert torch.equal(weights[key], tensor), key
 
 
 @pytest.mark.parametrize("name", [*most_exhaustive(CONFIGS), *BERTS])
@@ -114,9 +114,9 @@ def test_balanced_experts_with_any_rate(tmp_path: Path) -> None:
     wanted = canonical(files, made.model, made.family)
     assert wanted["blocks.1.mlp.router.bias"].abs().min() > 0
     config = configured(tmp_path / "run", replace(made.model, expert_balance_rate=0.02), tmp_path / "theirs")
-    found = assembled(run_threads(LAYOUT, initial, config))
-    assert all(torch.equal(found.pop(name), tensor) for name, tensor in wanted.items())
-    assert not found
+    weights = assembled(run_threads(LAYOUT, initial, config))
+    assert all(torch.equal(weights.pop(name), tensor) for name, tensor in wanted.items())
+    assert not weights
     config.model = replace(made.model, expert_balance_rate=0.0)
     with pytest.raises(CheckpointError, match=r"set model\.expert_balance_rate to 0\.001 \(it is 0\.0\)"):
         initial(alone(), config)
@@ -153,8 +153,8 @@ def test_names_of_older_folders(tmp_path: Path, folders: dict[str, Path], name: 
 
 def test_a_sentence_head_may_be_ignored(tmp_path: Path, folders: dict[str, Path]) -> None:
     model = replace(case("bert").model, sentence_head=False)
-    found = loaded(tmp_path, model, folders["bert"])
-    check(found, "bert", without=("bert.pooler.", "cls.seq_relationship."), sentence_head=False)
+    weights = loaded(tmp_path, model, folders["bert"])
+    check(weights, "bert", without=("bert.pooler.", "cls.seq_relationship."), sentence_head=False)
 
 
 def test_a_window_longer_than_sequences_is_none(tmp_path: Path, folders: dict[str, Path]) -> None:

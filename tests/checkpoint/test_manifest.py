@@ -61,7 +61,7 @@ def test_losses_that_are_not_finite_survive_as_strict_json(tmp_path: Path) -> No
 
 def test_damage_is_detected(tmp_path: Path) -> None:
     text = encoded(manifest())
-    found = 0
+    detected = 0
     for position in range(0, len(text), 5):
         damaged = bytearray(text)
         damaged[position] ^= 1 << (position % 7)
@@ -69,8 +69,8 @@ def test_damage_is_detected(tmp_path: Path) -> None:
         try:
             assert read_manifest(tmp_path) == manifest(), f"byte {position} changed the meaning unnoticed"
         except DamagedCheckpointError:  # any other error would end the job instead of falling back
-            found += 1
-    assert found > 0.9 * len(text) / 5
+            detected += 1
+    assert detected > 0.9 * len(text) / 5
     for content in (b"", text[: len(text) // 2], text[:-1], b"[" * 100_000):
         (tmp_path / MANIFEST).write_bytes(content)
         with pytest.raises(DamagedCheckpointError, match=MANIFEST):

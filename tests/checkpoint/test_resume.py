@@ -61,13 +61,13 @@ SAME = [
 def test_a_resumed_run_has_the_same_bits(
     tmp_path: Path, corpus: str, model: Any, first: Sizes, then: Sizes, options: dict[str, Any]
 ) -> None:
-    found = resumed(tmp_path, corpus, model, first, then, **options)
-    assert_same_bits(found, whole(tmp_path, corpus, model, then if options else first, **options))
+    outcome = resumed(tmp_path, corpus, model, first, then, **options)
+    assert_same_bits(outcome, whole(tmp_path, corpus, model, then if options else first, **options))
 
 
 def test_another_layout_is_within_tolerance(tmp_path: Path, corpus: str) -> None:
-    found = resumed(tmp_path, corpus, GPT2_SHAPE, {"tensor": 2}, {"data": 2})
-    assert_close(found, whole(tmp_path, corpus, GPT2_SHAPE, {}))
+    outcome = resumed(tmp_path, corpus, GPT2_SHAPE, {"tensor": 2}, {"data": 2})
+    assert_close(outcome, whole(tmp_path, corpus, GPT2_SHAPE, {}))
 
 
 ZERO: list[tuple[Sizes, dict[str, Any], Sizes, dict[str, Any]]] = [
@@ -84,9 +84,9 @@ def test_sharded_state_moves_to_any_other_sharding(
 ) -> None:
     model = replace(GPT2_SHAPE, num_layers=3)
     saved = run(saved_on, config_in(tmp_path, corpus, model, zero=saved_zero, checkpoint={"every": 3}), 2)
-    found = run(resumed_on, config_in(tmp_path, corpus, model, zero=resumed_zero, checkpoint={"every": 3}), 2)
-    assert found.start == 2
-    assert_same_bits(found, saved)
+    outcome = run(resumed_on, config_in(tmp_path, corpus, model, zero=resumed_zero, checkpoint={"every": 3}), 2)
+    assert outcome.start == 2
+    assert_same_bits(outcome, saved)
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16"])

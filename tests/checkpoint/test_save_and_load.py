@@ -255,11 +255,11 @@ def check_whole(directory: Path) -> int:
 
 def check_continues(directory: Path) -> int:
     """Call `check_whole`, and check that the next save works and removes what a killed one left."""
-    found = check_whole(directory)
+    step = check_whole(directory)
     save_step(alone(), ALONE, directory, 3)
     load_step(alone(), ALONE, directory / "step-00000003", 3)
     assert not list(directory.glob(".step-*"))
-    return found
+    return step
 
 
 def save_and_delete(mesh: Mesh, layout: Layout, directory: Path, disk: StorageWriter) -> None:
@@ -275,14 +275,14 @@ def test_killed_at_every_operation(tmp_path: Path, after: bool) -> None:
     save_step(alone(), ALONE, template, 1)
     save_and_delete(alone(), ALONE, fresh(tmp_path / "counted", template), counted)
     assert [counted.operations.count(name) for name in ("flush", "rename", "remove")] == [2, 2, 2]
-    found = []
+    steps = []
     for at in range(len(counted.operations)):
         directory = fresh(tmp_path / "run", template)
         with pytest.raises(Killed):
             save_and_delete(alone(), ALONE, directory, KilledDisk(at, after=after))
-        found.append(check_continues(directory))
-    assert found == sorted(found)
-    assert set(found) == {1, 2}
+        steps.append(check_continues(directory))
+    assert steps == sorted(steps)
+    assert set(steps) == {1, 2}
 
 
 def save_with_one_killed(mesh: Mesh, directory: Path, victim: int, at: int, after: bool) -> None:
@@ -293,7 +293,7 @@ def save_with_one_killed(mesh: Mesh, directory: Path, victim: int, at: int, afte
 def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int) -> None:
     template = tmp_path / "template"
     run_threads(PAIR.sizes, save_step, PAIR, template, 1)
-    found: list[int] = []
+    steps: list[int] = []
     for at in itertools.count():
         directory = fresh(tmp_path / "run", template)
         try:
@@ -301,10 +301,10 @@ def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int)
             run_threads(PAIR.sizes, save_with_one_killed, directory, victim, at, at % 2 == 0)
             break
         except (Killed, CommunicationError):
-            found.append(check_continues(directory))
-    assert len(found) > 5
-    assert found == sorted(found)
-    assert set(found) == ({1, 2} if victim == 0 else {1}), "rank 1 ends its part before the checkpoint has its name"
+            steps.append(check_continues(directory))
+    assert len(steps) > 5
+    assert steps == sorted(steps)
+    assert set(steps) == ({1, 2} if victim == 0 else {1}), "rank 1 ends its part before the checkpoint has its name"
 
 
 @pytest.mark.parametrize(

@@ -47,16 +47,16 @@ def test_any_parts_into_any_parts(case: tuple[tuple[int, ...], list[Extent], lis
     shape, sources, targets = case
     whole = torch.arange(math.prod(shape)).reshape(shape)
     for target in targets:
-        found = torch.full((target.num_elements,), -1)
+        received = torch.full((target.num_elements,), -1)
         for source in sources:
             flat = elements(whole, source)
             for overlap in overlaps(source, target):
-                assert (overlap.target.of(found) == -1).all(), "two overlaps fill one element"
-                overlap.copy(flat, found)
+                assert (overlap.target.of(received) == -1).all(), "two overlaps fill one element"
+                overlap.copy(flat, received)
                 span = overlap.source.span
                 touched = overlap.source.of(torch.arange(flat.numel()))
                 assert (span.start, span.stop) == (int(touched.min()), int(touched.max()) + 1)
-        assert torch.equal(found, elements(whole, target))
+        assert torch.equal(received, elements(whole, target))
 
 
 @given(cases(), st.data())

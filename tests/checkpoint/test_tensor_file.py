@@ -35,10 +35,10 @@ def tensors() -> list[FileTensor]:
 def test_the_library_reads_and_would_write_the_same(tmp_path: Path) -> None:
     path, theirs = tmp_path / "file.safetensors", tmp_path / "theirs"
     size, checksums = write_tensors(DISK, path, tensors())
-    found = safetensors.torch.load_file(path)
-    assert found.keys() == {tensor.key for tensor in tensors()}
+    loaded = safetensors.torch.load_file(path)
+    assert loaded.keys() == {tensor.key for tensor in tensors()}
     for tensor in tensors():
-        assert torch.equal(found[tensor.key], tensor.values.view(tensor.shape))
+        assert torch.equal(loaded[tensor.key], tensor.values.view(tensor.shape))
     safetensors.torch.save_file({tensor.key: tensor.values.view(tensor.shape) for tensor in tensors()}, theirs)
     assert path.stat().st_size == theirs.stat().st_size == size
     (length,) = struct.unpack("<Q", path.read_bytes()[:8])

@@ -118,12 +118,12 @@ def check(states: Sequence[UnitState], step: int, kinds: Sequence[str] = (WEIGHT
     """Check that states contain the values of a step, and zeros as padding."""
     for state in states:
         assert state.newest == step + len(state.weights) - 1
-        found = buffers(state)
+        actual = buffers(state)
         for kind in kinds:
-            whole = torch.zeros_like(found[kind])
+            whole = torch.zeros_like(actual[kind])
             for shard in shards_of([state]):
                 shard.of(whole).copy_(expected(shard, kind, step))
-            assert torch.equal(found[kind], whole), f"{kind} of {state.name}"
+            assert torch.equal(actual[kind], whole), f"{kind} of {state.name}"
         if not state.sharding.weights:
             newest = state.weights[state.newest % len(state.weights)]
             for segment in state.table:
@@ -146,8 +146,8 @@ def load_step(mesh: Mesh, layout: Layout, path: Path, step: int, earlier: int = 
     """Load into fresh states and check them. earlier: number of older versions in the checkpoint."""
     states = make_states(mesh, layout)
     applied: dict[str, int] = {}
-    found = load(path, states, applied, mesh, moments=ToyMoments())
-    assert found == run_state(step)
+    loaded = load(path, states, applied, mesh, moments=ToyMoments())
+    assert loaded == run_state(step)
     assert applied == {state.name: step for state in states}
     check(states, step, (WEIGHTS, *MOMENTS, *[earlier_weights(age) for age in range(1, earlier + 1)]))
 

@@ -40,8 +40,8 @@ def test_full_disks_and_unknown_host_names_are_problems(
 
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=5e8))
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    found = problems(capsys)
-    for problem, words in zip(found, ((socket.gethostname(), "/etc/hosts"), ("500.0 MB", "disk")), strict=True):
+    reported = problems(capsys)
+    for problem, words in zip(reported, ((socket.gethostname(), "/etc/hosts"), ("500.0 MB", "disk")), strict=True):
         assert all(word in problem for word in words)
 
 

@@ -53,15 +53,15 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, Any]:
     capsys.readouterr()
     assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", "--json", *words]) == 0
-    found: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return found
+    report: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return report
 
 
-def check_same(found: dict[str, Any], record: dict[str, Any]) -> None:
+def check_same(report: dict[str, Any], record: dict[str, Any]) -> None:
     for name in ("loss", "perplexity", "terms", "accuracies"):
-        assert found[name] == pytest.approx(record[name], rel=1e-5), name
-    assert found["loss_tokens"] == record["loss_tokens"]
-    assert found["step"] == STEPS
+        assert report[name] == pytest.approx(record[name], rel=1e-5), name
+    assert report["loss_tokens"] == record["loss_tokens"]
+    assert report["step"] == STEPS
 
 
 def test_the_numbers_are_those_of_training(
@@ -92,12 +92,12 @@ def test_another_shard_is_evaluated_whole_in_full_batches(
     if folder.name.startswith("bert"):
         pytest.skip("a BERT's samples depend on sentences")
     prefix = write_shard(tmp_path, documents=30, seed=5)
-    found = evaluated(capsys, folder, "--data-prefix", prefix, "--batch-size", "7")
+    report = evaluated(capsys, folder, "--data-prefix", prefix, "--batch-size", "7")
     tokens = (tmp_path / "corpus.bin").stat().st_size // 2
     samples = (tokens - 1) // 16
-    assert found["samples"] == samples // 7 * 7
-    assert 0 < found["loss_tokens"] <= 16 * found["samples"]
-    assert found["data"] == [prefix]
+    assert report["samples"] == samples // 7 * 7
+    assert 0 < report["loss_tokens"] <= 16 * report["samples"]
+    assert report["data"] == [prefix]
 
 
 def test_wrong_input_is_one_line(run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:

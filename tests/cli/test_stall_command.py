@@ -42,21 +42,21 @@ def stalls(config: Path, *more: str) -> dict[str, Any]:
     output = config.parent / "stalls.json"
     status = main(["--config", str(config), "--steps", "3", "--warm-up", "1", "--json", str(output), *more])
     assert status == 0
-    found: dict[str, Any] = json.loads(output.read_text())
-    return found
+    report: dict[str, Any] = json.loads(output.read_text())
+    return report
 
 
 def test_a_configuration_is_measured_and_reported(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = stalls(config)
-    assert found["tokens_per_step"] == 8 * 16
-    assert found["samples_per_step"] == 8
-    rates = found["tokens_per_second"]
-    seconds = found["seconds_per_step"]
+    report = stalls(config)
+    assert report["tokens_per_step"] == 8 * 16
+    assert report["samples_per_step"] == 8
+    rates = report["tokens_per_second"]
+    seconds = report["seconds_per_step"]
     assert rates["ingestion"] == pytest.approx(128 / seconds["resident"]["whole"])
     assert rates["preparation"] == pytest.approx(128 / seconds["loading_cached"]["whole"])
-    assert found["samples_per_second"]["ingestion"] == pytest.approx(rates["ingestion"] / 16)
-    assert not found["ingestion_was_given"]
-    assert (found["storage_not_measured"] is None) == (seconds["cold"] is not None)
+    assert report["samples_per_second"]["ingestion"] == pytest.approx(rates["ingestion"] / 16)
+    assert not report["ingestion_was_given"]
+    assert (report["storage_not_measured"] is None) == (seconds["cold"] is not None)
     printed = capsys.readouterr().out
     assert "ingestion: model, batches in memory" in printed
     assert "stalls, as shares of a step: preparation" in printed
@@ -65,12 +65,12 @@ def test_a_configuration_is_measured_and_reported(config: Path, capsys: pytest.C
 
 def test_a_given_ingestion_rate_is_shared_by_the_replicas(config: Path) -> None:
     layout = ("--parallel.data", "2", "--parallel.pipeline", "2", "--schedule.name", "1f1b")
-    found = stalls(config, "--ingestion-tokens-per-second", "64000", *layout, "--model.num-layers", "2")
-    assert found["tokens_per_second"]["ingestion"] == 32000
-    assert found["samples_per_step"] == 4
-    assert found["replicas"] == 2
+    report = stalls(config, "--ingestion-tokens-per-second", "64000", *layout, "--model.num-layers", "2")
+    assert report["tokens_per_second"]["ingestion"] == 32000
+    assert report["samples_per_step"] == 4
+    assert report["replicas"] == 2
     # 64 tokens at 32,000 per second: the pause that replaces the model takes at least this long.
-    assert found["seconds_per_step"]["resident"]["whole"] >= 0.002
+    assert report["seconds_per_step"]["resident"]["whole"] >= 0.002
 
 
 def test_reading_the_tokens_is_in_the_loaders_time(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,23 +88,23 @@ def test_reading_the_tokens_is_in_the_loaders_time(config: Path, monkeypatch: py
         return samples
 
     monkeypatch.setattr(stalls_module, "open_samples", slow_samples)
-    found = undisturbed(
+    report = undisturbed(
         lambda: stalls(config, "--ingestion-tokens-per-second", "64000"),
-        lambda found: found["stall_shares"]["preparation"] > 0.5,
+        lambda report: report["stall_shares"]["preparation"] > 0.5,
     )
-    assert found["seconds_per_step"]["loading_cached"]["whole"] >= 0.04
-    assert found["tokens_per_second"]["preparation"] <= 128 / 0.04
-    assert found["stall_shares"]["preparation"] > 0.5
-    assert found["what_if"]["accelerator_headroom"]["memory"] < 0.1
+    assert report["seconds_per_step"]["loading_cached"]["whole"] >= 0.04
+    assert report["tokens_per_second"]["preparation"] <= 128 / 0.04
+    assert report["stall_shares"]["preparation"] > 0.5
+    assert report["what_if"]["accelerator_headroom"]["memory"] < 0.1
 
 
 def test_files_that_stay_in_memory_are_not_called_cold(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stalls_module, "resident_share", lambda paths: 0.7)
-    found = stalls(config, "--ingestion-tokens-per-second", "1e6")
-    assert "70% of the shards remain in memory" in found["storage_not_measured"]
-    assert found["tokens_per_second"]["fetch"] is None
-    assert found["stall_shares"]["fetch"] is None
-    assert found["seconds_per_step"]["cold"] is None
+    report = stalls(config, "--ingestion-tokens-per-second", "1e6")
+    assert "70% of the shards remain in memory" in report["storage_not_measured"]
+    assert report["tokens_per_second"]["fetch"] is None
+    assert report["stall_shares"]["fetch"] is None
+    assert report["seconds_per_step"]["cold"] is None
 
 
 def test_a_corpus_that_one_read_caches_is_reported(
@@ -113,10 +113,10 @@ def test_a_corpus_that_one_read_caches_is_reported(
     """In memory after the first drop, before the second and after it."""
     shares = iter([0.0, 0.9, 0.0])
     monkeypatch.setattr(stalls_module, "resident_share", lambda paths: next(shares))
-    found = stalls(config, "--ingestion-tokens-per-second", "1e6")
-    assert found["resident_share_after_a_cold_run"] == 0.9
-    assert found["storage_not_measured"] is None
-    assert found["seconds_per_step"]["cold"] is not None
+    report = stalls(config, "--ingestion-tokens-per-second", "1e6")
+    assert report["resident_share_after_a_cold_run"] == 0.9
+    assert report["storage_not_measured"] is None
+    assert report["seconds_per_step"]["cold"] is not None
     assert "note: 90% of the shards were in memory after the run from storage" in capsys.readouterr().out
 
 
@@ -173,8 +173,8 @@ def test_a_bert_is_measured_by_the_same_command(tmp_path: Path) -> None:
         "parallel": {"device": "cpu"},
     }
     config.write_text(yaml.safe_dump(groups))
-    found = stalls(config)
-    assert found["tokens_per_step"] == 8 * 24
-    assert min(found["tokens_per_second"][name] for name in ("ingestion", "preparation")) > 0
+    report = stalls(config)
+    assert report["tokens_per_step"] == 8 * 24
+    assert min(report["tokens_per_second"][name] for name in ("ingestion", "preparation")) > 0
     given = stalls(config, "--ingestion-tokens-per-second", "1e6")
     assert given["tokens_per_second"]["ingestion"] == 1e6

@@ -66,5 +66,7 @@ def test_flags_read_numbers_with_field_types() -> None:
 
 @given(st.integers(0, 10**9), st.floats(0, 1e300))
 def test_what_is_right_is_read(count: int, number: float) -> None:
-    found = parser().parse_args(["count", "--times", f"{count + 1}", "--skip", f"{count}", "--within", f"{number!r}"])
-    assert (found.times, found.skip, found.within) == (count + 1, count, number)
+    arguments = parser().parse_args(
+        ["count", "--times", f"{count + 1}", "--skip", f"{count}", "--within", f"{number!r}"]
+    )
+    assert (arguments.times, arguments.skip, arguments.within) == (count + 1, count, number)

@@ -15,15 +15,15 @@ from megapipe.config.load import build_parser, parse_as
 
 def bounded() -> list[tuple[str, str, Any, Bound]]:
     """Return (group, field, type, bound) for each bounded number of a run."""
-    found = []
+    names = []
     for group in fields(BertPretrainConfig):
         if is_dataclass(group.default_factory):
             for name, hint in type_hints(group.default_factory).items():
                 kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
                 kind = next((each for each in kinds if bound_of(each)), None)
                 if kind is not None:
-                    found.append((group.name, name, kind, bound_of(kind)))
-    return found
+                    names.append((group.name, name, kind, bound_of(kind)))
+    return names
 
 
 def wrong_values(kind: Any, bound: Bound) -> list[float]:
@@ -70,8 +70,8 @@ def test_all_numbers_outside_their_bounds_are_reported_together() -> None:
 
 def test_parts_of_lists_and_mappings_have_bounds() -> None:
     default = BertPretrainConfig()
-    found = bound_problems(replace(default.data, blend={"a": 1.0, "b": 0.0}), "data")
-    assert found == ["data.blend.b is 0.0; it must be above 0"]
+    problems = bound_problems(replace(default.data, blend={"a": 1.0, "b": 0.0}), "data")
+    assert problems == ["data.blend.b is 0.0; it must be above 0"]
     assert bound_problems(replace(default.optimizer, betas=(0.9, 1.0))) == [
         "betas[1] is 1.0; it must be at least 0 and below 1"
     ]

@@ -170,9 +170,9 @@ def test_printed_configuration_reads_back(tmp_path: Path) -> None:
 
 def test_a_schedule_file_rules_out_what_it_says_itself() -> None:
     config = parse(["--schedule.name", "mine.txt", "--schedule.two_bp", "true", "--schedule.update", "eager"])
-    found = [problem for problem in config.problems() if problem.startswith("schedule.")]
-    assert [problem.split(" is ")[0] for problem in found] == ["schedule.two_bp", "schedule.update"]
-    assert "leave schedule.two_bp out" in found[0]
+    problems = [problem for problem in config.problems() if problem.startswith("schedule.")]
+    assert [problem.split(" is ")[0] for problem in problems] == ["schedule.two_bp", "schedule.update"]
+    assert "leave schedule.two_bp out" in problems[0]
     assert parse(["--schedule.name", "mine.txt", "--schedule.receive_ahead", "2"]).schedule.problems() == []
 
 

@@ -60,11 +60,11 @@ def test_inspect_prints_tables_and_json(checkpoint: Path, capsys: pytest.Capture
     assert ["weights", str(len(tensors(0))), f"{elements:,}", f"{4 * elements:,}", "F32"] in rows
     assert [QKV, "weights", *["4", "x", "3", "x", "8", "x", "32"], "F32", "12,288"] in rows
     assert main(["inspect", str(checkpoint), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["run"]["step"] == 5
-    assert found["model"]["hidden_size"] == 32
-    assert found["parameters"] == elements
-    assert {"name": QKV, "kind": "moment", "shape": [4, 3, 8, 32], "dtype": "F32", "bytes": 12288} in found["tensors"]
+    report = json.loads(capsys.readouterr().out)
+    assert report["run"]["step"] == 5
+    assert report["model"]["hidden_size"] == 32
+    assert report["parameters"] == elements
+    assert {"name": QKV, "kind": "moment", "shape": [4, 3, 8, 32], "dtype": "F32", "bytes": 12288} in report["tensors"]
 
 
 def test_verify_names_every_bad_file_and_tensor(
@@ -263,9 +263,9 @@ def test_help_needs_no_torch() -> None:
         "import sys\nfrom megapipe.conversion.command import main\n"
         "try:\n    main(['convert', '--help'])\nexcept SystemExit:\n    print('torch' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "--max-shard-bytes" in found.stdout
-    assert found.stdout.splitlines()[-1] == "False"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--max-shard-bytes" in done.stdout
+    assert done.stdout.splitlines()[-1] == "False"
 
 
 @pytest.mark.slow

@@ -180,8 +180,8 @@ def test_a_gguf_converter_reads_an_exported_llama(tmp_path: Path, monkeypatch: p
 def test_text_generation_ends_with_the_document(gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer: Any = transformers.pipeline("text-generation", model=str(gpt))
     for text, (first, *_) in zip(TEXTS, WORDS, strict=True):
-        (found,) = writer(first, max_new_tokens=28, do_sample=False)
-        assert found["generated_text"] == text
+        (generated,) = writer(first, max_new_tokens=28, do_sample=False)
+        assert generated["generated_text"] == text
         capsys.readouterr()
         words = ["--prompt", first, "--temperature", "0", "--max-new-tokens", "24", "--device", "cpu"]
         assert generate(["--checkpoint", str(gpt), *words]) == 0
@@ -195,8 +195,8 @@ def test_padded_batches_continue_like_single_texts(gpt: Path) -> None:
     prompts = [" ".join(words[: number + 1]) for number, words in enumerate(WORDS)]
     batch = tokenizer(prompts, padding=True, return_tensors="pt")
     assert batch.attention_mask.sum(1).unique().numel() > 1
-    found = model.generate(**batch, max_new_tokens=28, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    assert tokenizer.batch_decode(found, skip_special_tokens=True) == TEXTS
+    tokens = model.generate(**batch, max_new_tokens=28, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+    assert tokenizer.batch_decode(tokens, skip_special_tokens=True) == TEXTS
 
 
 def test_gaps_are_filled_by_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,8 +209,8 @@ def test_gaps_are_filled_by_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFix
     assert type(filler.model) is transformers.BertForMaskedLM
     capsys.readouterr()
     assert fill_mask(["--checkpoint", str(folder), "--text", text, "--top-k", "1", "--device", "cpu"]) == 0
-    (found,) = filler(text, top_k=1)
-    assert f"gap 1: {found['token_str']} {found['score']:.1%}\n" in capsys.readouterr().out
+    (filled,) = filler(text, top_k=1)
+    assert f"gap 1: {filled['token_str']} {filled['score']:.1%}\n" in capsys.readouterr().out
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     first, second = tokenizer(["word1", "word2 word3"], ["word4", "word5"], padding=True).input_ids
     names = "[CLS] word1 [SEP] word4 [SEP] [PAD]", "[CLS] word2 word3 [SEP] word5 [SEP]"
@@ -292,12 +292,12 @@ def test_tasks_have_the_scores_of_lm_evals_own_loader(
         finished = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
         assert finished.returncode == 0, finished.stderr
         output = finished.stdout
-    found = json.loads(output.splitlines()[-1])["tasks"]
+    scores = json.loads(output.splitlines()[-1])["tasks"]
     for name in KINDS:
         numbers = {metric: each for metric, each in theirs[name].items() if isinstance(each, float)}
         assert numbers
         for metric, number in numbers.items():
-            assert found[name][metric] == pytest.approx(number, rel=1e-4, nan_ok=True), (name, metric)
+            assert scores[name][metric] == pytest.approx(number, rel=1e-4, nan_ok=True), (name, metric)
 
 
 @pytest.mark.slow
@@ -321,16 +321,16 @@ def test_lm_eval_scores_an_export(gpt: Path, tasks: Path) -> None:
     from lm_eval.tasks import TaskManager
 
     model = HFLM(pretrained=str(gpt), device="cpu", batch_size=2)
-    found = simple_evaluate(
+    results = simple_evaluate(
         model,
         tasks=["ends"],
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
         bootstrap_iters=0,
     )
-    assert found["results"]["ends"]["acc,none"] == 1.0
+    assert results["results"]["ends"]["acc,none"] == 1.0
     logits = transformers.AutoModelForCausalLM.from_pretrained(gpt)
     tokenizer = transformers.AutoTokenizer.from_pretrained(gpt)
-    for sample, text, (first, *_) in zip(found["samples"]["ends"], TEXTS, WORDS, strict=True):
+    for sample, text, (first, *_) in zip(results["samples"]["ends"], TEXTS, WORDS, strict=True):
         ids = torch.tensor([tokenizer(text).input_ids])
         start = len(tokenizer(first).input_ids)
         with torch.no_grad():

@@ -34,18 +34,18 @@ class FailingDisk:
             self.count += 1
             if self.count - 1 == at:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            found = operation(*arguments)
+            result = operation(*arguments)
             self.renamed |= name == "rename"
-            return found
+            return result
 
         return run
 
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
-    found = MegapipeSource(write(tmp_path_factory.mktemp("source") / "step", tensors(0)))
-    yield found
-    found.close()
+    opened = MegapipeSource(write(tmp_path_factory.mktemp("source") / "step", tensors(0)))
+    yield opened
+    opened.close()
 
 
 def convert(source: Source, kind: str, path: Path) -> None:
@@ -75,10 +75,10 @@ def test_every_operation_fails_once(
 
 
 def assert_whole(source: Source, kind: str, path: Path) -> None:
-    found = FORMATS[kind].open_source(path, True)
-    for tensor in found.contents.tensors:
-        assert torch.equal(found.read(tensor), source.read(tensor))
-    found.close()
+    opened = FORMATS[kind].open_source(path, True)
+    for tensor in opened.contents.tensors:
+        assert torch.equal(opened.read(tensor), source.read(tensor))
+    opened.close()
 
 
 def test_leftovers_of_a_killed_conversion_are_reported(

@@ -84,13 +84,13 @@ def described(name: str, start: int, stop: int) -> str:
 
 
 def climbing_tensor(folder: Path) -> None:
-    found = safetensors.torch.load_file(folder / SINGLE)
-    safetensors.torch.save_file({**found, "../../x": torch.zeros(2)}, folder / SINGLE)
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**tensors, "../../x": torch.zeros(2)}, folder / SINGLE)
 
 
 def wrong_shape(folder: Path) -> None:
-    found = safetensors.torch.load_file(folder / SINGLE)
-    safetensors.torch.save_file({**found, "transformer.wpe.weight": torch.zeros(1)}, folder / SINGLE)
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**tensors, "transformer.wpe.weight": torch.zeros(1)}, folder / SINGLE)
 
 
 def pickled(folder: Path) -> None:
@@ -237,8 +237,8 @@ def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:
     target = MegapipeTarget(tmp_path / "a/b/c", Contents(ModelConfig(), (tensor,)))
     target.add(tensor, torch.ones(2))
     target.abandon()
-    found = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
-    assert found == {"a", "a/b"}
+    files = {path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")}
+    assert files == {"a", "a/b"}
 
 
 def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -146,8 +146,8 @@ def opened(folder: Path) -> HuggingFaceSource | None:
 
 def check_logits(folder: Path, source: HuggingFaceSource, what: str) -> None:
     weights = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
-    for found, expected in logits_of(folder, source.contents.model, weights):
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), what
+    for logits, expected in logits_of(folder, source.contents.model, weights):
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max(), what
 
 
 def fields_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -72,9 +72,9 @@ def test_any_slice(checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], data: 
     tensor = data.draw(st.sampled_from(source.contents.tensors))
     bounds = [data.draw(st.lists(st.integers(0, n), min_size=2, max_size=2, unique=True)) for n in tensor.shape]
     index = tuple(slice(min(pair), max(pair)) for pair in bounds)
-    found = source.read(tensor, index)
-    assert found.is_contiguous()
-    assert torch.equal(found, expected[tensor.kind][tensor.name][index])
+    values = source.read(tensor, index)
+    assert values.is_contiguous()
+    assert torch.equal(values, expected[tensor.kind][tensor.name][index])
     source.close()
 
 
@@ -124,6 +124,6 @@ def test_a_run_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
     assert main(["convert", str(tmp_path / "run" / step), "--to", "megapipe", str(tmp_path / "other" / step)]) == 0
     expected = run(layout, config, 4)
     config.training = replace(config.training, directory=str(tmp_path / "other"))
-    found = run(layout, config, 4)
-    assert found.start == expected.start == 2
-    assert_same_bits(found, expected)
+    outcome = run(layout, config, 4)
+    assert outcome.start == expected.start == 2
+    assert_same_bits(outcome, expected)

@@ -58,5 +58,5 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         (sharded, "megapipe", again, "--allow-pickle"),
     ):
         command = [sys.executable, "-c", CONVERT, source, kind, *target]
-        found = subprocess.run(command, check=True, capture_output=True, text=True)
-        assert int(found.stdout.splitlines()[-1]) < bound
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        assert int(done.stdout.splitlines()[-1]) < bound

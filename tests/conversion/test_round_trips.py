@@ -35,10 +35,10 @@ def theirs_of(name: str) -> nn.Module:
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
-        found.update(safetensors.torch.load_file(file))
-    return found
+        tensors.update(safetensors.torch.load_file(file))
+    return tensors
 
 
 FAMILIES = [
@@ -62,11 +62,11 @@ def trip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def test_every_bit_comes_back(trip: tuple[str, Path]) -> None:
     _, folder = trip
-    expected, found = tensors_of(folder / "theirs"), tensors_of(folder / "back")
-    assert found.keys() == expected.keys()
+    expected, actual = tensors_of(folder / "theirs"), tensors_of(folder / "back")
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype
+        assert torch.equal(actual[name], tensor), name
 
 
 def test_the_exported_configuration_is_the_one_that_was_read(trip: tuple[str, Path]) -> None:
@@ -90,9 +90,9 @@ def test_transformers_and_we_agree_on_logits(trip: tuple[str, Path]) -> None:
     source = MegapipeSource(folder / "ours")
     weights = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
     model = source.contents.model
-    for found, expected in logits_of(folder / "back", model, weights):
+    for ours, expected in logits_of(folder / "back", model, weights):
         assert 0.5 < expected.std() < 50.0
-        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+        assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max(), name
 
 
 def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -109,12 +109,12 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
             context = bert.make_context(model)
             layers = bert.bound(model, weights, torch.float32)
             real = torch.arange(bert.LENGTH) < context.lengths[:, None]
-            found, expected = (
+            actual, expected = (
                 bert.run(layers, replace(context, labels=None, training=False)),
                 bert.their_logits(theirs, context),
             )
             rows = (real, slice(None))
-            return [(ours[row], theirs[row]) for ours, theirs, row in zip(found, expected, rows, strict=False)]
+            return [(ours[row], theirs[row]) for ours, theirs, row in zip(actual, expected, rows, strict=False)]
         bound = bind_model(model)
         for layer in bound:
             for name, parameter in layer.parameters().items():
@@ -139,10 +139,10 @@ def test_an_untied_head_keeps_the_bias_that_transformers_reads(name: str, tmp_pa
     back, report = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"]
     context = bert.make_context(HuggingFaceSource(tmp_path / "theirs").contents.model)
-    for found, expected in zip(
+    for ours, expected in zip(
         bert.their_logits(back.eval(), context), bert.their_logits(theirs, context), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(ours, expected)
 
 
 def test_tokenizers_whose_padding_differs_from_positions_are_refused(
@@ -224,10 +224,10 @@ def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
     model, values = balanced(tmp_path)
     assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 0
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "ernie4_5_moe"
-    ((found, expected),) = logits_of(tmp_path / "back", model, values)
-    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    ((ours, expected),) = logits_of(tmp_path / "back", model, values)
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
     ((without, _),) = logits_of(tmp_path / "theirs", replace(model, expert_balance_rate=0.0), values)
-    assert (found - without).abs().max() > 0.1 * expected.abs().max(), "the biases decided nothing"
+    assert (ours - without).abs().max() > 0.1 * expected.abs().max(), "the biases decided nothing"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_router_and_biases_may_be_fp32_among_bf16(tmp_path: Path, capsys: pytest
     assert main(["convert", ours, "--to", "hf", back]) == 2
     assert "choose it with --precision" in capsys.readouterr().err
     assert main(["convert", ours, "--to", "hf", back, "--precision", "fp32"]) == 0
-    found = tensors_of(tmp_path / "back")
-    assert found.keys() == stored.keys()
+    tensors = tensors_of(tmp_path / "back")
+    assert tensors.keys() == stored.keys()
     for name, tensor in stored.items():
-        assert torch.equal(found[name], tensor.float()), name
+        assert torch.equal(tensors[name], tensor.float()), name

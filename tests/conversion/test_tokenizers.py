@@ -50,17 +50,17 @@ def pair(
         first = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]") if "wordpiece" in request.param else ()
         Path(spec).write_bytes(train(CORPUS, SIZES[request.param], first))
     model = BertModelConfig(vocabulary_size=512) if "wordpiece" in request.param else ModelConfig(vocabulary_size=512)
-    found = exported_tokenizer(spec, model)
-    assert bool(found.note) == ("unigram" in request.param)
-    return open_tokenizer(spec), loaded(found, folder / "out")
+    exported = exported_tokenizer(spec, model)
+    assert bool(exported.note) == ("unigram" in request.param)
+    return open_tokenizer(spec), loaded(exported, folder / "out")
 
 
-def loaded(found: ExportedTokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
+def loaded(exported: ExportedTokenizer, folder: Path) -> transformers.PreTrainedTokenizerBase:
     """Return the tokenizer that transformers loads from exported files."""
     folder.mkdir()
-    for name, content in found.files.items():
+    for name, content in exported.files.items():
         (folder / name).write_bytes(content)
-    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **found.ids}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "gpt2", **exported.ids}))
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -132,9 +132,9 @@ def prefixed(
     }
     folder = tmp_path_factory.mktemp("prefixed")
     path = trained(folder / "ours.model", **options[request.param])
-    found = exported_tokenizer(str(path), ModelConfig(vocabulary_size=512))
-    assert found.files["tokenizer.model"] == path.read_bytes()
-    return open_tokenizer(str(path)), loaded(found, folder / "out")
+    exported = exported_tokenizer(str(path), ModelConfig(vocabulary_size=512))
+    assert exported.files["tokenizer.model"] == path.read_bytes()
+    return open_tokenizer(str(path)), loaded(exported, folder / "out")
 
 
 @settings(max_examples=100, deadline=None)
@@ -146,10 +146,10 @@ def test_models_that_add_a_space_give_the_same_ids(
     assume(not any(name in text for name in theirs.all_special_tokens))
     if isinstance(ours, SentencePieceTokenizer) and ours.normalizes:
         assume(not any(unicodedata.category(letter)[0] == "M" or letter in "ﾞﾟ" for letter in text))
-    found = theirs(text, add_special_tokens=False).input_ids
-    assert same(ours, found, text)
-    if not isinstance(ours, SentencePieceTokenizer) or ours.unknown not in found:
-        assert theirs.decode(found) == ours.decode(found)
+    ids = theirs(text, add_special_tokens=False).input_ids
+    assert same(ours, ids, text)
+    if not isinstance(ours, SentencePieceTokenizer) or ours.unknown not in ids:
+        assert theirs.decode(ids) == ours.decode(ids)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +183,9 @@ def test_files_of_older_kinds(kind: str, tmp_path: Path) -> None:
     model.save(str(tmp_path))
     spec = f"bert-uncased:{tmp_path / 'vocab.txt'}" if special else str(tmp_path / "vocab.json")
     config = BertModelConfig(vocabulary_size=512) if special else ModelConfig(vocabulary_size=512)
-    found = exported_tokenizer(spec, config)
-    assert not found.note
-    for name, content in found.files.items():
+    exported = exported_tokenizer(spec, config)
+    assert not exported.note
+    for name, content in exported.files.items():
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / name).write_bytes(content)
     ours, theirs = open_tokenizer(spec), transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
@@ -202,14 +202,14 @@ def tiktoken_pair(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[T
     tokens = [bytes(bytes_of[letter] for letter in name) for name in names]
     path = tmp_path_factory.mktemp("tiktoken") / "any.tiktoken"
     path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
-    found = {}
+    pieces = {}
     for encoding in ENCODINGS:
         spec = f"{encoding}:{path}"
         exported = exported_tokenizer(spec, ModelConfig(vocabulary_size=200_100))
         assert not exported.note
         theirs = tokenizers.Tokenizer.from_str(exported.files["tokenizer.json"].decode())
-        found[encoding] = open_tokenizer(spec), theirs
-    return found
+        pieces[encoding] = open_tokenizer(spec), theirs
+    return pieces
 
 
 @settings(max_examples=100, deadline=None)
@@ -234,9 +234,13 @@ def test_hugging_face_folders_are_copied_file_by_file(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(content)
     (tmp_path / "config.json").write_text('{"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 4000}')
     (tmp_path / "other.py").write_text("import this")
-    found = exported_tokenizer(str(tmp_path), ModelConfig(vocabulary_size=300))
-    assert found.files == files
-    assert found.ids == {"bos_token_id": 5, "eos_token_id": [0, 7], "pad_token_id": 1}  # 4000 is no row of the model
+    exported = exported_tokenizer(str(tmp_path), ModelConfig(vocabulary_size=300))
+    assert exported.files == files
+    assert exported.ids == {
+        "bos_token_id": 5,
+        "eos_token_id": [0, 7],
+        "pad_token_id": 1,
+    }  # 4000 is no row of the model
 
 
 @pytest.mark.parametrize("middle", ["megapipe", "hf"])

@@ -98,8 +98,8 @@ END = 0
 @given(st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=4))
 def test_starts_are_the_last_boundary_passed(rows: list[list[int]]) -> None:
     starts = document_starts([np.array(sorted(set(row)), dtype=np.int64) for row in rows], 9)
-    for row, found in zip(rows, starts.tolist(), strict=True):
-        assert found == [max([0, *[place for place in row if place <= token]]) for token in range(9)]
+    for row, actual in zip(rows, starts.tolist(), strict=True):
+        assert actual == [max([0, *[place for place in row if place <= token]]) for token in range(9)]
 
 
 def test_documents_end_at_the_mark(tmp_path: Path) -> None:

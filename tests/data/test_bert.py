@@ -78,8 +78,8 @@ def test_a_sample_depends_only_on_seed_and_number(data: BertDataConfig) -> None:
         for begin in range(0, 24, size):
             rows = order[begin : begin + size]
             part = samples.batch(rows + 100)
-            for found, expected in zip(part, whole, strict=True):
-                assert np.array_equal(found, expected[rows])
+            for actual, expected in zip(part, whole, strict=True):
+                assert np.array_equal(actual, expected[rows])
 
 
 def test_past_the_end_of_a_sequential_order_nothing_counts(data: BertDataConfig) -> None:
@@ -187,47 +187,47 @@ def test_parts_are_runs_of_text_in_the_labels_order(
     shard = shard_of(tmp_path, documents)
     source = open_pairs(shard, pairs=pairs, sequence_length=length, short_probability=short)
     for ordinal in range(2 * len(source)):
-        found = source.parts(ordinal)
-        first, second = found.first, found.second
-        assert found.real
-        assert 1 <= found.num_tokens <= source.max_tokens
+        pair = source.parts(ordinal)
+        first, second = pair.first, pair.second
+        assert pair.real
+        assert 1 <= pair.num_tokens <= source.max_tokens
         assert len(documents_of(shard, first)) == 1
         if pairs == "none":
-            assert (second, found.label) == ((0, 0), 0)
+            assert (second, pair.label) == ((0, 0), 0)
             continue
         assert first[0] < first[1]
         assert second[0] < second[1]
         together = documents_of(shard, first) | documents_of(shard, second)
         if pairs == "next":
-            assert len(together) == 1 + found.label
-            assert found.label or first[1] <= second[0]
+            assert len(together) == 1 + pair.label
+            assert pair.label or first[1] <= second[0]
         else:
             assert len(together) == 1
-            assert (second[1] <= first[0]) if found.label else (first[1] <= second[0])
+            assert (second[1] <= first[0]) if pair.label else (first[1] <= second[0])
 
 
 def test_a_sample_that_fits_has_whole_sentences(tmp_path: Path) -> None:
     shard = shard_of(tmp_path, [[4, 3, 5, 2]])
     source = open_pairs(shard, sequence_length=17, short_probability=0.0)
     for ordinal in range(50):
-        found = source.parts(ordinal)
+        pair = source.parts(ordinal)
         ends = {0, 4, 7, 12, 14}
-        assert {*found.first, *found.second} <= ends
-        assert found.num_tokens == 14
-        inner = sorted([found.first, found.second])
+        assert {*pair.first, *pair.second} <= ends
+        assert pair.num_tokens == 14
+        inner = sorted([pair.first, pair.second])
         assert inner[0][1] == inner[1][0]
 
 
 def test_labels_and_short_samples_have_their_probabilities(tmp_path: Path) -> None:
     shard = shard_of(tmp_path, [[2] * 400 for _ in range(20)])
     source = open_pairs(shard, sequence_length=103, short_probability=0.2)
-    found = [source.parts(ordinal) for ordinal in range(4000)]
-    labels = sum(parts.label for parts in found)
+    pairs = [source.parts(ordinal) for ordinal in range(4000)]
+    labels = sum(parts.label for parts in pairs)
     assert abs(labels - 2000) < 5 * 1000**0.5
     # Targets are uniform in [2, 100]: a short one is below 99 with probability 97/99 (sentences have two tokens).
-    short = sum(parts.num_tokens < 99 for parts in found)
+    short = sum(parts.num_tokens < 99 for parts in pairs)
     assert abs(short - 800 * 97 / 99) < 5 * (4000 * 0.16) ** 0.5
-    lengths = np.array([parts.num_tokens for parts in found if parts.num_tokens < 99])
+    lengths = np.array([parts.num_tokens for parts in pairs if parts.num_tokens < 99])
     assert abs(lengths.mean() - 51) < 5 * 29 / len(lengths) ** 0.5
 
 
@@ -330,10 +330,10 @@ def sample(number: int, length: int = LENGTH, words_only: bool = False) -> tuple
     return tokens, parts
 
 
-def hidden_of(found: Masking, number: int, **how: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+def hidden_of(rule: Masking, number: int, **how: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(text, seen, positions, parts) of a sample."""
     tokens, parts = sample(number, **how)  # type: ignore[arg-type]
-    masked = found.apply(tokens, parts, Draws(7, "test", number))
+    masked = rule.apply(tokens, parts, Draws(7, "test", number))
     assert np.array_equal(masked.labels, tokens[masked.positions])
     untouched = np.ones(len(tokens), dtype=bool)
     untouched[masked.positions] = False
@@ -348,13 +348,13 @@ def within(count: int, probability: float, trials: int, sigmas: float = 5.0) -> 
 
 @pytest.mark.parametrize("lengths", ["inverse", pytest.param("geometric", marks=pytest.mark.exhaustive)])
 def test_statistics_of_many_tokens(lengths: str) -> None:
-    found = masking(ngram_lengths=lengths, max_ngram=3 if lengths == "inverse" else 10)
+    rule = masking(ngram_lengths=lengths, max_ngram=3 if lengths == "inverse" else 10)
     budget = masking_budget(0.15, LENGTH)
     total = hidden = masks = kept = 0
     strangers = np.zeros(PIECES, dtype=int)
     runs = 0
     for number in range(TOKENS // LENGTH + 1):
-        tokens, seen, positions, parts = hidden_of(found, number)
+        tokens, seen, positions, parts = hidden_of(rule, number)
         assert len(positions) <= budget
         assert (parts[positions] >= 0).all(), "a special token was hidden"
         before = tokens[positions]
@@ -381,9 +381,9 @@ def test_statistics_of_many_tokens(lengths: str) -> None:
 
 @pytest.mark.parametrize("probability", [0.05, 0.9])
 def test_words_are_hidden_whole(probability: float) -> None:
-    found = masking(mask_probability=probability)
+    rule = masking(mask_probability=probability)
     for number in range(200):
-        tokens, _, positions, parts = hidden_of(found, number)
+        tokens, _, positions, parts = hidden_of(rule, number)
         hidden = np.zeros(LENGTH, dtype=bool)
         hidden[positions] = True
         inside = VOCABULARY.continues[tokens[1:]] & (parts[1:] == parts[:-1])
@@ -391,11 +391,11 @@ def test_words_are_hidden_whole(probability: float) -> None:
 
 
 def test_pieces_are_hidden_singly_without_whole_words() -> None:
-    found = masking(whole_words=False, max_ngram=1)
+    rule = masking(whole_words=False, max_ngram=1)
     places = np.zeros(LENGTH)
     torn = 0
     for number in range(1500):
-        tokens, _, positions, _ = hidden_of(found, number)
+        tokens, _, positions, _ = hidden_of(rule, number)
         assert len(positions) == masking_budget(0.15, LENGTH)
         places[positions] += 1
         hidden = np.isin(np.arange(LENGTH), positions)
@@ -408,15 +408,15 @@ def test_pieces_are_hidden_singly_without_whole_words() -> None:
 
 
 def test_spanberts_runs_are_replaced_together() -> None:
-    found = masking(ngram_lengths="geometric", max_ngram=10)
-    shares = np.diff(found.lengths, prepend=0.0)
+    rule = masking(ngram_lengths="geometric", max_ngram=10)
+    shares = np.diff(rule.lengths, prepend=0.0)
     assert (shares * np.arange(1, 11)).sum() == pytest.approx(3.8, abs=0.005), "the mean in section 3.1 of the paper"
     mixed = {}
     for lengths in ("geometric", "inverse"):
-        found = masking(ngram_lengths=lengths, max_ngram=3, mask_probability=0.02)  # a budget of three tokens
+        rule = masking(ngram_lengths=lengths, max_ngram=3, mask_probability=0.02)  # a budget of three tokens
         fates = []
         for number in range(1000):
-            tokens, seen, positions, _ = hidden_of(found, number, words_only=True)
+            tokens, seen, positions, _ = hidden_of(rule, number, words_only=True)
             if np.ptp(positions) == 2:  # one run, or seldom several that touch
                 same = seen[positions] == tokens[positions]
                 fates.append(len(set(np.where(seen[positions] == VOCABULARY.mask, 2, same).tolist())))
@@ -427,15 +427,15 @@ def test_spanberts_runs_are_replaced_together() -> None:
 
 
 def test_short_samples_hide_at_least_one_token() -> None:
-    found = masking()
+    rule = masking()
     tokens = np.array([2, 10, 3, 11, 3])
     parts = np.array([-1, 0, -1, 1, -1])
     for number in range(50):
-        assert len(found.apply(tokens, parts, Draws(0, "short", number)).positions) == 1
+        assert len(rule.apply(tokens, parts, Draws(0, "short", number)).positions) == 1
     # One word of two pieces does not fit into a budget of one.
     word = np.array([2, 10, 800, 3, 11, 801, 3])
     parts = np.array([-1, 0, 0, -1, 1, 1, -1])
-    assert len(found.apply(word, parts, Draws(0, "short", 0)).positions) == 0
+    assert len(rule.apply(word, parts, Draws(0, "short", 0)).positions) == 0
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="megatron-core has no wheel from Python 3.14 on")
@@ -465,10 +465,10 @@ def test_megatron_core_hides_runs_of_the_same_lengths(max_ngram: int) -> None:
         tokens = np.concatenate([tokens[:1], tokens[inner], tokens[-1:]])
         parts = np.where(np.isin(np.arange(len(tokens)), (0, len(tokens) - 1)), -1, 0)
         tokens[1] = 10  # a word starts
-        found = ours.apply(tokens, parts, Draws(1, "ours", number)).positions
+        hidden = ours.apply(tokens, parts, Draws(1, "ours", number)).positions
         state = np.random.RandomState(number)
         other = Theirs._create_masked_lm_predictions(theirs, tokens.tolist(), LENGTH, state)[1]
-        for name, positions in (("ours", found), ("theirs", np.array(other))):
+        for name, positions in (("ours", hidden), ("theirs", np.array(other))):
             edges = np.flatnonzero(np.diff(positions, prepend=-9, append=999) > 1)
             counts[name] += np.bincount(np.diff(edges), minlength=60)
     tokens_hidden = {name: (runs * np.arange(60)).sum() for name, runs in counts.items()}

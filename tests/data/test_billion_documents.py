@@ -93,7 +93,7 @@ def test_documents_among_a_billion_are_where_the_rule_says(monkeypatch: pytest.M
     windows = samples.windows(np.arange(200))
     assert len(set(windows.tolist())) == 200
     assert windows.max() > len(samples) * 0.9
-    for window, found in zip(windows.tolist(), samples.boundaries(np.arange(200)), strict=True):
+    for window, boundaries in zip(windows.tolist(), samples.boundaries(np.arange(200)), strict=True):
         first = window * 2048
         expected = [place for place in range(1, 2049) if (first + place - 1) % LENGTH == 0]
-        assert found.tolist() == expected
+        assert boundaries.tolist() == expected

@@ -146,8 +146,8 @@ def test_boundaries_are_where_the_numbers_jump(tmp_path: Path) -> None:
     samples = MegatronSamples(prefix, split="train", shares="1", sequence_length=9, seed=3, num_samples=40)
     for ordinal in range(40):
         tokens = samples.tokens(ordinal)
-        found = samples.boundaries([ordinal])[0].tolist()
-        assert found == [place for place in range(1, 10) if tokens[place] in starts]
+        boundaries = samples.boundaries([ordinal])[0].tolist()
+        assert boundaries == [place for place in range(1, 10) if tokens[place] in starts]
 
 
 @settings(max_examples=100, deadline=None)
@@ -158,9 +158,9 @@ def test_blending_is_megatrons(weights: list[float], num_samples: int) -> None:
     corpora, within = np.zeros(order.num_samples, dtype=np.int16), np.zeros(order.num_samples, dtype=np.int64)
     again = (shares / np.sum(shares)).tolist()
     helpers_cpp.build_blending_indices(corpora, within, again, len(again), order.num_samples, False)
-    found = order.assign(np.arange(order.num_samples))
-    assert found[0].tolist() == corpora.tolist()
-    assert found[1].tolist() == within.tolist()
+    assigned = order.assign(np.arange(order.num_samples))
+    assert assigned[0].tolist() == corpora.tolist()
+    assert assigned[1].tolist() == within.tolist()
     assert order.num_samples >= num_samples
 
 

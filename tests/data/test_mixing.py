@@ -124,19 +124,19 @@ WEIGHTS = [2.0, 0.5]
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[BertDataConfig]:
     """Corpora of different lengths."""
-    found = []
+    prefixes = []
     for seed, documents in ((1, 20), (2, 70)):
         content = random_documents(np.random.default_rng(seed), documents, SIZE)
         folder = tmp_path_factory.mktemp(f"corpus{seed}")
-        found.append(write_sentences(folder, content, SIZE, sequence_length=24))
-    return found
+        prefixes.append(write_sentences(folder, content, SIZE, sequence_length=24))
+    return prefixes
 
 
 def opened_blend(data: BertDataConfig, **changes: object) -> BlendedBertSamples:
     how = {"split": "train", "seed": 5, "vocabulary_size": SIZE}
-    found = open_bert_samples(data, **{**how, **changes})  # type: ignore[arg-type]
-    assert isinstance(found, BlendedBertSamples)
-    return found
+    samples = open_bert_samples(data, **{**how, **changes})  # type: ignore[arg-type]
+    assert isinstance(samples, BlendedBertSamples)
+    return samples
 
 
 def blended(corpora: Sequence[BertDataConfig]) -> BertDataConfig:
@@ -245,10 +245,10 @@ def test_documents_can_be_restored_except_three_tokens(samples: GptSamples) -> N
     assert np.array_equal(changed.num_labels(ordinals), samples.num_labels(ordinals))
     assert all(map(np.array_equal, changed.boundaries(ordinals), boundaries))
     rows = zip(changed.tokens(ordinals), samples.tokens(ordinals), boundaries, strict=True)
-    for found, original, places in rows:
+    for changed_row, original, places in rows:
         bounds = [0, *places.tolist(), 51]
         for begin, end in itertools.pairwise(bounds):
-            before, after = original[begin:end].tolist(), found[begin:end].tolist()
+            before, after = original[begin:end].tolist(), changed_row[begin:end].tolist()
             if before[-1] == END:
                 assert after[-1] == END
                 before, after = before[:-1], after[:-1]
@@ -269,9 +269,9 @@ def test_documents_can_be_restored_except_three_tokens(samples: GptSamples) -> N
 def test_cuts_are_uniform(samples: GptSamples) -> None:
     changed = FillInTheMiddle(samples, RULE, seed=8)
     shares = []
-    for found in changed.tokens(np.arange(len(samples))):
-        text = found.tolist()
-        for begin in np.flatnonzero(found == PREFIX).tolist():
+    for row in changed.tokens(np.arange(len(samples))):
+        text = row.tolist()
+        for begin in np.flatnonzero(row == PREFIX).tolist():
             part = text[begin:]
             if part[1] == SUFFIX or END not in part:
                 continue

@@ -55,12 +55,12 @@ def open_packed(prefix: Path, length: int, shuffle: bool, **changes: object) -> 
 def scored(samples: PackedSamples, ordinals: range) -> list[tuple[int, int]]:
     """Return every (input, label) that the loss counts."""
     source = MicrobatchSource(samples, data_rank=0, data_size=1, micro_size=1, mask_end_of_document=True)
-    found = []
+    pairs = []
     for ordinal in ordinals:
         batch = source.microbatch(ordinal, 0, 1)
         kept = batch.loss_mask > 0
-        found += zip(batch.tokens[kept].tolist(), batch.labels[kept].tolist(), strict=True)
-    return found
+        pairs += zip(batch.tokens[kept].tolist(), batch.labels[kept].tolist(), strict=True)
+    return pairs
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -81,8 +81,8 @@ def test_inputs_keep_their_order_and_are_read_once(tmp_path: Path) -> None:
     for name in ("z.txt", "a.txt", "m/b.txt", "m/a.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    found = find_inputs([str(tmp_path / "z.txt"), str(tmp_path / "**/*.txt"), str(tmp_path)], exclude=["*.md"])
-    assert [file.path.relative_to(tmp_path).as_posix() for file in found] == ["z.txt", "a.txt", "m/b.txt"]
+    inputs = find_inputs([str(tmp_path / "z.txt"), str(tmp_path / "**/*.txt"), str(tmp_path)], exclude=["*.md"])
+    assert [file.path.relative_to(tmp_path).as_posix() for file in inputs] == ["z.txt", "a.txt", "m/b.txt"]
     # Parts depend only on sizes, and text files are not cut.
     files = [InputFile(Path(f"{index}.txt"), size) for index, size in enumerate([10, 5, 30, 0, 7])]
     parts = list(cut_into_parts(files, 12))

@@ -51,9 +51,9 @@ def test_documents_come_in_order_from_small_pieces(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     files = find_inputs([write(tmp_path)])
-    found = list(cut_into_parts(files, part_bytes=20_000))
-    assert len(found) > 1 or files[0].is_compressed or files[0].path.name == "hub"
-    documents = [d for part in found for piece in part.pieces for d in read_documents(piece, ["title", "text"])]
+    parts = list(cut_into_parts(files, part_bytes=20_000))
+    assert len(parts) > 1 or files[0].is_compressed or files[0].path.name == "hub"
+    documents = [d for part in parts for piece in part.pieces for d in read_documents(piece, ["title", "text"])]
     assert [document.texts(["title", "text"]) for document in documents] == [
         list(pair) for pair in zip(TITLES, TEXTS, strict=True)
     ]
@@ -82,7 +82,7 @@ def test_every_format_and_worker_count_gives_the_same_bytes(
 
 def test_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    found = []
+    fingerprints = []
     for texts in (["one"], ["two"], ["one"]):
         datasets.Dataset.from_dict({"text": texts}).save_to_disk("saved")
         fingerprint = datasets.load_from_disk("saved")._fingerprint
@@ -92,8 +92,8 @@ def test_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatc
         assert manifest is not None
         assert manifest.sources is not None
         assert manifest.sources["files"][0]["checksum"] == f"datasets:{fingerprint}"
-        found.append(manifest.sources["checksum"])
-    assert found[0] == found[2] != found[1]
+        fingerprints.append(manifest.sources["checksum"])
+    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
 
 
 def test_idle_workers_are_reported(
@@ -158,8 +158,8 @@ def test_any_texts_are_read_from_tables(tmp_path: Path, texts: list[str], rows: 
         writer.write_table(table, max_chunksize=rows)
     for name in ("in.parquet", "in.arrow"):
         parts = cut_into_parts([InputFile(tmp_path / name, 1)], 1)
-        found = [d.texts(["text"])[0] for p in parts for piece in p.pieces for d in read_documents(piece, ["text"])]
-        assert found == texts
+        read = [d.texts(["text"])[0] for p in parts for piece in p.pieces for d in read_documents(piece, ["text"])]
+        assert read == texts
 
 
 def test_broken_rows_are_named_and_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,9 +79,9 @@ def test_any_number_of_threads_reads_the_same(
 ) -> None:
     ordinals = [np.arange(first, first + count) for first, count in microbatches]
     with ThreadPoolExecutor(threads) as pool:
-        found = list(pool.map(samples.tokens, ordinals))
+        rows = list(pool.map(samples.tokens, ordinals))
         boundaries = list(pool.map(samples.boundaries, ordinals))
-    for numbers, tokens, starts in zip(ordinals, found, boundaries, strict=True):
+    for numbers, tokens, starts in zip(ordinals, rows, boundaries, strict=True):
         assert np.array_equal(tokens, samples.tokens(numbers))
         assert [each.tolist() for each in starts] == [each.tolist() for each in samples.boundaries(numbers)]
 

@@ -78,8 +78,8 @@ def test_documents_contain_one_end_and_their_text(
     for number, text in enumerate(texts):
         tokens = shard.document(number).tolist()
         assert tokens.count(tokenizer.end_of_document) == 1
-        found = tokenizer.decode(tokens)
-        assert "".join(found.split()) == "".join(text.lower().split() if "wordpiece" in kind else text.split())
+        decoded = tokenizer.decode(tokens)
+        assert "".join(decoded.split()) == "".join(text.lower().split() if "wordpiece" in kind else text.split())
     assert manifest.num_special_tokens_in_text == (0 if kind == "bytes" else 3)
     assert manifest.special_tokens_in_text == "text"
 
@@ -168,18 +168,18 @@ def test_changed_copies_are_refused_and_removed_ones_ignored(tmp_path: Path) -> 
     merge([str(prefix), str(prefix)], joined)
     list(split(joined, "1,1", str(tmp_path / "half")))
     for each in (joined, tmp_path / "half_0"):
-        found = read_manifest(each)
-        assert found is not None
-        assert found.tokenizer_copy is None
-        assert tokenizer_of_shard(each, found) == spec
+        stored = read_manifest(each)
+        assert stored is not None
+        assert stored.tokenizer_copy is None
+        assert tokenizer_of_shard(each, stored) == spec
     # Older manifests have no entries for a copy.
     document = json.loads(manifest_path(prefix).read_text("utf-8"))
     new = ("tokenizer_copy", "tokenizer_files", "special_tokens_in_text", "num_special_tokens_in_text")
     old = {name: value for name, value in document.items() if name not in new}
     manifest_path(prefix).write_text(json.dumps(old))
-    found = read_manifest(prefix)
-    assert found is not None
-    assert tokenizer_of_shard(prefix, found) == spec
+    stored = read_manifest(prefix)
+    assert stored is not None
+    assert tokenizer_of_shard(prefix, stored) == spec
 
 
 def test_a_copy_stored_over_itself_survives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

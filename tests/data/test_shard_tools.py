@@ -194,10 +194,10 @@ def test_float_tokens_become_integers(
     assert "floats" in capsys.readouterr().err
     assert not list(tmp_path.glob("whole*"))
     assert main([*merge, "--float-tokens", float_tokens]) == 0
-    found = IndexedDataset(tmp_path / "whole")
-    assert found.dtype == np.int32
-    assert [found.document(index).tolist() for index in range(3)] == [[1, 2, 50_256], [], [3, 4, 5]]
-    assert found.sequence_lengths.tolist() == [3, 1, 2]
+    dataset = IndexedDataset(tmp_path / "whole")
+    assert dataset.dtype == np.int32
+    assert [dataset.document(index).tolist() for index in range(3)] == [[1, 2, 50_256], [], [3, 4, 5]]
+    assert dataset.sequence_lengths.tolist() == [3, 1, 2]
     content = bytearray((tmp_path / "floats.bin").read_bytes())
     width = np.dtype(float_tokens).itemsize
     content[3 * width : 4 * width] = np.dtype(float_tokens).type(2.5).tobytes()

@@ -175,9 +175,9 @@ def test_old_none_or_new_shard_after_a_failure(
         if not Path(f"{prefix}.idx").exists():
             seen.append("none")
             continue
-        found = documents_of(IndexedDataset(prefix))
-        assert found in ([[1, 2], [3]], [[7, 8, 9, 10]] * 5)
-        seen.append("old" if found == [[1, 2], [3]] else "new")
+        documents = documents_of(IndexedDataset(prefix))
+        assert documents in ([[1, 2], [3]], [[7, 8, 9, 10]] * 5)
+        seen.append("old" if documents == [[1, 2], [3]] else "new")
         if next(calls) <= step:
             break
     assert seen == sorted(seen, key=["old", "none", "new"].index)

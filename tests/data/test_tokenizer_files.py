@@ -84,10 +84,10 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, i
     vocabulary = json.loads(train_byte_level_bpe(texts(), 700, []))["model"]["vocab"]
     letters = byte_letters()
     tokens = [bytes(letters[letter] for letter in token) for token in vocabulary if token != "<|endoftext|>"]
-    found = {token: rank for rank, token in enumerate(tokens)}
+    rank_of_token = {token: rank for rank, token in enumerate(tokens)}
     path = tmp_path_factory.mktemp("tiktoken") / "cl100k_base.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in found.items()))
-    return path, found
+    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in rank_of_token.items()))
+    return path, rank_of_token
 
 
 def byte_letters() -> dict[str, int]:

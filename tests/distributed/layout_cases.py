@@ -463,8 +463,8 @@ def check(case: Case, ranks: list[RankRun], expected: RankRun) -> None:
     for rank in ranks:
         assert [result.loss for result in rank.results] == [result.loss for result in ranks[0].results]
         assert [result.token_count for result in rank.results] == [each.token_count for each in expected.results]
-        for found, other in zip(rank.results, expected.results, strict=True):
-            assert found.loss_terms == pytest.approx(other.loss_terms, rel=case.within or 1e-4)
+        for actual, other in zip(rank.results, expected.results, strict=True):
+            assert actual.loss_terms == pytest.approx(other.loss_terms, rel=case.within or 1e-4)
     if case.within is not None:
         assert [result.loss for result in ranks[0].results] == pytest.approx(wanted, rel=case.within)
         assembled([rank.weights for rank in ranks])
@@ -481,6 +481,6 @@ def check(case: Case, ranks: list[RankRun], expected: RankRun) -> None:
 def check_norms_and_weights(ranks: list[RankRun], expected: RankRun) -> None:
     norms, wanted = ([result.gradient_norm for result in run.results] for run in (ranks[0], expected))
     assert norms == pytest.approx(wanted, rel=1e-4)
-    found, weights = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
+    actual, weights = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
     for name, weight in weights.items():
-        assert (found[name] - weight).norm() <= 5e-4 * weight.norm(), name
+        assert (actual[name] - weight).norm() <= 5e-4 * weight.norm(), name

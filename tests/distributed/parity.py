@@ -88,10 +88,10 @@ class Family(NamedTuple):
 
 def family_cases() -> dict[str, str]:
     """Return model_type -> the first case of its family."""
-    found: dict[str, str] = {}
+    cases: dict[str, str] = {}
     for name, (prefix, _) in (CONFIGS | ENCODERS).items():
-        found.setdefault(getattr(transformers, f"{prefix}Config").model_type, name)
-    return {**found, **PAIRED}
+        cases.setdefault(getattr(transformers, f"{prefix}Config").model_type, name)
+    return {**cases, **PAIRED}
 
 
 def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> list[Family]:
@@ -103,7 +103,7 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
         "optimizer": {"epsilon": 1e-4, "decay": "constant", "warmup_steps": 0, "learning_rate": 1e-3},
         "training": {"steps": steps, "directory": str(folder / "runs")},
     }
-    found = []
+    folders = []
     for model_type in model_types:
         path = folder / model_type
         config: PretrainConfig
@@ -122,8 +122,8 @@ def written(folder: Path, model_types: Iterable[str], steps: int = STEPS) -> lis
                 # transformers does not move the router's biases; a rate below any rounding does not either.
                 model = replace(model, expert_balance_rate=1e-30)
             config = make_config(corpus, model, **groups, data={"sequence_length": LENGTH})
-        found.append(Family(model_type, path, replace(config, init_from=str(path))))
-    return found
+        folders.append(Family(model_type, path, replace(config, init_from=str(path))))
+    return folders
 
 
 # The plain loop.
@@ -211,8 +211,8 @@ def loss_of(theirs: Any, microbatches: Sequence[MicrobatchContext]) -> Tensor:
         if "Roberta" in type(theirs).__name__:
             # By itself it leaves tokens with the id of padding out when it numbers the others.
             given["position_ids"] = theirs.config.pad_token_id + 1 + torch.arange(LENGTH).expand_as(each.tokens)
-        found = theirs(input_ids=each.tokens, attention_mask=visible, **given)
-        logits, pairs = heads_of(found)
+        output = theirs(input_ids=each.tokens, attention_mask=visible, **given)
+        logits, pairs = heads_of(output)
         rows = logits.gather(1, each.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         sentences = [] if pairs is None else [(pairs, each.sentence_labels, each.sentence_weights)]
         predicted = [(rows, each.labels, each.loss_mask), *sentences]
@@ -221,11 +221,11 @@ def loss_of(theirs: Any, microbatches: Sequence[MicrobatchContext]) -> Tensor:
     return (sum(terms) / sum(counts)).sum()  # type: ignore[union-attr,return-value]
 
 
-def heads_of(found: Any) -> tuple[Tensor, Tensor | None]:
+def heads_of(output: Any) -> tuple[Tensor, Tensor | None]:
     """Return the logits of tokens, and those of sentence pairs if there are any, of what a model returned."""
-    if "prediction_logits" not in found:
-        return found.logits, None
-    return found.prediction_logits, found.sop_logits if "sop_logits" in found else found.seq_relationship_logits
+    if "prediction_logits" not in output:
+        return output.logits, None
+    return output.prediction_logits, output.sop_logits if "sop_logits" in output else output.seq_relationship_logits
 
 
 def weighted(logits: Tensor, labels: Tensor | None, weights: Tensor | None) -> Tensor:
@@ -339,16 +339,16 @@ def generated(mesh: Mesh, config: PretrainConfig, weights: dict[str, Tensor]) ->
 # Comparison.
 
 
-def differences(found: Outcome, expected: Outcome) -> dict[str, float]:
+def differences(actual: Outcome, expected: Outcome) -> dict[str, float]:
     """Return the largest relative difference of each quantity; of texts 1 if any token differs, else 0."""
-    names = {name for name in found.gradients if not name.endswith("router.bias")}
+    names = {name for name in actual.gradients if not name.endswith("router.bias")}
     assert names == names & expected.gradients.keys()
-    pairs = [(found.gradients[name], expected.gradients[name]) for name in names]
+    pairs = [(actual.gradients[name], expected.gradients[name]) for name in names]
     return {
-        "losses": max(abs(a - b) / abs(b) for a, b in zip(found.losses, expected.losses, strict=True)),
+        "losses": max(abs(a - b) / abs(b) for a, b in zip(actual.losses, expected.losses, strict=True)),
         "gradients": max(relative(a, b) for a, b in pairs),
-        "logits": relative(found.logits, expected.logits),
-        "text": float(found.text != expected.text),
+        "logits": relative(actual.logits, expected.logits),
+        "text": float(actual.text != expected.text),
     }
 
 
@@ -357,14 +357,14 @@ def may_differ(model_type: str, layout: str) -> bool:
     return layout not in SAME_BITS or (model_type == "albert" and "pipeline" in layout)
 
 
-def same_bits(found: Outcome, alone: Outcome) -> bool:
+def same_bits(actual: Outcome, alone: Outcome) -> bool:
     """Return whether a layout gave the losses, first gradients and logits of one process, bit for bit."""
-    gradients = found.gradients.keys() == alone.gradients.keys() and all(
-        torch.equal(gradient, alone.gradients[name]) for name, gradient in found.gradients.items()
+    gradients = actual.gradients.keys() == alone.gradients.keys() and all(
+        torch.equal(gradient, alone.gradients[name]) for name, gradient in actual.gradients.items()
     )
-    return gradients and found.losses == alone.losses and torch.equal(found.logits, alone.logits)
+    return gradients and actual.losses == alone.losses and torch.equal(actual.logits, alone.logits)
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
+def relative(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference of two tensors, relative to the largest element."""
-    return float((found.double() - expected.double()).abs().max() / expected.double().abs().max())
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max())

@@ -53,8 +53,8 @@ def test_a_rank_keeps_inputs_and_one_group_of_blocks(corpus: str, blocks: int, i
     stream = message_bytes(model, *shape, "fp32")
     layers = {layer.kind: predicted_bytes(model, layer, *shape, "fp32", "unfused") for layer in model_layers(model)}
     expected = microbatches * (inputs * stream + layers["head"]) + inside * layers["block"]
-    ((found, _),) = run_mesh(ONE, peak, config)
-    assert 0.9 * expected < found < 1.1 * expected + 2 * stream
+    ((peak_bytes, _),) = run_mesh(ONE, peak, config)
+    assert 0.9 * expected < peak_bytes < 1.1 * expected + 2 * stream
     ((everything, _),) = run_mesh(ONE, peak, replace(config, recompute=RecomputeConfig()))
     assert everything > microbatches * 4 * layers["block"]
 
@@ -71,12 +71,12 @@ def test_stages_with_sharded_tokens_hold_less_and_send_shards(make: Make) -> Non
 
 def sums_of_a_step(mesh: Mesh, config: PretrainConfig) -> list[int]:
     """Return the elements of each all-reduce of one step in the tensor group."""
-    found: list[int] = []
+    sums: list[int] = []
 
     class Watched(WatchedGroup):
         def count(self, operation: str, elements: float) -> None:
             if operation == "all_reduce":
-                found.append(round(elements / 2))
+                sums.append(round(elements / 2))
 
     group = mesh.group
 
@@ -85,7 +85,7 @@ def sums_of_a_step(mesh: Mesh, config: PretrainConfig) -> list[int]:
 
     mesh.group = watched  # type: ignore[method-assign]
     run_gpt(mesh, config, 1)
-    return found
+    return sums
 
 
 @pytest.mark.parametrize("micro_size", [pytest.param(1, marks=EXHAUSTIVE), 4])
@@ -95,8 +95,8 @@ def test_whole_vectors_are_summed_once_a_step(make: Make, micro_size: int) -> No
     config = make("gpt2", T2, sequence(), {"batch": {"micro_size": micro_size}})
     hidden = config.model.hidden_size
     wanted = [config.model.max_positions * hidden, *[6 * hidden] * 2, 2 * hidden]
-    for found in run_mesh(T2, sums_of_a_step, config):
-        assert sorted(found) == sorted(wanted)
+    for sums in run_mesh(T2, sums_of_a_step, config):
+        assert sorted(sums) == sorted(wanted)
 
 
 def filled_fields(mesh: Mesh, config: PretrainConfig) -> set[str]:
@@ -122,9 +122,9 @@ def test_auto_moves_and_recomputes_without_changing_a_bit(corpus: str) -> None:
     """Two of six blocks are kept, two moved and two recomputed."""
     plain = make_config(corpus, MODEL, **schedule("gpipe"))
     mixed = replace(plain, offload=OffloadConfig(**auto(22.0, 0.6)))
-    (found,), (expected,) = (run_mesh(ONE, run_and_plan, each) for each in (mixed, plain))
-    assert "2 keep, 2 move, 2 recompute (rmrmkk)" in found[1]
-    check_bits([found[0]], expected[0])
+    (actual,), (expected,) = (run_mesh(ONE, run_and_plan, each) for each in (mixed, plain))
+    assert "2 keep, 2 move, 2 recompute (rmrmkk)" in actual[1]
+    check_bits([actual[0]], expected[0])
 
 
 @pytest.mark.parametrize(

@@ -436,8 +436,8 @@ def activations_fit(predicted: RankPrediction, rank: LayoutRun) -> bool:
     numbers of a step that no op of a layer declares."""
     tables = TABLES if predicted.costs.config.offload.activations != "none" else 0
     together = float(np.sum(predicted.timeline[:-1], axis=0).max())
-    found = [rank.peak.activations, rank.together]
-    return found == pytest.approx([predicted.peak().activations, together], abs=NUMBERS + tables)
+    counted = [rank.peak.activations, rank.together]
+    return counted == pytest.approx([predicted.peak().activations, together], abs=NUMBERS + tables)
 
 
 def check_costs(predicted: RankPrediction, rank: LayoutRun) -> None:
@@ -460,8 +460,8 @@ def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:
     else:
         losses = [result.loss for result in ranks[0].results]
         assert losses == pytest.approx([result.loss for result in oracle.results], rel=1e-3)
-        found = assembled([rank.gradients for rank in ranks])
-        check_gradients(found, assembled([oracle.gradients]), own=2e-2, layer=2e-2)
+        actual = assembled([rank.gradients for rank in ranks])
+        check_gradients(actual, assembled([oracle.gradients]), own=2e-2, layer=2e-2)
         # pipedream updates after each micro-batch, and so moves weights further.
         check_weights(ranks, oracle, 0.2 if case["schedule"] == "pipedream" else 0.1)
 

@@ -34,9 +34,9 @@ def test_attention_over_blocks_equals_attention_with_a_mask(
     request.getfixturevalue("as_on_a_gpu")
     calls = []
     monkeypatch.setattr(attention, "attend", lambda *given: calls.append(given) or attend(*given))
-    (found,) = run_threads(ONE, run_gpt, make("llama", ONE, DOCUMENTS), STEPS)
+    (actual,) = run_threads(ONE, run_gpt, make("llama", ONE, DOCUMENTS), STEPS)
     assert len(calls) == 2 * 8 * STEPS  # layers x micro-batches x steps
-    assert [result.loss for result in found.results] == pytest.approx(expected, rel=1e-5)
+    assert [result.loss for result in actual.results] == pytest.approx(expected, rel=1e-5)
 
 
 @dataclass
@@ -60,8 +60,8 @@ def test_every_stage_computes_the_same_blocks(make: Make, as_on_a_gpu: None) -> 
         assert contexts[1].tokens is None
         seen = [context.document_blocks[None] for context in contexts]
         for blocks in seen[1:]:
-            for found, expected in zip(blocks.as_tuple(), seen[0].as_tuple(), strict=True):
-                assert not isinstance(found, Tensor) or torch.equal(found, expected)
+            for actual, expected in zip(blocks.as_tuple(), seen[0].as_tuple(), strict=True):
+                assert not isinstance(actual, Tensor) or torch.equal(actual, expected)
         dense = visible_within_documents(contexts[1].document_starts, None)
         queries = torch.arange(16)
         by_rule = seen[1].mask_mod(torch.zeros((), dtype=torch.int64), None, queries[:, None], queries)

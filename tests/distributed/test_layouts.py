@@ -82,10 +82,10 @@ def test_a_feature_changes_no_bit_of_its_layout(make: Make, case: Case) -> None:
         norms = [result.gradient_norm for result in other.results]
         assert [result.gradient_norm for result in rank.results] == pytest.approx(norms, rel=1e-6)
     for kind in ("gradients", "weights"):
-        found, wanted = (assembled([getattr(rank, kind) for rank in ranks]) for ranks in (changed, plain))
-        assert found.keys() == wanted.keys()
+        actual, wanted = (assembled([getattr(rank, kind) for rank in ranks]) for ranks in (changed, plain))
+        assert actual.keys() == wanted.keys()
         for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), f"{kind} of {name}"
+            assert torch.equal(actual[name], tensor), f"{kind} of {name}"
 
 
 @pytest.mark.parametrize("model", ["gpt2-dropout", pytest.param("llama", marks=EXHAUSTIVE)])
@@ -95,23 +95,23 @@ def test_matrix_gradients_equal_those_of_tensor_parallelism_bitwise(make: Make, 
         run_mesh(T2, run_gpt, make(model, T2, change), 1, backend="threads") for change in (sequence(), {})
     )
     assert [rank.results[0].loss for rank in sharded] == [rank.results[0].loss for rank in plain]
-    found, expected = (assembled([rank.gradients for rank in ranks]) for ranks in (sharded, plain))
+    actual, expected = (assembled([rank.gradients for rank in ranks]) for ranks in (sharded, plain))
     matrices = [name for name, gradient in expected.items() if gradient.dim() > 1]
     assert len(matrices) >= 2 * 4 + 2
     for name in matrices:
-        assert torch.equal(found[name], expected[name]), name
+        assert torch.equal(actual[name], expected[name]), name
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_gradients_of_uneven_masks_ignore_the_micro_batch_size(make: Make, one_process: Oracle, size: int) -> None:
     for model in ("gpt2", "bert-post"):
         expected = one_process(Case(model, ONE), STEPS)
-        found = one_process(Case(model, ONE, run={"batch": {"micro_size": size}}), STEPS)
+        run = one_process(Case(model, ONE, run={"batch": {"micro_size": size}}), STEPS)
         counts = {result.token_count for result in expected.results}
         assert len(counts) > 1, "the masks of this corpus should differ from step to step"
-        assert found.results[0].token_count == expected.results[0].token_count
-        assert found.results[0].loss_terms == pytest.approx(expected.results[0].loss_terms, rel=1e-6)
-        check_gradients(assembled([found.gradients]), assembled([expected.gradients]), layer=1e-5)
+        assert run.results[0].token_count == expected.results[0].token_count
+        assert run.results[0].loss_terms == pytest.approx(expected.results[0].loss_terms, rel=1e-6)
+        check_gradients(assembled([run.gradients]), assembled([expected.gradients]), layer=1e-5)
 
 
 def test_one_process_learns_in_fp32_and_bf16(one_process: Oracle) -> None:

@@ -18,10 +18,10 @@ RUN = ["--training.steps=6", "--batch.global_size=8", "--batch.ramp_start=2", "-
 def metrics(folder: Path) -> list[tuple[object, ...]]:
     """Return steps and evaluations of a run's metrics.jsonl, without times."""
     lines = (folder / "runs/default/metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
+    records = [json.loads(line) for line in lines]
     return [
         (record.get("event"), record["step"], record["loss"], record.get("samples"), record.get("gradient_norm"))
-        for record in found
+        for record in records
         if record.get("event") in (None, "evaluation")
     ]
 

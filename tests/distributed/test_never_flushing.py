@@ -56,11 +56,11 @@ CLIPPED: Groups = {"optimizer": {"clip_norm": 0.3}}
 def batches(config: PretrainConfig, mesh: Mesh, replica: Replica, poisoned: bool) -> list[StepBatch]:
     """Return the first batches of a run; one of them has an infinite loss if it is poisoned."""
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
-    found = [loader.load(step * config.batch.global_size) for step in range(STEPS)]
-    mask = getattr(found[POISONED].contexts[0], "loss_mask", None)
+    loaded = [loader.load(step * config.batch.global_size) for step in range(STEPS)]
+    mask = getattr(loaded[POISONED].contexts[0], "loss_mask", None)
     if poisoned and mask is not None:
         mask.fill_(torch.inf)
-    return found
+    return loaded
 
 
 def inputs(config: PretrainConfig, step: int, batch: StepBatch) -> StepInput:
@@ -128,8 +128,8 @@ def check_equal(ranks: list[RankRun], expected: list[RankRun], *, norms: bool = 
     """Losses, norms, skipped steps and final weights are equal bit for bit; a poisoned loss equals itself."""
     wanted = [(r.loss_terms, r.gradient_norm if norms else 0.0, r.skipped) for r in expected[0].results]
     for rank in ranks:
-        found = [(r.loss_terms, r.gradient_norm if norms else 0.0, r.skipped) for r in rank.results]
-        assert repr(found) == repr(wanted)
+        actual = [(r.loss_terms, r.gradient_norm if norms else 0.0, r.skipped) for r in rank.results]
+        assert repr(actual) == repr(wanted)
     weights, others = (assembled([rank.weights for rank in run]) for run in (ranks, expected))
     for name, tensor in others.items():
         assert torch.equal(weights[name], tensor), name

@@ -54,9 +54,9 @@ def test_tensor_ranks_train_in_fp8_with_agreed_scales(make: Make, one_process: O
     ranks = run_threads(T2, run_gpt, make(model, T2, fp8("tensorwise")), STEPS)
     for rank in ranks:
         assert losses(rank) == pytest.approx(losses(expected), rel=1e-4)
-    found, wanted = assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])
+    actual, wanted = assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])
     for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 0.01 * gradient.norm() + 1e-6, name
+        assert (actual[name] - gradient).norm() <= 0.01 * gradient.norm() + 1e-6, name
 
 
 @pytest.mark.parametrize(
@@ -84,10 +84,10 @@ def test_sharded_tokens_are_rounded_to_fp8_like_whole_samples(
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_fp8_learns_nearly_as_fp32_does(one_process: Oracle, recipe: str) -> None:
-    found, exact = (losses(one_process(Case("llama", ONE, run=run), CURVE)) for run in (fp8(recipe), NOTHING))
-    assert found != exact
-    assert found == pytest.approx(exact, rel=0.02)
-    assert found[-1] < found[0] - 0.2
+    fp8_losses, exact = (losses(one_process(Case("llama", ONE, run=run), CURVE)) for run in (fp8(recipe), NOTHING))
+    assert fp8_losses != exact
+    assert fp8_losses == pytest.approx(exact, rel=0.02)
+    assert fp8_losses[-1] < fp8_losses[0] - 0.2
 
 
 def in_fp8(mesh: Mesh, config: PretrainConfig) -> list[str]:
@@ -103,8 +103,8 @@ def in_fp8(mesh: Mesh, config: PretrainConfig) -> list[str]:
 
 def test_embedding_head_and_kept_blocks_stay_out_of_fp8(make: Make) -> None:
     config = make("gpt2-dropout", P2, fp8("rowwise", fp8_first_kept=1, fp8_last_kept=2))
-    found = [name for rank in run_threads(P2, in_fp8, config) for name in rank]
-    assert found == [f"blocks.1.{path}" for path in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")]
+    names = [name for rank in run_threads(P2, in_fp8, config) for name in rank]
+    assert names == [f"blocks.1.{path}" for path in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")]
 
 
 def test_what_a_gpu_cannot_multiply_in_fp8_is_reported(make: Make) -> None:
@@ -122,8 +122,8 @@ def test_tensor_ranks_round_replicated_parameters_alike(make: Make, one_process:
     expected = one_process(Case("llama", ONE, run=NO_MASTER), 1)
     assert all(shard.values.dtype == torch.bfloat16 for shard in expected.weights)
     ranks = run_threads(T2, run_gpt, make("llama", T2, NO_MASTER), 1)
-    found, wanted = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
-    same = sum(int((found[name] == wanted[name]).sum()) for name in wanted)
+    actual, wanted = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
+    same = sum(int((actual[name] == wanted[name]).sum()) for name in wanted)
     assert same > 0.97 * sum(each.numel() for each in wanted.values())
 
 
@@ -134,9 +134,9 @@ def test_fp16_gradients_equal_fp32_ones_up_to_rounding(one_process: Oracle) -> N
         for run in (FP16, NOTHING, {**FP16, "loss_scale": {"initial": 2.0**12}})
     ]
     for shards_ in zip(*(run.gradients for run in runs), strict=True):
-        found, exact, other = (shard.values for shard in shards_)
-        assert (found / 2.0**16 - exact).norm() <= 0.02 * exact.norm(), shards_[0].name
-        assert (found / 2.0**4 - other).norm() <= 1e-3 * other.norm(), shards_[0].name
+        half, exact, other = (shard.values for shard in shards_)
+        assert (half / 2.0**16 - exact).norm() <= 0.02 * exact.norm(), shards_[0].name
+        assert (half / 2.0**4 - other).norm() <= 1e-3 * other.norm(), shards_[0].name
     assert losses(runs[0]) == pytest.approx(losses(runs[1]), rel=2e-3)
     norms = [run.results[0].gradient_norm for run in runs]
     assert norms[0] == pytest.approx(norms[2], rel=1e-4)

@@ -85,8 +85,8 @@ def test_a_lowered_schedule_fits_recomputation_and_sums(make: Make, tmp_path: Pa
     with pytest.raises(Exception, match=r"sums of gradients over shards of the tokens or replicas no, but this run"):
         run_threads(T2, run_gpt, config, 1)
     file.write_text(dumps(build("1f1b", 1, 8, units_per_stage=[4], data_parallel=True)))
-    found, expected = (run_threads(T2, run_gpt, each, 2)[0] for each in (config, make("llama", T2, sequence())))
-    assert [result.loss for result in found.results] == [result.loss for result in expected.results]
+    actual, expected = (run_threads(T2, run_gpt, each, 2)[0] for each in (config, make("llama", T2, sequence())))
+    assert [result.loss for result in actual.results] == [result.loss for result in expected.results]
 
 
 def test_the_note_on_selective_recomputation_knows_fused_attention(make: Make) -> None:
@@ -106,9 +106,9 @@ def test_generation_takes_whole_samples(make: Make) -> None:
 
 def test_the_example_of_sharded_state_fits_its_launch_line() -> None:
     path = Path(__file__).resolve().parents[2] / "examples/parallel/zero.yaml"
-    found = re.search(r"megapipe train -n (\d+) --config (\S+)", path.read_text())
-    assert found is not None
-    assert found[2] == path.stem
+    line = re.search(r"megapipe train -n (\d+) --config (\S+)", path.read_text())
+    assert line is not None
+    assert line[2] == path.stem
     config = parse(["--config", str(path)])
-    validate(config, int(found[1]))
+    validate(config, int(line[1]))
     assert config.schedule.chunks == config.model.num_layers + 2

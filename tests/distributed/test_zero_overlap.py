@@ -92,12 +92,12 @@ def run(corpus: str, weight_buffers: int) -> list[tuple[list[Event], Log]]:
 
 def passes(events: list[Event], letter: str) -> list[tuple[int, int]]:
     """Beginning and end of each layer's run of forwards or backwards, in order."""
-    found: dict[str, tuple[int, int]] = {}
+    times: dict[str, tuple[int, int]] = {}
     for event in events:
         if event.action.startswith(letter):
             stage = event.action.split("/")[0]
-            found[stage] = (found.get(stage, (event.start, 0))[0], event.end)
-    return list(found.values())
+            times[stage] = (times.get(stage, (event.start, 0))[0], event.end)
+    return list(times.values())
 
 
 def test_the_next_weights_arrive_before_a_forward_ends(corpus: str) -> None:

@@ -34,9 +34,9 @@ def code(page: str, language: str) -> list[str]:
 
 def command_of(page: str, pattern: str) -> str:
     """Return the only line of a page that matches, by its group."""
-    (found,) = re.findall(rf"(?m)^{pattern}$", read(page))
-    assert isinstance(found, str)
-    return found
+    (command,) = re.findall(rf"(?m)^{pattern}$", read(page))
+    assert isinstance(command, str)
+    return command
 
 
 # faq.md
@@ -169,9 +169,9 @@ def test_short_copies_of_activations_cost_no_time(capsys: pytest.CaptureFixture[
 
     def makespan(*flags: str) -> float:
         assert schedule([*command.split(), *flags, "--json"]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert found["peak_activations"] == [0.5] * 4
-        return float(found["finish"])
+        report = json.loads(capsys.readouterr().out)
+        assert report["peak_activations"] == [0.5] * 4
+        return float(report["finish"])
 
     assert makespan() == makespan("--offload-time=0") < makespan("--offload-time=2")
 

@@ -37,7 +37,7 @@ def anchors(page: Path) -> set[str]:
 
 def problems(page: Path) -> list[str]:
     """Return the links and pictures of a page whose target, or whose heading in it, does not exist."""
-    found = []
+    warnings = []
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
         parts = urlsplit(link)
         if parts.scheme:
@@ -46,8 +46,8 @@ def problems(page: Path) -> list[str]:
             target = page.parent / unquote(parts.path) if parts.path else page
             good = target.exists() and (not parts.fragment or parts.fragment in anchors(target))
         if not good:
-            found.append(f"{page.relative_to(ROOT)}: {link}")
-    return found
+            warnings.append(f"{page.relative_to(ROOT)}: {link}")
+    return warnings
 
 
 def test_every_link_and_picture_of_the_pages_resolves() -> None:

@@ -236,18 +236,18 @@ def plain(layers: Sequence[nn.Module], num_microbatches: int, *, delay: int = 0,
     return Outcome([], outcome.gradients, {k: p.detach() for k, p in model.named().items()}, outcome.losses)
 
 
-def assert_same_bits(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-12)
-    assert len(found.gradients) == len(expected.gradients)
-    for ours, theirs in zip(found.gradients, expected.gradients, strict=True):
+def assert_same_bits(actual: Outcome, expected: Outcome) -> None:
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-12)
+    assert len(actual.gradients) == len(expected.gradients)
+    for ours, theirs in zip(actual.gradients, expected.gradients, strict=True):
         assert ours.keys() == theirs.keys()
         for name, gradient in theirs.items():
             assert torch.equal(ours[name], gradient), name
     for name, weight in expected.weights.items():
-        assert torch.equal(found.weights[name], weight), name
+        assert torch.equal(actual.weights[name], weight), name
 
 
-def assert_close(found: Outcome, expected: Outcome) -> None:
-    assert found.losses == pytest.approx(expected.losses, rel=1e-5)
+def assert_close(actual: Outcome, expected: Outcome) -> None:
+    assert actual.losses == pytest.approx(expected.losses, rel=1e-5)
     for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
+        torch.testing.assert_close(actual.weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)

@@ -46,7 +46,7 @@ def test_turns_communicate_in_the_order_of_their_starts() -> None:
 def test_a_failed_turn_does_not_block_the_next_one() -> None:
     turns = Turns()
     broken = turns.run_beside(lambda: 1 / 0, lambda _: None, CPU)
-    assert turns.run_beside(lambda: 2, lambda found: found, CPU).result(10) == 2
+    assert turns.run_beside(lambda: 2, lambda result: result, CPU).result(10) == 2
     assert isinstance(broken.exception(), ZeroDivisionError)
 
 
@@ -71,9 +71,9 @@ def test_gpu_turns_share_a_stream_and_await_own_work(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(record_event=object))
     turns, gpu = Turns(), torch.device("cuda", 0)
     gate = threading.Event()
-    first = turns.run_beside(lambda: gate.wait(10), lambda found: found, gpu)
+    first = turns.run_beside(lambda: gate.wait(10), lambda result: result, gpu)
     gate.set()
     assert first.result(10)
-    assert turns.run_beside(lambda: 2, lambda found: found, gpu).result(10) == 2
+    assert turns.run_beside(lambda: 2, lambda result: result, gpu).result(10) == 2
     assert len(made) == 1
     assert awaited == ["event", "event"]

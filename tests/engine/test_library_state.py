@@ -81,10 +81,10 @@ def shards_of_gradients(mesh: Mesh, layers: Sequence[nn.Module], schedule: str, 
 def test_sharded_gradients_are_those_of_one_process(zero: int, tied: bool) -> None:
     layers = adoptable(4, tied=tied)
     expected = plain(layers, 6, steps=1)
-    found = run_threads({"data": 2, "pipeline": 2}, shards_of_gradients, layers, "1f1b", zero)
+    shards = run_threads({"data": 2, "pipeline": 2}, shards_of_gradients, layers, "1f1b", zero)
     for name, gradient in expected.gradients[0].items():
         flat = torch.full((gradient.numel(),), torch.nan)
-        for kept, weights in found:
+        for kept, weights in shards:
             torch.testing.assert_close(weights[name], expected.weights[name], rtol=1e-4, atol=1e-6)
             if name in kept:
                 extent, values = kept[name]
@@ -200,9 +200,9 @@ def test_fp8_rounds_the_products_of_parallel_layers() -> None:
     layers = parallel()
     exact = plain(layers, 4)
     for sizes in ({}, {"tensor": 2}):
-        found = run_threads(sizes, train, layers, "1f1b", 4, {"fp8": "tensorwise"})[0]
-        assert found.losses == pytest.approx(exact.losses, rel=0.02)
-        assert found.losses != exact.losses
+        outcome = run_threads(sizes, train, layers, "1f1b", 4, {"fp8": "tensorwise"})[0]
+        assert outcome.losses == pytest.approx(exact.losses, rel=0.02)
+        assert outcome.losses != exact.losses
 
 
 REFUSED: dict[str, tuple[dict[str, int], dict[str, Any], str]] = {

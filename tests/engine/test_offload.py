@@ -38,9 +38,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> PretrainConfig:
     corpus = write_shard(tmp_path_factory.mktemp("corpus"))
-    found = make_config(corpus, replace(GPT2_SHAPE, num_layers=4, attention="unfused"), schedule={"name": "gpipe"})
-    found.offload = OffloadConfig(activations="blocks")
-    return found
+    base = make_config(corpus, replace(GPT2_SHAPE, num_layers=4, attention="unfused"), schedule={"name": "gpipe"})
+    base.offload = OffloadConfig(activations="blocks")
+    return base
 
 
 class Progress:

@@ -40,10 +40,10 @@ ONE_COEFFICIENT = 4
 def config(tmp_path_factory: pytest.TempPathFactory) -> PretrainConfig:
     corpus = write_shard(tmp_path_factory.mktemp("corpus"))
     model = replace(GPT2_SHAPE, num_layers=LAYERS, tie_embeddings=False)
-    found = make_config(corpus, model, schedule={"name": "gpipe"})
-    found.parallel = replace(found.parallel, data=1)
-    found.offload = OffloadConfig(optimizer=True, weights=True)
-    return found
+    base = make_config(corpus, model, schedule={"name": "gpipe"})
+    base.parallel = replace(base.parallel, data=1)
+    base.offload = OffloadConfig(optimizer=True, weights=True)
+    return base
 
 
 class Counted(ThreadCopies):
@@ -82,23 +82,23 @@ def counted_run(mesh: Mesh, config: PretrainConfig) -> Found:
         created = live.current
     states = replica.states()
     moving = [state.weights[0] for state in states if isinstance(state, HostWeights)]
-    found = Found(created, home_bytes(states))
+    counts = Found(created, home_bytes(states))
     first, second = two_steps(replica, config, mesh)
     replica.engine.run(first)
     copied_in, copied_out = back.num_bytes, out.num_bytes
 
     def look() -> None:
         there = [weights.nbytes for weights in moving if is_allocated(weights)]
-        found.units, found.weights = max(found.units, len(there)), max(found.weights, sum(there))
+        counts.units, counts.weights = max(counts.units, len(there)), max(counts.weights, sum(there))
 
     back.look = look
     replica.engine.run(second)
     assert not any(is_allocated(weights) for weights in moving)
-    found.copied_in, found.copied_out = back.num_bytes - copied_in, out.num_bytes - copied_out
-    found.home = home_bytes(states)
+    counts.copied_in, counts.copied_out = back.num_bytes - copied_in, out.num_bytes - copied_out
+    counts.home = home_bytes(states)
     gathers = [action for action in replica.schedule.actions("body", 0) if action.kind == Kind.GATHER_WEIGHTS]
-    found.gathered = sum(replica.stages[each.stage].states[each.unit].weights[0].nbytes for each in gathers)
-    return found
+    counts.gathered = sum(replica.stages[each.stage].states[each.unit].weights[0].nbytes for each in gathers)
+    return counts
 
 
 def home_bytes(states: Sequence[UnitState]) -> int:
@@ -115,7 +115,7 @@ def test_no_more_units_than_buffers_are_on_the_device(
         training=replace(config.training, precision=precision),  # type: ignore[arg-type]
         offload=replace(config.offload, weight_buffers=buffers),
     )
-    found = run_threads({}, counted_run, config)[0]
+    counts = run_threads({}, counted_run, config)[0]
     layers = model_layers(config.model)
     table = layers[0].parameters["word.weight"]
     units = [[each for each in layer.parameters.values() if not tied or each.name != table.name] for layer in layers]
@@ -123,10 +123,10 @@ def test_no_more_units_than_buffers_are_on_the_device(
     shared = flat_elements([table], alignment=VOCABULARY_ALIGNMENT) if tied else 0
     weight, state = WEIGHT_BYTES[precision], STATE_BYTES[precision]
     gradients, home = FULL_BYTES * (sum(sizes) + 2 * shared), (weight + state) * sum(sizes) + state * shared
-    assert (found.units, found.weights) == (buffers, weight * sum(sorted(sizes)[-buffers:]))
-    assert found.created == gradients + weight * shared + found.new_home + ONE_COEFFICIENT
-    assert (found.home, found.copied_out) == (home, home)
-    assert found.copied_in == home + found.gathered
+    assert (counts.units, counts.weights) == (buffers, weight * sum(sorted(sizes)[-buffers:]))
+    assert counts.created == gradients + weight * shared + counts.new_home + ONE_COEFFICIENT
+    assert (counts.home, counts.copied_out) == (home, home)
+    assert counts.copied_in == home + counts.gathered
 
 
 @pytest.mark.parametrize(("dtype", "precision"), [(torch.float32, "fp32"), (torch.bfloat16, "bf16")])
@@ -183,14 +183,14 @@ class PrefetchedCopies(SlowCopies):
 def copies_in(replica: Replica) -> list[bool]:
     """For each copy in of a step, whether something is computed before it is used; updates compute nothing."""
     actions = list(replica.schedule.actions("body", 0))
-    found = []
+    rows = []
     for at, action in enumerate(actions):
         if action.kind == Kind.RELOAD:
-            found.append(False)
+            rows.append(False)
         elif action.kind == Kind.GATHER_WEIGHTS:
             following = next(each for each in actions[at:] if each.kind in COMPUTE_KINDS)
-            found.append(following[1:3] != action[1:3])
-    return found
+            rows.append(following[1:3] != action[1:3])
+    return rows
 
 
 def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[bool], list[Tensor]]:

@@ -90,9 +90,9 @@ def test_a_half_that_fails_ends_the_other(fails: int, pauses: int) -> None:
 
     with pytest.raises((HalfError, ValueError)) as raised:
         turns.run(*((other, failing) if fails else (failing, other)))
-    found = raised.value.__cause__ if fails else raised.value
+    error = raised.value.__cause__ if fails else raised.value
     assert isinstance(raised.value, HalfError) == bool(fails)
-    assert str(found) == "broken"
+    assert str(error) == "broken"
     assert abandoned == ([] if not fails and not pauses else [True])
 
 
@@ -147,12 +147,12 @@ def test_halves_that_take_turns_compute_the_same_bits(tmp_path: Path, pipeline: 
     for in_order, overlapping, count in run_mesh({"pipeline": pipeline, "tensor": 2}, run_both, config):
         assert count > 0
         assert [result.loss for result in overlapping.results] == [result.loss for result in in_order.results]
-        for found, wanted in (
+        for actual, wanted in (
             (overlapping.gradients, in_order.gradients),
             (overlapping.weights, in_order.weights),
         ):
             assert wanted
-            assert all(torch.equal(one.values, other.values) for one, other in zip(found, wanted, strict=True))
+            assert all(torch.equal(one.values, other.values) for one, other in zip(actual, wanted, strict=True))
 
 
 def test_pairs_that_run_in_order_print_the_reason() -> None:

@@ -26,15 +26,15 @@ def figures(*flags: str) -> list[dict[str, Any]]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["figures"]
-    return found
+    rows: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])["figures"]
+    return rows
 
 
 @pytest.mark.slow
 def test_every_contestant_runs_every_schedule() -> None:
-    found = figures("--ranks", "2", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
+    rows = figures("--ranks", "2", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
     races: dict[str, dict[str, dict[str, Any]]] = {}
-    for figure in found:
+    for figure in rows:
         races.setdefault(figure["schedule"], {})[figure["contestant"]] = figure
     assert set(races) == {"gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zb_v", "dualpipe_v"}
     # What two ranks and four micro-batches allow, in milliseconds, with a stage's forward 1 and backward 2.
@@ -51,14 +51,14 @@ def test_every_contestant_runs_every_schedule() -> None:
 
 @pytest.mark.exhaustive
 def test_full_pipelines_and_real_stages_run() -> None:
-    found = figures("--ranks", "2", "--milliseconds", "1", "--schedules", "1f1b", "zb_v")
-    assert [figure["kind"] for figure in found].count("gpt") == 2
-    (bubble,) = (figure for figure in found if figure["kind"] == "bubble")
+    rows = figures("--ranks", "2", "--milliseconds", "1", "--schedules", "1f1b", "zb_v")
+    assert [figure["kind"] for figure in rows].count("gpt") == 2
+    (bubble,) = (figure for figure in rows if figure["kind"] == "bubble")
     assert bubble["alone"] > 3.0
     assert bubble["pipeline"] > 3.0
 
 
 @pytest.mark.exhaustive
 def test_three_ranks_run_where_only_neighbours_have_links() -> None:
-    found = figures("--ranks", "3", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
-    assert {figure["contestant"] for figure in found} == CONTESTANTS
+    rows = figures("--ranks", "3", "--milliseconds", "1", "--gpt-ranks", "--no-bubble")
+    assert {figure["contestant"] for figure in rows} == CONTESTANTS

@@ -65,9 +65,9 @@ def test_storages_count_once_are_freed_and_gradients_equal() -> None:
         assert moved == pool.num_bytes == 3 * 4 * SIZE * SIZE
         assert before - (live.current - pool.num_bytes) == moved
         bring_back(saved, pool)
-        (found,) = backward(piece, (gradient,))
+        (actual,) = backward(piece, (gradient,))
     assert expected.grad is not None
-    assert torch.equal(found, expected.grad)
+    assert torch.equal(actual, expected.grad)
     assert pool.take(4 * SIZE * SIZE).numel() == 4 * SIZE * SIZE
     assert pool.num_bytes == moved  # that was one of the three, used again
 
@@ -95,7 +95,7 @@ def test_a_split_backward_finds_its_tape(model: dict[str, object]) -> None:
     spec = model_layers(config)[1]
     data = torch.randn(2, 16, 32)
     gradient = torch.randn(2, 16, 32)
-    found = []
+    tapes = []
     for moves in (False, True):
         layer = bind(spec, config)
         tape, pool = SplitTape(), HostPool(pinned=False)
@@ -108,9 +108,9 @@ def test_a_split_backward_finds_its_tape(model: dict[str, object]) -> None:
             bring_back(saved, pool)
         (passed,) = backward_input(piece, (gradient,))
         tape.backward_weight()
-        found.append({"input": passed, **layer.gradients()})
-    for name, value in found[0].items():
-        assert torch.equal(found[1][name], value), name
+        tapes.append({"input": passed, **layer.gradients()})
+    for name, value in tapes[0].items():
+        assert torch.equal(tapes[1][name], value), name
 
 
 def shared(config: ModelConfig) -> int:

@@ -41,10 +41,10 @@ def test_gpus_read_narrow_integers_from_pinned_memory_asynchronously(
 
     monkeypatch.setattr(torch.Tensor, "pin_memory", pinned)
     monkeypatch.setattr(torch.Tensor, "to", moved)
-    found = tensor_on(array, torch.device("cuda"))
+    received = tensor_on(array, torch.device("cuda"))
     assert asked == [("pin", crosses), ("copy", crosses, torch.device("cuda"), True)]
-    assert found.dtype == torch.from_numpy(array).dtype
-    assert found.tolist() == array.tolist()
+    assert received.dtype == torch.from_numpy(array).dtype
+    assert received.tolist() == array.tolist()
 
 
 @pytest.mark.gpu

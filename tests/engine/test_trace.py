@@ -132,11 +132,11 @@ def test_an_update_waits_for_the_sums_of_its_step(tmp_path: Path, monkeypatch: p
     asked: set[int] = set()
 
     def late(self: Reductions, step: StepState, scalars: torch.Tensor) -> Scalars:
-        found = shared(self, step, scalars)
+        sums = shared(self, step, scalars)
         while id(step.scalars) not in asked:
             time.sleep(0.001)
         time.sleep(0.02)
-        return found
+        return sums
 
     def noted(self: Future[Any], timeout: float | None = None) -> Any:
         asked.add(id(self))
@@ -174,8 +174,8 @@ def test_a_single_rank_does_not_wait() -> None:
 def compared(mesh: Mesh) -> tuple[int, int, bool]:
     """The clock of rank 1's host is 5 s fast."""
     lead = 5_000_000_000 * mesh.rank
-    found = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + lead)
-    return found.nanoseconds, found.error, found.leads_host
+    offset = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + lead)
+    return offset.nanoseconds, offset.error, offset.leads_host
 
 
 def test_clocks_of_two_hosts_are_compared() -> None:
@@ -187,8 +187,8 @@ def test_clocks_of_two_hosts_are_compared() -> None:
 
 
 def one_host(mesh: Mesh) -> tuple[int, int, bool]:
-    found = clock_offset(mesh.world)
-    return found.nanoseconds, found.error, found.leads_host
+    offset = clock_offset(mesh.world)
+    return offset.nanoseconds, offset.error, offset.leads_host
 
 
 def test_ranks_of_one_host_share_a_clock() -> None:

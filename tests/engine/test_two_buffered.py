@@ -49,10 +49,10 @@ def check_bits(outcomes: list[Outcome], history: History) -> None:
 
 
 def check_weights(outcomes: list[Outcome], history: History) -> None:
-    found = {key: weight for outcome in outcomes for key, weight in outcome.weights.items()}
-    assert {name for name, _ in found} == set(history.weights[0])
-    assert {age for _, age in found} == {0, 1}
-    for (name, age), weight in found.items():
+    weights = {key: weight for outcome in outcomes for key, weight in outcome.weights.items()}
+    assert {name for name, _ in weights} == set(history.weights[0])
+    assert {age for _, age in weights} == {0, 1}
+    for (name, age), weight in weights.items():
         assert torch.equal(weight, history.weights[max(0, len(history.rows) - age)][name]), (name, age)
 
 

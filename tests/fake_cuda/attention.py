@@ -43,8 +43,8 @@ def _chosen(
         padded = -width % 8
         given = [functional.pad(each, [0, padded]) if padded else each for each in (query, key, value)]
         scale = width**-0.5 if scale is None else scale
-        found = torch.ops.aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, False, scale=scale)
-        return found[0][..., :width]
+        outputs = torch.ops.aten._scaled_dot_product_flash_attention(*given, dropout_p, is_causal, False, scale=scale)
+        return outputs[0][..., :width]
     aligned = width % (4 if query.dtype == torch.float32 else 8) == 0
     if query.shape[1] == key.shape[1] and aligned:
         mask = attn_mask

@@ -63,13 +63,13 @@ def on_device(tensor: Tensor) -> bool:
 
 def tensors_in(*values: Any) -> list[Tensor]:
     """Tensors among an operator's arguments or results: themselves, or in lists."""
-    found = []
+    tensors = []
     for value in values:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
-    return found
+            tensors += tensors_in(*value)
+    return tensors
 
 
 class Watch(TorchDispatchMode):
@@ -351,10 +351,10 @@ class Watch(TorchDispatchMode):
             known = len(tensors_in(*inputs[0], *inputs[1].values())) == len(tensors_in(*args, *kwargs.values()))
             if known:
                 values = self._computed(func, *inputs)
-        found = tensors_in(values)
+        tensors = tensors_in(values)
         for index, each in enumerate(returned):
-            set_shadow(each, found[index] if index < len(found) else None)
-        if not found:
+            set_shadow(each, tensors[index] if index < len(tensors) else None)
+        if not tensors:
             for each in changed:
                 set_shadow(each, None)
 

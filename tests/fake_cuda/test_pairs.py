@@ -67,11 +67,11 @@ def test_no_half_waits_for_the_other_s_collectives(tmp_path: Path, name: str) ->
     assert all(sum(pair.waiting) == 0 for pair in pairs_of(overlapping))
     assert any(min(pair.collectives) > 0 for pair in pairs_of(overlapping))
     # The count can fail: on one stream, every backward runs after the collectives of its forward.
-    found = pairs_of(in_order)
-    assert all(sum(pair.waiting) > 0 for pair in found if pair.collectives[0])
+    pairs = pairs_of(in_order)
+    assert all(sum(pair.waiting) > 0 for pair in pairs if pair.collectives[0])
     # The halves are the same programs.
     assert [(pair.kernels, pair.collectives) for pair in pairs_of(overlapping)] == [
-        (pair.kernels, pair.collectives) for pair in found
+        (pair.kernels, pair.collectives) for pair in pairs
     ]
 
 

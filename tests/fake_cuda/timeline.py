@@ -84,13 +84,13 @@ _files: dict[CodeType, str | None] = {}
 def place() -> Place:
     """The innermost line of the product that led here; of the main thread where a thread of torch's own runs."""
     frame = sys._getframe(1)
-    found = _product_line(frame)
-    if found is None and threading.get_ident() != threading.main_thread().ident:
+    line = _product_line(frame)
+    if line is None and threading.get_ident() != threading.main_thread().ident:
         thread = threading.current_thread()
         if isinstance(thread, threading._DummyThread) or not hasattr(thread, "_target"):
             outer = sys._current_frames().get(threading.main_thread().ident or 0)
-            found = None if outer is None else _product_line(outer)
-    return NOWHERE if found is None else found
+            line = None if outer is None else _product_line(outer)
+    return NOWHERE if line is None else line
 
 
 def _product_line(frame: object) -> Place | None:

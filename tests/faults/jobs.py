@@ -28,7 +28,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="fi
 
 def children(pid: int) -> dict[int, int]:
     """Rank -> process of the workers that a torchrun process has started."""
-    found = {}
+    pids = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -40,8 +40,8 @@ def children(pid: int) -> dict[int, int]:
         if parent == pid:
             for variable in variables:
                 if variable.startswith(b"RANK="):
-                    found[int(variable[5:])] = int(entry.name)
-    return found
+                    pids[int(variable[5:])] = int(entry.name)
+    return pids
 
 
 def children_of(parent: int) -> list[int]:
@@ -88,10 +88,10 @@ def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     }
 
 
-def assert_same_run(found: Path, expected: Path, step: int) -> None:
+def assert_same_run(actual: Path, expected: Path, step: int) -> None:
     """Check that metrics of every step up to `step`, and tensors saved after it, are the same, bit for bit."""
-    assert metrics_of_steps(found) == metrics_of_steps(expected)
-    ours, theirs = saved_tensors(found, step), saved_tensors(expected, step)
+    assert metrics_of_steps(actual) == metrics_of_steps(expected)
+    ours, theirs = saved_tensors(actual, step), saved_tensors(expected, step)
     assert ours.keys() == theirs.keys() != set()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -133,4 +133,4 @@ def output_of(folder: Path, fault: Fault | None, *arguments: str) -> str:
 
 def statuses(output: str) -> set[int]:
     """Return the exit statuses of ranks that torchrun reports as failed."""
-    return {int(found) for found in re.findall(r"exitcode +: (-?\d+)", output)}
+    return {int(status) for status in re.findall(r"exitcode +: (-?\d+)", output)}

@@ -80,12 +80,12 @@ def load_each(mesh: Mesh, configs: Sequence[PretrainConfig]) -> list[RankOutcome
 
 def put_together(ranks: Sequence[Sequence[RankOutcome]]) -> list[tuple[Outcome, Tensors]]:
     """Merge the ranks of each run, and the state that they had at its start."""
-    found = []
+    runs = []
     for run in zip(*ranks, strict=True):
         assert all(rank.losses == run[0].losses for rank in run)
         kept, loaded = (whole_tensors([getattr(rank, when) for rank in run]) for when in ("kept", "loaded"))
-        found.append((Outcome(run[0].losses, run[0].start, run[0].said, kept), loaded))
-    return found
+        runs.append((Outcome(run[0].losses, run[0].start, run[0].said, kept), loaded))
+    return runs
 
 
 def check_all_pairs(folder: Path, layouts: Sequence[Sizes], **groups: dict[str, Any]) -> None:

@@ -119,11 +119,11 @@ class Seen:
     set_aside: tuple[str, ...]
 
 
-def same(found: dict[str, list[Shard]], expected: dict[str, list[Shard]]) -> bool:
-    return found.keys() == expected.keys() and all(
+def same(actual: dict[str, list[Shard]], expected: dict[str, list[Shard]]) -> bool:
+    return actual.keys() == expected.keys() and all(
         torch.equal(one.values, other.values) and one.name == other.name
         for kind, shards in expected.items()
-        for one, other in zip(found[kind], shards, strict=True)
+        for one, other in zip(actual[kind], shards, strict=True)
     )
 
 

@@ -36,15 +36,15 @@ def life(mesh: Mesh, config: PretrainConfig) -> list[tuple[int, list[int], list[
 
 def samples(config: PretrainConfig, replicas: list[int]) -> list[dict[int, list[int]]]:
     """Number of each sample -> its tokens, step by step, over runs with the given numbers of replicas."""
-    found: dict[int, dict[int, list[int]]] = {}
+    tokens_by_step: dict[int, dict[int, list[int]]] = {}
     for data in replicas:
         sized = replace(config, parallel=replace(config.parallel, data=data))
         for rank in run_threads({"data": data}, life, sized):
             for step, ordinals, tokens in rank:
-                taken = found.setdefault(step, {})
+                taken = tokens_by_step.setdefault(step, {})
                 assert not taken.keys() & set(ordinals), "two replicas took one sample"
                 taken.update(zip(ordinals, tokens, strict=True))
-    return [found[step] for step in sorted(found)]
+    return [tokens_by_step[step] for step in sorted(tokens_by_step)]
 
 
 def test_replicas_come_and_go(tmp_path: Path) -> None:

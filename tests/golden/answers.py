@@ -38,13 +38,13 @@ SEARCH_FLAGS = ((), ("--schedule.name", "zb_h1"), ("--parallel.tensor", "2"), ("
 def requests() -> list[list[str]]:
     """Return the arguments of every request: predictions and dry runs of random layouts, and searches."""
     draw = random.Random(13)
-    found = [_layout(draw, "predict") for _ in range(150)]
-    found += [_layout(draw, "dry-run") for _ in range(26)]
+    drawn = [_layout(draw, "predict") for _ in range(150)]
+    drawn += [_layout(draw, "dry-run") for _ in range(26)]
     for model, hardware, devices, batch in SEARCHES:
         for flags in SEARCH_FLAGS:
             named = ["--hardware", hardware, "--devices", str(devices), "--batch.global_size", str(batch)]
-            found.append(["search", *_model(model), *named, "--json", *flags])
-    return found
+            drawn.append(["search", *_model(model), *named, "--json", *flags])
+    return drawn
 
 
 def answer(arguments: list[str]) -> dict[str, Any]:
@@ -52,17 +52,17 @@ def answer(arguments: list[str]) -> dict[str, Any]:
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = plan(arguments)
-    found = json.loads(out.getvalue() or "null")
-    for timed in (found, (found or {}).get("search")) if arguments[0] != "predict" else ():
+    printed = json.loads(out.getvalue() or "null")
+    for timed in (printed, (printed or {}).get("search")) if arguments[0] != "predict" else ():
         if timed:
             timed.pop("seconds", None)  # of the clock
-    return {"status": status, "answer": found, "errors": err.getvalue().splitlines()}
+    return {"status": status, "answer": printed, "errors": err.getvalue().splitlines()}
 
 
 def stored() -> list[dict[str, Any]]:
     """Return the answers in the file, in the order of the requests."""
-    found: list[dict[str, Any]] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
-    return found
+    answers: list[dict[str, Any]] = json.loads(lzma.decompress(ANSWERS.read_bytes()))
+    return answers
 
 
 def _model(name: str) -> list[str]:

@@ -39,5 +39,5 @@ def differences(old: Any, new: Any, path: str = "") -> Iterator[str]:
 
 @pytest.mark.parametrize(("number", "arguments"), list(chosen()))
 def test_an_answer_is_the_one_that_is_stored(number: int, arguments: list[str]) -> None:
-    found = list(differences(stored()[number], answer(arguments)))
-    assert not found, "\n".join([" ".join(arguments), *found[:SHOWN]])
+    changes = list(differences(stored()[number], answer(arguments)))
+    assert not changes, "\n".join([" ".join(arguments), *changes[:SHOWN]])

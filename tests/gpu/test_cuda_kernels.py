@@ -65,9 +65,9 @@ class TestNorms:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10_000_000)
             doubled = 2 * x
-            found = norm.module.forward(doubled, *parameters, EPSILON)[0]
+            actual = norm.module.forward(doubled, *parameters, EPSILON)[0]
         stream.synchronize()
-        assert_same_bits(found, expected)
+        assert_same_bits(actual, expected)
 
 
 class TestSoftmax:

@@ -55,9 +55,9 @@ class TestNorms:
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             torch.cuda._sleep(10_000_000)
-            found = norm.module.forward(2 * x, *parameters, EPSILON)[0]
+            actual = norm.module.forward(2 * x, *parameters, EPSILON)[0]
         stream.synchronize()
-        assert_same_bits(found, expected)
+        assert_same_bits(actual, expected)
 
 
 @pytest.fixture

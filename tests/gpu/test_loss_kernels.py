@@ -73,6 +73,6 @@ def test_more_logits_than_32_bits_count() -> None:
     owned = torch.ones_like(labels, dtype=torch.bool)
     last = logits[-1:].clone()
     expected = op.statistics_and_gradient(last, labels[-1:], owned[-1:])
-    found = op.statistics_and_gradient(logits, labels, owned)
-    assert torch.equal(found[:, -1:], expected)
+    actual = op.statistics_and_gradient(logits, labels, owned)
+    assert torch.equal(actual[:, -1:], expected)
     assert torch.equal(logits[-1:], last)

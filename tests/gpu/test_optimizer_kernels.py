@@ -34,8 +34,8 @@ def test_rules_of_adamw() -> None:
 @pytest.mark.parametrize("size", [65_537, 50_000_001])
 def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
     values = torch.randn(size, device="cuda").to(dtype)
-    found = backend("gradient_norm").apply(values)
-    assert found.item() == pytest.approx(values.double().square().sum().item(), rel=1e-13)
+    norm = backend("gradient_norm").apply(values)
+    assert norm.item() == pytest.approx(values.double().square().sum().item(), rel=1e-13)
     values[-1] = torch.inf
     assert not math.isfinite(backend("gradient_norm").apply(values).item())
 
@@ -44,12 +44,12 @@ def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("window", [None, 300])
 def test_attention_probabilities(window: int | None, dtype: torch.dtype) -> None:
     query, key = (draw(2, rows, 64, seed=rows, dtype=dtype, device="cuda") for rows in (3 * 1024, 1024))
-    found = backend("attention_probabilities").apply(query, key, 0.125, window)
+    actual = backend("attention_probabilities").apply(query, key, 0.125, window)
     expected = reference_attention.attention_probabilities(query, key, 0.125, window)
     exact = reference_attention.attention_probabilities(query.double(), key.double(), 0.125, window)
-    assert_as_exact_as_torch(found, expected, exact)
+    assert_as_exact_as_torch(actual, expected, exact)
     if window is not None:
-        assert found[:, -1, : 1024 - window].count_nonzero() == 0
+        assert actual[:, -1, : 1024 - window].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("op", [op.name for op in OPS.ops if op.name != "weight_gradient"])

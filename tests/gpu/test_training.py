@@ -37,24 +37,24 @@ def test_a_pipeline_of_threads_equals_one_process(tmp_path: Path, schedule: str)
     ranks = run_threads({"pipeline": 2}, run_gpt, config, 5, device="cuda")
     config.parallel.pipeline, config.schedule.name = 1, "1f1b"
     (alone,) = run_threads({}, run_gpt, config, 5, device="cuda")
-    found = assembled([rank.weights for rank in ranks])
+    actual = assembled([rank.weights for rank in ranks])
     for name, expected in assembled([alone.weights]).items():
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(actual[name], expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_replicas_of_threads_share_their_state(tmp_path: Path, stage: int) -> None:
     config = config_of(tmp_path, "gpt2")
     config.zero.stage = stage
-    found = losses(config, {"data": 2}, "cuda")
+    actual = losses(config, {"data": 2}, "cuda")
     config.zero.stage = 0
-    assert found == pytest.approx(losses(config, {}, "cuda"), rel=1e-4)
+    assert actual == pytest.approx(losses(config, {}, "cuda"), rel=1e-4)
 
 
 def test_bf16_learns_as_fp32_does(tmp_path: Path) -> None:
     expected = losses(config_of(tmp_path, "gpt2"), {}, "cuda", steps=20)
-    found = losses(config_of(tmp_path, "gpt2", "bf16"), {}, "cuda", steps=20)
-    assert found == pytest.approx(expected, rel=2e-2)
+    actual = losses(config_of(tmp_path, "gpt2", "bf16"), {}, "cuda", steps=20)
+    assert actual == pytest.approx(expected, rel=2e-2)
 
 
 @pytest.mark.parametrize("window", [None, 7])

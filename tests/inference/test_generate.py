@@ -112,7 +112,7 @@ def of_case(case: Case, settings: SamplingSettings = GREEDY, prompts: Sequence[S
 
 def their_greedy(case: Case, prompt: list[int], penalty: float = 1.0) -> list[int]:
     case.theirs.generation_config.eos_token_id = None
-    found = case.theirs.generate(
+    output = case.theirs.generate(
         torch.tensor([prompt]),
         max_new_tokens=NEW,
         do_sample=False,
@@ -121,10 +121,10 @@ def their_greedy(case: Case, prompt: list[int], penalty: float = 1.0) -> list[in
         return_dict_in_generate=True,
         output_scores=True,
     )
-    for logits in found.scores:
+    for logits in output.scores:
         best = logits.topk(2).values[0]
         assert best[0] - best[1] > 1e-3, "a near tie would make the comparison one of rounding"
-    return found.sequences[0, len(prompt) :].tolist()
+    return output.sequences[0, len(prompt) :].tolist()
 
 
 NOT_COMPARED = {
@@ -143,9 +143,9 @@ def test_greedy_texts_equal_those_of_transformers(name: str) -> None:
 
 def test_penalized_greedy_texts_equal_those_of_transformers() -> None:
     case = case_of("mistral")
-    found = [text.generated for text in of_case(case, replace(GREEDY, repetition_penalty=1.3))]
-    assert found == [their_greedy(case, prompt, 1.3) for prompt in PROMPTS]
-    assert found != [text.generated for text in of_case(case)]
+    actual = [text.generated for text in of_case(case, replace(GREEDY, repetition_penalty=1.3))]
+    assert actual == [their_greedy(case, prompt, 1.3) for prompt in PROMPTS]
+    assert actual != [text.generated for text in of_case(case)]
 
 
 @pytest.mark.parametrize("chunk", [1, 3])
@@ -238,6 +238,6 @@ def test_loaded_models_keep_no_gradients() -> None:
         parameters = [p for _, twins in loaded.assembly.layers() for twin in twins for p in twin.parameters()]
         return [(p.grad, p.requires_grad) for p in parameters]
 
-    found = run_mesh({}, gradients, backend="threads")[0]
-    assert found
-    assert set(found) == {(None, False)}
+    sizes = run_mesh({}, gradients, backend="threads")[0]
+    assert sizes
+    assert set(sizes) == {(None, False)}

@@ -42,9 +42,9 @@ def test_probabilities_equal_those_of_transformers(
     if top_k is not None:
         expected = TopKLogitsWarper(top_k)(None, expected)
     expected = torch.softmax(MinPLogitsWarper(min_p)(None, TopPLogitsWarper(top_p)(None, expected)), dim=-1)
-    found = probabilities(logits, SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
+    actual = probabilities(logits, SamplingSettings(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p))
     # Next to top_p = 1 the last bit of a cumulative sum decides about tokens of no weight.
-    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-12)
+    assert torch.allclose(actual, expected, rtol=1e-9, atol=1e-12)
 
 
 @given(st.integers(0, 2**32), st.lists(st.integers(0, 29), min_size=1), st.floats(0.1, 3.0))

@@ -52,7 +52,7 @@ def check_against_double(
     state = buffers(size, moments, device)
     scale = torch.full((), 0.37, device=device)
     update = coefficients(weight_decay=weight_decay)
-    found = stepped(module, state, update, gradient_scale=scale)
+    actual = stepped(module, state, update, gradient_scale=scale)
     torchs = stepped(REFERENCE, state, update, gradient_scale=scale)
     exact = stepped(
         REFERENCE,
@@ -61,11 +61,11 @@ def check_against_double(
         gradient_scale=scale,
     )
     left = state["gradient"] * scale if scales_gradient else state["gradient"]
-    assert torch.equal(found["gradient"], left)
+    assert torch.equal(actual["gradient"], left)
     for name in ("master", "first", "second"):
-        unit = torch.finfo(found[name].dtype).eps
+        unit = torch.finfo(actual[name].dtype).eps
         allowed = 2 * (torchs[name].double() - exact[name]).abs().max() + unit * exact[name].abs()
-        assert ((found[name].double() - exact[name]).abs() <= allowed).all(), name
+        assert ((actual[name].double() - exact[name]).abs() <= allowed).all(), name
 
 
 def check_rules(module: Implementation, device: str) -> None:
@@ -80,11 +80,11 @@ def check_parameter_copy(module: Implementation, device: str) -> None:
     """The working copy is the rounded master. The interpreter truncates, hence a unit in the last place."""
     state = buffers(1000, torch.bfloat16, device)
     parameter = torch.zeros(1000, dtype=torch.bfloat16, device=device)
-    found = stepped(module, state, coefficients(), parameter=parameter)
-    torch.testing.assert_close(parameter.float(), found["master"], rtol=2**-7, atol=0)
+    actual = stepped(module, state, coefficients(), parameter=parameter)
+    torch.testing.assert_close(parameter.float(), actual["master"], rtol=2**-7, atol=0)
     plain = stepped(module, state, coefficients())
     for name in BUFFERS:
-        assert_same_bits(found[name], plain[name])
+        assert_same_bits(actual[name], plain[name])
 
 
 def check_cuts(module: Implementation, moments: torch.dtype, device: str) -> None:

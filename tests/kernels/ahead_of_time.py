@@ -59,10 +59,10 @@ def _inspect(cubin: bytes, shared: int) -> MachineCode:
         path.write_bytes(cubin)
         usage = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path))
         code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path))
-    (found,) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    (match,) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     return MachineCode(
-        registers=int(found[0]),
-        stack=int(found[1]),
+        registers=int(match[0]),
+        stack=int(match[1]),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared=shared,
         wide_loads=len(re.findall(r"\bLDG(?:STS)?\.E\S*\.128\b", code)),
@@ -76,18 +76,18 @@ def _run(*command: str) -> str:
 
 def problems(specimen: Specimen, code: MachineCode, architecture: int) -> list[str]:
     """Return the problems of the machine code, in words."""
-    found = []
+    faults = []
     if specimen.launch.num_warps > _MOST_WARPS:
-        found.append(f"{specimen.launch.num_warps} warps, above {_MOST_WARPS}")
+        faults.append(f"{specimen.launch.num_warps} warps, above {_MOST_WARPS}")
     if code.shared > _SHARED[architecture]:
-        found.append(f"{code.shared} bytes of shared memory, above {_SHARED[architecture]}")
+        faults.append(f"{code.shared} bytes of shared memory, above {_SHARED[architecture]}")
     if code.stack or code.local:
-        found.append(f"spills: {code.stack} bytes of stack, {code.local} local accesses")
+        faults.append(f"spills: {code.stack} bytes of stack, {code.local} local accesses")
     if code.wide_loads < specimen.loads:
-        found.append(f"{code.wide_loads} 128-bit loads for {specimen.loads} tensors")
+        faults.append(f"{code.wide_loads} 128-bit loads for {specimen.loads} tensors")
     if code.wide_stores < specimen.stores:
-        found.append(f"{code.wide_stores} 128-bit stores for {specimen.stores} tensors")
-    return found
+        faults.append(f"{code.wide_stores} 128-bit stores for {specimen.stores} tensors")
+    return faults
 
 
 def check(case: tuple[Specimen, int]) -> tuple[bool, str]:

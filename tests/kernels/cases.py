@@ -57,20 +57,20 @@ Layout = Callable[[Tensor], Tensor]
 LAYOUTS = [misaligned, strided]
 
 
-def assert_as_exact_as_torch(found: Tensor, torchs: Tensor, exact: Tensor) -> None:
+def assert_as_exact_as_torch(actual: Tensor, torchs: Tensor, exact: Tensor) -> None:
     """In torch's dtype and shape, with at most twice the largest error that torch makes.
 
     exact: in float64. Half a unit in the last place of the largest number is always allowed. The interpreter truncates
     where GPUs round to bf16, so a unit of each number is allowed there.
     """
-    assert found.dtype == torchs.dtype
-    assert found.shape == torchs.shape == exact.shape
+    assert actual.dtype == torchs.dtype
+    assert actual.shape == torchs.shape == exact.shape
     if not exact.numel():
         return
-    unit = torch.finfo(found.dtype).eps
+    unit = torch.finfo(actual.dtype).eps
     allowed = 2 * (torchs.double() - exact).abs().max() + unit / 2 * exact.abs().max()
-    error = (found.double() - exact).abs()
-    if found.device.type == "cpu" and found.dtype == torch.bfloat16:
+    error = (actual.double() - exact).abs()
+    if actual.device.type == "cpu" and actual.dtype == torch.bfloat16:
         error -= unit * exact.abs()
     assert error.max() <= allowed, f"error {error.max().item():.3g}, allowed {allowed.item():.3g}"
 

@@ -41,8 +41,8 @@ class Norm:
     def torchs_gradients(self, x: Tensor, parameters: list[Tensor], dy: Tensor, dx: Tensor) -> list[Tensor]:
         """Return gradients of x, with dx added, and of the parameters."""
         leaves = [x.detach().requires_grad_(), *(parameter.detach().requires_grad_() for parameter in parameters)]
-        found = torch.autograd.grad([self.torchs(leaves[0], leaves[1:]), leaves[0]], leaves, [dy, dx])
-        return list(found)
+        gradients = torch.autograd.grad([self.torchs(leaves[0], leaves[1:]), leaves[0]], leaves, [dy, dx])
+        return list(gradients)
 
 
 def check_against_double(
@@ -70,8 +70,8 @@ def check_against_double(
     assert len(of_sum) == norm.num_statistics
 
     whole = norm.module.backward(dy, x, *statistics, parameters[0], dx)
-    for found, *expected in zip(whole, *both(norm.torchs_gradients, x, parameters, dy, dx), strict=True):
-        assert_as_exact_as_torch(found, *expected)
+    for actual, *expected in zip(whole, *both(norm.torchs_gradients, x, parameters, dy, dx), strict=True):
+        assert_as_exact_as_torch(actual, *expected)
     halves = (
         norm.module.input_gradient(dy, x, *statistics, parameters[0], dx),
         *norm.module.weight_gradient(dy, x, *statistics, parameters[0]),
@@ -152,15 +152,15 @@ def check_autograd(norm: Norm, device: str) -> None:
     parameters = norm.parameters(40, torch.float32, device)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, residual, *parameters)]
     _, *statistics = norm.module.forward(x, *parameters, EPSILON)
-    found = torch.autograd.grad(norm.module.forward(leaves[0], *leaves[2:], EPSILON)[0], [leaves[0], *leaves[2:]], dy)
-    for one, other in zip(found, norm.module.backward(dy, x, *statistics, parameters[0]), strict=True):
+    actual = torch.autograd.grad(norm.module.forward(leaves[0], *leaves[2:], EPSILON)[0], [leaves[0], *leaves[2:]], dy)
+    for one, other in zip(actual, norm.module.backward(dy, x, *statistics, parameters[0]), strict=True):
         assert_same_bits(one, other)
     _, total, *statistics = norm.module.add_forward(x, residual, *parameters, EPSILON)
     results = norm.module.add_forward(*leaves, EPSILON)
     assert not any(statistic.requires_grad for statistic in results[2:])
-    found = torch.autograd.grad(results[:2], leaves, [dy, dtotal])
+    actual = torch.autograd.grad(results[:2], leaves, [dy, dtotal])
     dx, *gradients = norm.module.backward(dy, total, *statistics, parameters[0], dtotal)
-    for one, other in zip(found, [dx, dx, *gradients], strict=True):
+    for one, other in zip(actual, [dx, dx, *gradients], strict=True):
         assert_same_bits(one, other)
 
 

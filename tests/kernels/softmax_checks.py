@@ -121,18 +121,18 @@ def check_autograd(module: Implementation, device: str) -> None:
     scores = draw(1, 2, 5, 7, dtype=torch.float32, device=device).requires_grad_()
     dy = draw(1, 2, 5, 7, seed=1, dtype=torch.float32, device=device)
     y = module.forward(scores, None, SCALE, True, 3)
-    (found,) = torch.autograd.grad(y, scores, dy)
-    assert_same_bits(found, module.input_gradient(dy, y.detach(), SCALE))
+    (actual,) = torch.autograd.grad(y, scores, dy)
+    assert_same_bits(actual, module.input_gradient(dy, y.detach(), SCALE))
 
 
 def check_attention_probabilities(module: Implementation, dtype: torch.dtype, window: int | None, device: str) -> None:
     """Against the reference, which does the product and the masks in one step: weights and both gradients."""
     query, key = draw(2, 3 * 6, 4, dtype=dtype, device=device), draw(2, 6, 4, seed=1, dtype=dtype, device=device)
     exact = reference_attention.attention_probabilities(query.double(), key.double(), 0.3, window)
-    found = module.apply(query, key, 0.3, window)
-    assert_as_exact_as_torch(found, reference_attention.attention_probabilities(query, key, 0.3, window), exact)
+    actual = module.apply(query, key, 0.3, window)
+    assert_as_exact_as_torch(actual, reference_attention.attention_probabilities(query, key, 0.3, window), exact)
     leaves = [tensor.float().requires_grad_() for tensor in (query, key)]
-    dy = draw(*found.shape, seed=2, dtype=torch.float32, device=device)
+    dy = draw(*actual.shape, seed=2, dtype=torch.float32, device=device)
     ours, theirs = (
         torch.autograd.grad(entry.apply(*leaves, 0.3, window), leaves, dy)
         for entry in (module, implementation("attention_probabilities", "reference"))

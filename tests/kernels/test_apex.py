@@ -72,9 +72,9 @@ def test_rules_of_adamw(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [0, 1, 65_536, 140_000])
 def test_gradient_norm(size: int, dtype: torch.dtype) -> None:
     values = draw(size, dtype=dtype)
-    found = apex_kernels.gradient_norm(misaligned(values))
-    assert (found.dtype, found.shape) == (torch.float64, ())
-    assert found.item() == pytest.approx(values.double().square().sum().item(), rel=1e-5)
+    actual = apex_kernels.gradient_norm(misaligned(values))
+    assert (actual.dtype, actual.shape) == (torch.float64, ())
+    assert actual.item() == pytest.approx(values.double().square().sum().item(), rel=1e-5)
     if size:
         values[size // 2] = torch.nan
         assert apex_kernels.gradient_norm(values).isnan()
@@ -109,7 +109,7 @@ def test_attention_weights_and_gradients() -> None:
     dy = draw(2, 4 * 20, 20, dtype=torch.bfloat16)
     kept = dy.clone()
     weights = apex_kernels.attention_probabilities.apply(query, key, 0.3, None)
-    found = torch.autograd.grad(weights, (query, key), dy)
+    actual = torch.autograd.grad(weights, (query, key), dy)
     assert_same_bits(dy, kept)  # apex's backward writes over its argument
     scores = torch.matmul(query, key.transpose(1, 2)) * 0.3
     expected = reference_attention.softmax_forward(scores.view(2, 4, 20, 20), None, 1.0, True, None).view(
@@ -117,7 +117,7 @@ def test_attention_weights_and_gradients() -> None:
     )
     torch.testing.assert_close(weights, expected, rtol=2e-2, atol=1e-2)
     gradients = torch.autograd.grad(expected, (query, key), dy)
-    for one, other in zip(found, gradients, strict=True):
+    for one, other in zip(actual, gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=5e-2, atol=5e-2)
 
 

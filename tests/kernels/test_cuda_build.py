@@ -107,8 +107,8 @@ def environment(
 def test_when_an_installation_builds_them(
     demand: str | None, nvcc: str | None, gpu: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = environment(monkeypatch, demand, nvcc, gpu)()
-    assert found is None if reason is None else found is not None and found.startswith(reason)
+    built = environment(monkeypatch, demand, nvcc, gpu)()
+    assert built is None if reason is None else built is not None and built.startswith(reason)
 
 
 def test_a_demand_that_cannot_be_met_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

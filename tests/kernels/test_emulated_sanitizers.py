@@ -18,8 +18,8 @@ CHECKS = "address,undefined"
 
 def library(name: str) -> str:
     """Path of one of g++'s libraries."""
-    found = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
-    return found.stdout.strip()
+    done = subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
 def run_tests(chosen: str, csrc: Path = ROOT / "csrc") -> subprocess.CompletedProcess[str]:

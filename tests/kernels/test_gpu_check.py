@@ -202,20 +202,20 @@ def test_the_fastest_backends_of_the_measured_sizes(tmp_path: Path, monkeypatch:
         ("softmax, plain", "forward", 64, "apex", 1.0),
         ("gelu", "forward", 64, "triton", 2.0),
     )
-    found = measured_preferences(output, "a GPU")
-    assert found is not None
-    rows = [(row.op, row.width, row.backends) for row in found.rows]
+    measured = measured_preferences(output, "a GPU")
+    assert measured is not None
+    rows = [(row.op, row.width, row.backends) for row in measured.rows]
     assert rows == [
         ("layer_norm", 1024, ("cuda", "triton")),
         ("layer_norm", 8192, ("triton", "cuda")),
         ("softmax", 64, ("triton", "cuda")),
     ]
-    assert preferences.parse(found.text()) == found
+    assert preferences.parse(measured.text()) == measured
     assert measured_preferences("no figures", "a GPU") is None
     monkeypatch.setattr(gpu_check, "device_name", lambda: "a GPU")
     gpu_check.write_preferences([Outcome(gpu_check.KERNELS, "ok", "", 1.0, output)], None, tmp_path)
-    assert preferences.parse((tmp_path / "kernels_a_gpu.yaml").read_text()).rows == found.rows
-    assert {row.op for row in found.rows} <= {op.name for op in OPS.ops}
+    assert preferences.parse((tmp_path / "kernels_a_gpu.yaml").read_text()).rows == measured.rows
+    assert {row.op for row in measured.rows} <= {op.name for op in OPS.ops}
 
 
 def test_the_report_has_machine_and_failures_but_nothing_private(tmp_path: Path) -> None:

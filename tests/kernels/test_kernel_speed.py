@@ -86,14 +86,14 @@ def test_every_op_of_the_registry_has_a_race() -> None:
 def test_contestants_compute_the_same(case: Case) -> None:
     inputs = drawn(case)
     entry = ours(case, inputs)
-    found, expected = entry.forward(*inputs), case.torch.forward(*case.torch.prepare(inputs))
-    for one, other in zip(tuple_of(found), tuple_of(expected), strict=True):
+    actual, expected = entry.forward(*inputs), case.torch.forward(*case.torch.prepare(inputs))
+    for one, other in zip(tuple_of(actual), tuple_of(expected), strict=True):
         torch.testing.assert_close(one, other, check_dtype=False)
     if case.work(case.tiny, 4)[1] is not None:
         gradients = result_gradients(case.torch, inputs, 1)
-        _, found = gradients_of(entry, inputs, gradients)
+        _, actual = gradients_of(entry, inputs, gradients)
         _, expected = gradients_of(case.torch, inputs, gradients)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_losses_and_their_gradients_are_the_same() -> None:
             offset, total, target = entry.forward(*inputs)
             torch.testing.assert_close((offset + total.log() - target).sum(), loss)
         assert entry.both is not None
-        _, *found = entry.both(*inputs)
-        for one, other in zip(found, expected, strict=True):
+        _, *actual = entry.both(*inputs)
+        for one, other in zip(actual, expected, strict=True):
             torch.testing.assert_close(one.detach(), other, rtol=1e-4, atol=1e-5)
 
 

@@ -15,8 +15,8 @@ from tests.schedules.support import TRAINED
 
 def run_check(name: str, ranks: int) -> list[str]:
     check = next(check for check in checks(ranks) if check.name == name)
-    found: list[str] = run_in_process(in_process_meshes(check.sizes, timeout=20.0), check.run)
-    return found
+    results: list[str] = run_in_process(in_process_meshes(check.sizes, timeout=20.0), check.run)
+    return results
 
 
 def test_links_and_groups_of_threads() -> None:

@@ -39,15 +39,15 @@ def test_norms_of_sums_have_the_gradient_of_finite_differences(norm: Norm) -> No
 def test_attention_probabilities(window: int | None, heads: int) -> None:
     length, width = 6, 4
     query, key = draw(2, heads, length, width), draw(2, length, width, seed=1)
-    found = reference_attention.attention_probabilities(query.flatten(1, 2), key, 0.3, window).view(
+    actual = reference_attention.attention_probabilities(query.flatten(1, 2), key, 0.3, window).view(
         2, heads, length, length
     )
     for row in range(length):
         first = 0 if window is None else max(0, row + 1 - window)
         scores = 0.3 * torch.einsum("nhd,nkd->nhk", query[:, :, row], key[:, first : row + 1])
-        assert torch.allclose(found[:, :, row, first : row + 1], scores.softmax(-1))
-        assert not found[:, :, row, :first].any()
-        assert not found[:, :, row, row + 1 :].any()
+        assert torch.allclose(actual[:, :, row, first : row + 1], scores.softmax(-1))
+        assert not actual[:, :, row, :first].any()
+        assert not actual[:, :, row, row + 1 :].any()
     leaves = [query.flatten(1, 2).requires_grad_(), key.requires_grad_()]
     assert gradcheck(lambda q, k: reference_attention.attention_probabilities(q, k, 0.3, window), leaves)
 
@@ -83,20 +83,20 @@ MASKS = {
 @pytest.mark.parametrize("mask", MASKS)
 def test_masked_softmax(mask: str, causal: bool, window: int | None) -> None:
     scores = draw(2, 3, 4, 6).requires_grad_()
-    found = reference_attention.softmax_forward(scores, MASKS[mask], 0.3, causal, window)
-    assert torch.allclose(found, by_hand(scores.detach(), MASKS[mask], 0.3, causal, window), rtol=1e-12, atol=0)
+    actual = reference_attention.softmax_forward(scores, MASKS[mask], 0.3, causal, window)
+    assert torch.allclose(actual, by_hand(scores.detach(), MASKS[mask], 0.3, causal, window), rtol=1e-12, atol=0)
     assert gradcheck(lambda leaf: reference_attention.softmax_forward(leaf, MASKS[mask], 0.3, causal, window), scores)
     dy = draw(2, 3, 4, 6, seed=1)
-    (expected,) = torch.autograd.grad(found, scores, dy)
+    (expected,) = torch.autograd.grad(actual, scores, dy)
     assert torch.allclose(
-        reference_attention.softmax_input_gradient(dy, found.detach(), 0.3), expected, rtol=1e-12, atol=1e-15
+        reference_attention.softmax_input_gradient(dy, actual.detach(), 0.3), expected, rtol=1e-12, atol=1e-15
     )
 
 
 def test_queries_before_the_first_key_see_nothing() -> None:
-    found = reference_attention.softmax_forward(draw(1, 1, 5, 3), None, 1.0, True, None)
-    assert not found[0, 0, :2].any()
-    assert torch.allclose(found[0, 0, 2:].sum(-1), torch.ones(3, dtype=torch.float64))
+    actual = reference_attention.softmax_forward(draw(1, 1, 5, 3), None, 1.0, True, None)
+    assert not actual[0, 0, :2].any()
+    assert torch.allclose(actual[0, 0, 2:].sum(-1), torch.ones(3, dtype=torch.float64))
 
 
 def test_hidden_scores_change_nothing() -> None:

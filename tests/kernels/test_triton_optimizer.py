@@ -29,7 +29,7 @@ def triton(op: str) -> Implementation:
 def test_reference_has_the_bits_of_the_optimizers_tail(weight_decay: float) -> None:
     state = adamw_checks.buffers(SEGMENT_ALIGNMENT - 1, torch.float32, "cpu")
     scale = torch.tensor(0.5)
-    found = adamw_checks.stepped(
+    actual = adamw_checks.stepped(
         REFERENCE,
         state,
         adamw_checks.coefficients(weight_decay=weight_decay),
@@ -38,7 +38,7 @@ def test_reference_has_the_bits_of_the_optimizers_tail(weight_decay: float) -> N
     update = AdamW(3, 1e-2, (0.9, 0.95), 1e-8, weight_decay)
     adamw_step(*([state[name]] for name in adamw_checks.BUFFERS), update, gradient_scale=scale)
     for name in ("master", "first", "second"):
-        assert_same_bits(found[name], state[name])
+        assert_same_bits(actual[name], state[name])
 
 
 def test_steps_count_from_one() -> None:
@@ -114,10 +114,10 @@ def test_rounding_has_the_bits_of_the_reference(key: int, first: int, run: int, 
     source[1000:] *= 2.0**-64  # and so below the normal numbers
     source[3:6] = torch.tensor([torch.inf, -torch.inf, 0.0])
     elements = Elements(first, run, run + gap if skipped % 2 else run, skipped)
-    found, expected = (torch.zeros(1500, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    triton_optimizer.stochastic_rounding(found, source, key, elements)
+    actual, expected = (torch.zeros(1500, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
+    triton_optimizer.stochastic_rounding(actual, source, key, elements)
     reference_optimizer.stochastic_rounding(expected, source, key, elements)
-    assert_same_bits(found, expected)
+    assert_same_bits(actual, expected)
 
 
 @needs_triton

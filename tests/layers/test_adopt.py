@@ -71,15 +71,15 @@ def split_step(module: nn.Module, inputs: Tensor, head: Callable[[Tensor], Tenso
     tape = SplitTape(unsplit_parameters(module))
     with recording(list(adopted_modules(module)), tape):
         outputs = head(module(leaf))
-    found = tape.backward_input([outputs], [randn(*outputs.shape, seed=9).to(outputs.dtype)], [leaf])
+    gradients = tape.backward_input([outputs], [randn(*outputs.shape, seed=9).to(outputs.dtype)], [leaf])
     assert all(parameter.grad is None for parameter in module.parameters())
     tape.backward_weight()
-    return [outputs, *(g for g in found if g is not None), *(p.grad for p in module.parameters())]
+    return [outputs, *(g for g in gradients if g is not None), *(p.grad for p in module.parameters())]
 
 
-def assert_same_bits(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
+def assert_same_bits(actual: list[Tensor], expected: list[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
         assert torch.equal(ours, theirs)
         assert ours.dtype == theirs.dtype
 
@@ -184,11 +184,11 @@ class Zoo(nn.Module):
 def test_the_report_says_what_is_not_split_and_why() -> None:
     zoo = Zoo()
     assert report(zoo).whole["plain"] == "Linear has not been adopted"
-    found = report(adopt(zoo))
-    assert found.split == {"plain": "Linear", "kin": "Linear"}
+    reasons = report(adopt(zoo))
+    assert reasons.split == {"plain": "Linear", "kin": "Linear"}
     assert isinstance(zoo.kin, Doubled)
     assert type(zoo.plain) is SplitLinear
-    assert {path: why.partition(" ")[2] for path, why in found.whole.items()} == {
+    assert {path: why.partition(" ")[2] for path, why in reasons.whole.items()} == {
         "own": "has a forward of its own",
         "patched": "has a forward of its own",
         "normed": "computes its weight from other tensors",
@@ -198,7 +198,7 @@ def test_the_report_says_what_is_not_split_and_why() -> None:
         "renormed": "renormalises its weight in the forward (max_norm)",
         "convolution": "is not one of Linear, Embedding, LayerNorm, RMSNorm",
     }
-    assert str(found).startswith("split: 2 modules; not split: 8\n  own: Masked has a forward of its own")
+    assert str(reasons).startswith("split: 2 modules; not split: 8\n  own: Masked has a forward of its own")
 
 
 def test_autocast_and_no_grad_leave_the_tape_alone() -> None:

@@ -17,15 +17,15 @@ SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 @pytest.mark.parametrize("shape", SHAPES)
 def test_paths_agree_in_double(shape: str) -> None:
     x = torch.randn(2, 12, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for path in ("sdpa", "unfused"):
         model = small_model(**SHAPES[shape], attention=path)
         block = bind_model(model, dtype=torch.float64)[1]
         leaf = x.clone().requires_grad_()
         (y,) = block.module(leaf, context=make_context(model))
         y.square().sum().backward()
-        found.append((y.detach(), leaf.grad, block.state.gradients[0]))
-    for fused, unfused in zip(*found, strict=True):
+        results.append((y.detach(), leaf.grad, block.state.gradients[0]))
+    for fused, unfused in zip(*results, strict=True):
         assert (fused - unfused).norm() <= 1e-12 * fused.norm()
 
 

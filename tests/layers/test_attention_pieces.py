@@ -50,10 +50,10 @@ def check(device: str, what: str, unfused: bool, dtype: torch.dtype, size: int, 
     gradient, query, key, value = tensors
     mixed, log_sum = piece_forward(query, key, value, seen, how)
     finite = log_sum.masked_fill(log_sum == -math.inf, 0.0)
-    found = [mixed, log_sum, *piece_backward(gradient, query, key, value, mixed, finite, seen, how)]
+    actual = [mixed, log_sum, *piece_backward(gradient, query, key, value, mixed, finite, seen, how)]
     expected = definition(tensors, seen)
-    assert torch.equal(found[1] == -math.inf, expected[1] == -math.inf)
-    for one, other in zip(found, expected, strict=True):
+    assert torch.equal(actual[1] == -math.inf, expected[1] == -math.inf)
+    for one, other in zip(actual, expected, strict=True):
         one, other = (each.double().masked_fill(each == -math.inf, 0.0) for each in (one, other))
         assert (one - other).norm() <= tolerance * other.norm()
 

@@ -60,7 +60,7 @@ def interleaved(
         layer.state.zero_gradients()
         inputs = leaves(layer, seed)
         runs.append((layer, context.tape, inputs, forward(layer.module, inputs, context)))
-    found = []
+    results = []
     for layer, tape, inputs, outputs in runs:
         if tape is None:
             outputs[0].backward(upstream(outputs[0]))
@@ -69,8 +69,8 @@ def interleaved(
             input_gradients = tape.backward_input(outputs, [upstream(outputs[0])], inputs)
             assert not layer.state.gradients[0].any()
             tape.backward_weight()
-        found.append((outputs[0].detach(), *input_gradients, layer.state.gradients[0].clone()))
-    return found
+        results.append((outputs[0].detach(), *input_gradients, layer.state.gradients[0].clone()))
+    return results
 
 
 def check(case: str, backend: str, group: Group | None = None) -> None:

@@ -45,16 +45,16 @@ def test_against_double(dtype: torch.dtype, masked: bool) -> None:
     loss.backward(torch.tensor(1 / 300, dtype=loss.dtype))
     expected = reference(head, context, x, 1 / 300)
     tolerance = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.01}[dtype]
-    for found, exact in zip((loss, leaf.grad, head.gradients()["head.output.weight"]), expected, strict=True):
-        assert (found.double() - exact).norm() <= tolerance * exact.norm()
+    for actual, exact in zip((loss, leaf.grad, head.gradients()["head.output.weight"]), expected, strict=True):
+        assert (actual.double() - exact).norm() <= tolerance * exact.norm()
 
 
 def test_labels_without_weight_may_be_anything() -> None:
     head, context, x = head_and_input(torch.float32)
     (expected,) = head.module(x, context=context)
     labels = context.labels.masked_fill(context.loss_mask == 0, -100)
-    (found,) = head.module(x, context=replace(context, labels=labels))
-    assert torch.equal(found, expected)
+    (actual,) = head.module(x, context=replace(context, labels=labels))
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("label", [-100, 61])
@@ -98,5 +98,5 @@ def test_half_precision_does_not_round_gradient_scales() -> None:
         loss.backward(torch.tensor(scale))
         return [leaf.grad.double(), head.gradients()["head.output.weight"].double()]  # type: ignore[union-attr]
 
-    for found, exact in zip(gradients(1 / 300), gradients(1 / 256), strict=True):
-        assert (found * exact).sum() / exact.square().sum() == pytest.approx(256 / 300, rel=3e-4)
+    for actual, exact in zip(gradients(1 / 300), gradients(1 / 256), strict=True):
+        assert (actual * exact).sum() / exact.square().sum() == pytest.approx(256 / 300, rel=3e-4)

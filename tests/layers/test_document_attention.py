@@ -99,10 +99,10 @@ def test_blocks_are_those_of_the_mask(starts: list[list[int]], window: int | Non
     expected = flex_attention.create_block_mask(
         lambda b, h, q, k: mask[b, q, k], len(starts), None, length, length, device="cpu", BLOCK_SIZE=block
     )
-    found = block_lists(document_starts.numpy(), window, block)
+    lists = block_lists(document_starts.numpy(), window, block)
     for num, which, expected_num, expected_which in (
-        (found.num_partial, found.partial, expected.kv_num_blocks, expected.kv_indices),
-        (found.num_full, found.full, expected.full_kv_num_blocks, expected.full_kv_indices),
+        (lists.num_partial, lists.partial, expected.kv_num_blocks, expected.kv_indices),
+        (lists.num_full, lists.full, expected.full_kv_num_blocks, expected.full_kv_indices),
     ):
         assert num.dtype == which.dtype == np.int32
         assert np.array_equal(num, expected_num)
@@ -133,11 +133,11 @@ def test_loss_and_gradients_are_those_of_the_mask(shape: str, differentiable_on_
     model = small_model(**SHAPES[shape])
     masked, blocked = bind_model(model, dtype=torch.float64), bind_model(model, dtype=torch.float64)
     context = packed_context(make_context(model))
-    expected, found = run(masked, context), run(blocked, with_blocks(context, model.sliding_window))
+    expected, actual = run(masked, context), run(blocked, with_blocks(context, model.sliding_window))
     expected.backward()
-    found.backward()
-    assert found.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert found.item() != pytest.approx(run(masked, replace(context, document_starts=None)).item(), rel=1e-4)
+    actual.backward()
+    assert actual.item() == pytest.approx(expected.item(), rel=1e-12)
+    assert actual.item() != pytest.approx(run(masked, replace(context, document_starts=None)).item(), rel=1e-4)
     gradients = all_gradients(masked)
     for name, gradient in all_gradients(blocked).items():
         assert (gradient - gradients[name]).norm() <= 1e-11 * gradients[name].norm() + 1e-13, name
@@ -189,9 +189,9 @@ def test_other_documents_need_no_other_kernel(differentiable_on_cpu: None) -> No
         places = np.where(generator.random((2, 12)) < 0.3, np.arange(12), 0)
         starts = torch.from_numpy(np.maximum.accumulate(places, axis=1))
         context = with_blocks(MicrobatchContext(document_starts=starts), None)
-        found = compiled(query, key, value, block_mask=context.document_blocks[None])
+        actual = compiled(query, key, value, block_mask=context.document_blocks[None])
         mask = visible_within_documents(starts, None).unsqueeze(1)
-        assert torch.allclose(found, functional.scaled_dot_product_attention(query, key, value, mask), atol=1e-5)
+        assert torch.allclose(actual, functional.scaled_dot_product_attention(query, key, value, mask), atol=1e-5)
     assert counter.frame_count == 1
 
 

@@ -76,8 +76,8 @@ def test_outputs_and_gradients_are_those_of_mixtral() -> None:
     torch.testing.assert_close(y, y_theirs, **close)
     torch.testing.assert_close(x.grad, x_theirs.grad, **close)
     for name, parameter in pairs.items():
-        found = block.gradients()[f"blocks.0.mlp.{name}"]
-        torch.testing.assert_close(found.reshape(parameter.shape), parameter.grad, **close)
+        actual = block.gradients()[f"blocks.0.mlp.{name}"]
+        torch.testing.assert_close(actual.reshape(parameter.shape), parameter.grad, **close)
 
 
 def test_experts_and_shares_are_those_of_ernie() -> None:
@@ -185,8 +185,8 @@ def test_biases_receive_the_load_that_they_balance() -> None:
     shares.sum().backward()
     counts = [int((chosen == expert).sum()) for expert in range(4)]
     assert sum(counts) == 2 * 12 * 2
-    found = block.gradients()["blocks.0.mlp.router.bias"].tolist()
-    assert found == [4 * count - sum(counts) for count in counts]
+    actual = block.gradients()["blocks.0.mlp.router.bias"].tolist()
+    assert actual == [4 * count - sum(counts) for count in counts]
 
 
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
@@ -261,17 +261,17 @@ def test_ranks_that_share_the_experts_compute_what_one_does(shape: str, ranks: i
     model = small_model(**{**SHAPES[shape], "num_kv_heads": 4}, **EXPERTS)
     x, dy = drawn(2, 12, 32), drawn(2, 12, 32, seed=2)
     ((y, dx, gradients),) = run_threads({"tensor": 1}, on_a_rank, model, x, dy)
-    found = run_threads({"tensor": ranks}, on_a_rank, model, x, dy)
-    for y_rank, dx_rank, gradients_rank in found:
+    results = run_threads({"tensor": ranks}, on_a_rank, model, x, dy)
+    for y_rank, dx_rank, gradients_rank in results:
         torch.testing.assert_close(y_rank, y)
         torch.testing.assert_close(dx_rank, dx)
         for name, gradient in gradients_rank.items():
             if ".router." in name:
-                assert torch.equal(gradient, found[0][2][name])
+                assert torch.equal(gradient, results[0][2][name])
                 torch.testing.assert_close(gradient, gradients[name])
     for name, gradient in gradients.items():
         if ".mlp.up." in name or ".mlp.down." in name:
-            torch.testing.assert_close(torch.cat([each[name] for _, _, each in found]), gradient)
+            torch.testing.assert_close(torch.cat([each[name] for _, _, each in results]), gradient)
 
 
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))

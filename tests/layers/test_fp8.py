@@ -72,16 +72,16 @@ def test_all_three_products_are_within_the_bound(recipe: Recipe, dtype: torch.dt
     products, rows, matrix = Fp8Products(recipe, SOLO), x.flatten(0, 1), weight.view(48, 32)
     gradients = E5M2 if recipe == "tensorwise" else E4M3
     by_row = recipe == "rowwise"
-    for found, a, b, format_a in (
+    for actual, a, b, format_a in (
         (products.output(x, weight, None).flatten(0, 1), rows, matrix, E4M3),
         (products.input_gradient(dy, weight).flatten(0, 1), dy.flatten(0, 1), matrix.t(), gradients),
         (products.weight_gradient(x, dy), dy.flatten(0, 1).t(), rows.t(), gradients),
     ):
         exact, allowed = bound(a, b, format_a, by_row)
         rounding = torch.finfo(dtype).eps * (exact.abs() + allowed)
-        assert found.dtype == dtype
-        assert ((found.double() - exact).abs() <= allowed + rounding).all()
-        assert not torch.equal(found, (a @ b.t()).to(dtype))
+        assert actual.dtype == dtype
+        assert ((actual.double() - exact).abs() <= allowed + rounding).all()
+        assert not torch.equal(actual, (a @ b.t()).to(dtype))
     assert torch.equal(products.output(x, weight, bias), products.output(x, weight, None) + bias.view(-1))
 
 
@@ -95,10 +95,10 @@ def test_the_emulation_is_torchs_scaled_product(format_a: torch.dtype, by_row: b
         for x, dtype in ((a, format_a), (b, E4M3))
     ]
     (short_a, scale_a), (short_b, scale_b) = operands
-    found = fp8_product(short_a, short_b, scale_a, scale_b, torch.bfloat16)
+    actual = fp8_product(short_a, short_b, scale_a, scale_b, torch.bfloat16)
     expected = torch._scaled_mm(short_a, short_b.t(), scale_a=scale_a, scale_b=scale_b.t(), out_dtype=torch.bfloat16)
     scale = expected.abs().max().item()
-    torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-9 * scale)
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-9 * scale)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -109,7 +109,7 @@ def test_a_split_backward_gives_the_same_bits(recipe: Recipe) -> None:
         for module in layer.module.modules():
             if isinstance(module, Linear):
                 module.products = Fp8Products(recipe, SOLO)
-        found = []
+        results = []
         for split in (False, True):
             layer.state.zero_gradients()
             x = drawn(2, 12, 32, seed=7, spread=0.0).requires_grad_()
@@ -121,8 +121,8 @@ def test_a_split_backward_gives_the_same_bits(recipe: Recipe) -> None:
             else:
                 (dx,) = tape.backward_input([y.sum()], [torch.ones(())], [x])
                 tape.backward_weight()
-            found.append((y.detach(), dx, layer.state.gradients[0].clone()))
-        for whole, halves in zip(*found, strict=True):
+            results.append((y.detach(), dx, layer.state.gradients[0].clone()))
+        for whole, halves in zip(*results, strict=True):
             assert torch.equal(whole, halves)
 
 
@@ -145,7 +145,7 @@ def test_tensor_ranks_agree_on_scales(backend: str) -> None:
     ranks = run_mesh({"tensor": 2}, shared_products, backend=backend)  # type: ignore[arg-type]
     x, weight, dy = drawn(16, 32, seed=1), drawn(24, 32, seed=2), drawn(16, 24, seed=3)
     alone = Fp8Products("tensorwise", SOLO)
-    found = [torch.cat([rank[part] for rank in ranks], dim) for part, dim in enumerate((1, 0, 1))]
+    actual = [torch.cat([rank[part] for rank in ranks], dim) for part, dim in enumerate((1, 0, 1))]
     wanted = [alone.output(x, weight, None), alone.weight_gradient(x, dy), alone.input_gradient(dy, weight)]
-    for ours, theirs in zip(found, wanted, strict=True):
+    for ours, theirs in zip(actual, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))

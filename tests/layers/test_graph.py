@@ -52,10 +52,10 @@ def test_equals_torch(as_edges: bool) -> None:
     unused = torch.zeros(1, requires_grad=True)
     outputs = outputs_of(leaf, layer)
     places = [gradient_edge(output) for output in outputs] if as_edges else outputs
-    found, nothing = gradients_of([leaf, unused], places, upstream)
+    actual, nothing = gradients_of([leaf, unused], places, upstream)
     assert nothing is None
-    assert found is not None
-    assert torch.equal(found, expected_leaf.grad)
+    assert actual is not None
+    assert torch.equal(actual, expected_leaf.grad)
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:

@@ -61,12 +61,12 @@ def trained(group: Group, kind: str, dtype: torch.dtype, recompute: bool, stored
     loss = head.loss_sum(x, labels, weights if masked else None, None)
     loss.backward(torch.tensor(1 / 300, dtype=loss.dtype))
     assert x.grad is not None
-    found = {"loss": loss.detach(), "x": x.grad}
+    results = {"loss": loss.detach(), "x": x.grad}
     for name, parameter in head.named_parameters():
         assert parameter.grad is not None
         assert not parameter.grad[head.num_columns :].any(), "padding got a gradient"
-        found[name] = parameter.grad[: head.num_columns]
-    return found
+        results[name] = parameter.grad[: head.num_columns]
+    return results
 
 
 def alone(kind: str, dtype: torch.dtype, recompute: bool, masked: bool = True) -> Results:
@@ -89,10 +89,10 @@ def exact(kind: str, dtype: torch.dtype, masked: bool) -> Results:
     return {"loss": loss.detach(), **dict(zip(leaves, gradients, strict=True))}
 
 
-def check(found: Results, expected: Results, tolerance: float) -> None:
-    assert found.keys() == expected.keys()
+def check(actual: Results, expected: Results, tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
     for name, wanted in expected.items():
-        error = (found[name].double() - wanted.double()).norm()
+        error = (actual[name].double() - wanted.double()).norm()
         assert error <= tolerance * wanted.double().norm(), f"{name}: {error / wanted.double().norm():.3g}"
 
 
@@ -100,10 +100,10 @@ def check(found: Results, expected: Results, tolerance: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", HEADS)
 def test_matches_double_precision_and_kept_logits(kind: str, dtype: torch.dtype, masked: bool) -> None:
-    found = alone(kind, dtype, recompute=True, masked=masked)
+    actual = alone(kind, dtype, recompute=True, masked=masked)
     tolerance = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.01}[dtype]
-    check(found, exact(kind, dtype, masked), tolerance)
-    check(found, alone(kind, dtype, recompute=False, masked=masked), tolerance)
+    check(actual, exact(kind, dtype, masked), tolerance)
+    check(actual, alone(kind, dtype, recompute=False, masked=masked), tolerance)
 
 
 @pytest.mark.parametrize(("size", "stored"), [(2, 31), (4, 16), (4, 32)])
@@ -112,10 +112,10 @@ def test_ranks_that_share_the_vocabulary(kind: str, size: int, stored: int) -> N
     """With 32 rows each, two of four ranks hold nothing but padding."""
     expected = alone(kind, torch.float64, recompute=True)
     ranks = run_threads({"tensor": size}, on_rank, kind, stored)
-    for found in ranks:
+    for results in ranks:
         for name in ("loss", "x"):
-            assert torch.equal(found[name], ranks[0][name])
-    joined = {name: torch.cat([found[name] for found in ranks]) for name in parameters(kind, torch.float64)}
+            assert torch.equal(results[name], ranks[0][name])
+    joined = {name: torch.cat([results[name] for results in ranks]) for name in parameters(kind, torch.float64)}
     check({"loss": ranks[0]["loss"], "x": ranks[0]["x"], **joined}, expected, 1e-13)
 
 

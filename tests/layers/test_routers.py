@@ -92,9 +92,11 @@ def test_outputs_and_gradients_are_those_of_transformers(name: str) -> None:
     y.backward(dy)
     y_theirs.backward(dy)
 
-    def check(found: Tensor, expected: Tensor) -> None:
-        expected = expected.reshape(found.shape)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.detach().abs().max())))
+    def check(actual: Tensor, expected: Tensor) -> None:
+        expected = expected.reshape(actual.shape)
+        torch.testing.assert_close(
+            actual, expected, rtol=0, atol=1e-6 * max(1.0, float(expected.detach().abs().max()))
+        )
 
     check(y, y_theirs)
     assert x.grad is not None
@@ -139,8 +141,8 @@ def test_choices_are_those_of_plain_python(
         router.bias.data.copy_(torch.randint(levels, (size * groups,), generator=generator) / levels)
     values = drawn_scores.sigmoid() if scores == "sigmoid" else drawn_scores.softmax(-1)
     values = values if router.bias is None else values + router.bias.detach()
-    found = router._choices(drawn_scores)[0]
-    for token, row in zip(found.tolist(), values[0].tolist(), strict=True):
+    actual = router._choices(drawn_scores)[0]
+    for token, row in zip(actual.tolist(), values[0].tolist(), strict=True):
         best = 2 if scores == "sigmoid" else 1
 
         def goodness(group: int, row: list[float] = row, best: int = best) -> float:

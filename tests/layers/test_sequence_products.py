@@ -88,17 +88,17 @@ def test_blocks_send_tensor_parallel_traffic_and_two_shards_again(shape: str, ch
     """Plainly four all-reduces, 8 b s h (t - 1) / t elements of a rank; sharded four gathers and four scatters, the
     same, and the inputs of the two column-parallel products gathered again. A split backward gathers the gradients
     of the two row-parallel outputs again, too."""
-    for found in run_threads({"tensor": size}, traffic_of_a_block, shape, False, None):
-        assert found == {"all_reduce": 8}
+    for traffic in run_threads({"tensor": size}, traffic_of_a_block, shape, False, None):
+        assert traffic == {"all_reduce": 8}
     for split, gathers in ((False, 6), (True, 8)):
-        for found in run_threads({"tensor": size}, traffic_of_a_block, shape, split, chunks):
-            assert found == pytest.approx({"all_gather": gathers, "reduce_scatter": 4})
+        for traffic in run_threads({"tensor": size}, traffic_of_a_block, shape, split, chunks):
+            assert traffic == pytest.approx({"all_gather": gathers, "reduce_scatter": 4})
 
 
 def test_query_and_key_norms_send_nothing_per_micro_batch() -> None:
     """Their sums over heads are a part of the step's."""
-    for found in run_threads({"tensor": 2}, traffic_of_a_block, "qwen3", False, 1):
-        assert "all_reduce" not in found
+    for traffic in run_threads({"tensor": 2}, traffic_of_a_block, "qwen3", False, 1):
+        assert "all_reduce" not in traffic
 
 
 class SlowGroup(WatchedGroup):

@@ -43,10 +43,10 @@ def block_of(model: ModelConfig) -> Block:
 
 
 def gradients(block: Block) -> dict[str, Tensor]:
-    found = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
+    by_name = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
     for parameter in block.parameters():
         parameter.grad = None
-    return found
+    return by_name
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -62,7 +62,7 @@ def test_slices_have_the_results_and_gradients_of_whole_samples(
     context = MicrobatchContext(ordinals=torch.arange(SAMPLES), seed=3, document_starts=starts)
     edges = [0, *sorted(cuts), LENGTH]
     ranges = [range(*pair) for pair in pairwise(edges)]
-    found: list[Any] = []
+    actual: list[Any] = []
     for contexts in ([context], sliced(context, ranges)):
         places = ranges if len(contexts) == len(ranges) else [range(LENGTH)]
         parts = [hidden[:, each.start : each.stop].clone().requires_grad_() for each in places]
@@ -77,8 +77,8 @@ def test_slices_have_the_results_and_gradients_of_whole_samples(
                 (output,) = block(parts[number], context=contexts[number])
             output.backward(upstream[:, places[number].start : places[number].stop])
         inputs = [part.grad for part in parts]
-        found.append((torch.cat(outputs, 1).detach(), torch.cat(inputs, 1), gradients(block)))
-    (whole, inside, own), (whole_again, inside_again, own_again) = found
+        actual.append((torch.cat(outputs, 1).detach(), torch.cat(inputs, 1), gradients(block)))
+    (whole, inside, own), (whole_again, inside_again, own_again) = actual
     torch.testing.assert_close(whole_again, whole, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(inside_again, inside, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(own_again, own, rtol=1e-10, atol=1e-10)

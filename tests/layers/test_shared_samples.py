@@ -168,15 +168,15 @@ def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
     """Tensors of whole samples out of every rank's."""
     numbers = [token_numbers(case.order, rank, case.size, case.length) for rank in range(case.size)]  # type: ignore
     place = torch.cat([torch.from_numpy(each) for each in numbers]).argsort()
-    found = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]
-    return [*found, *(sum(tensors[1:], tensors[0]) for tensors in zip(*(part[4:] for part in parts), strict=True))]
+    whole = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]
+    return [*whole, *(sum(tensors[1:], tensors[0]) for tensors in zip(*(part[4:] for part in parts), strict=True))]
 
 
 def check(case: Case, backend: str = "threads") -> None:
     expected = whole_attention(case)
-    found = joined(case, run_mesh({"context": case.size}, shared_attention, case, backend=backend))  # type: ignore
+    actual = joined(case, run_mesh({"context": case.size}, shared_attention, case, backend=backend))  # type: ignore
     tolerance = {torch.float64: 1e-11, torch.float32: 1e-5, torch.bfloat16: 2e-2}[case.dtype]
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         assert torch.isfinite(one).all()
         assert (one.double() - other).norm() <= tolerance * max(float(other.norm()), 1.0)
 

@@ -142,8 +142,8 @@ def test_unsplittable_modules_get_gradients_in_the_input_half() -> None:
     with pytest.warns(UserWarning, match="modules without a weight half"):
         (dx,) = context.tape.backward_input([output], [torch.ones_like(output)], [x])
     context.tape.backward_weight()
-    found = [dx, whole.plain.weight.grad, whole.plain.bias.grad, block.state.gradients[0]]
-    for ours, fused in zip(found, expected, strict=True):
+    gradients = [dx, whole.plain.weight.grad, whole.plain.bias.grad, block.state.gradients[0]]
+    for ours, fused in zip(gradients, expected, strict=True):
         assert torch.equal(ours, fused)
 
 

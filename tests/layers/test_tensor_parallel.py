@@ -90,11 +90,11 @@ def compare(shape: str, results: list[dict[str, object]]) -> None:
         assert torch.allclose(result["logits"], alone["logits"], rtol=0.0, atol=1e-12)
         assert not result["padding"].any(), "padding got a gradient"
         assert torch.equal(result["loss"], results[0]["loss"])
-    found = assembled(results)
-    assert found.keys() == expected.keys()
+    actual = assembled(results)
+    assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.norm() > 0
-        assert (found[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
 
 
 @pytest.mark.parametrize(("size", "split"), [(2, False), (2, True), (4, True)])

@@ -44,7 +44,7 @@ def copies_hide(blocks, moved, bandwidth, prefetch):
 def best_of_all(blocks, microbatches, memory, bandwidth, prefetch):
     """(recomputed, moved bytes) of the best combination, None where none fits; and the least bytes of any."""
     most = max(block.kept for block in blocks)
-    found, least = [], []
+    combinations, least = [], []
     for names in product(("keep", "move", "recompute"), repeat=len(blocks)):
         moved = [index for index, name in enumerate(names) if name == "move"]
         if not copies_hide(blocks, moved, bandwidth, prefetch):
@@ -57,8 +57,8 @@ def best_of_all(blocks, microbatches, memory, bandwidth, prefetch):
         least.append(needed)
         again = sum(block.forward for block, name in zip(blocks, names, strict=True) if name == "recompute")
         if needed <= memory:
-            found.append((again, sum(blocks[index].kept for index in moved)))
-    return min(found, default=None), min(least)
+            combinations.append((again, sum(blocks[index].kept for index in moved)))
+    return min(combinations, default=None), min(least)
 
 
 @settings(max_examples=300, deadline=None)
@@ -73,11 +73,11 @@ def test_it_is_the_best_of_all_combinations(blocks, microbatches, tenths, bandwi
             treat(blocks, **arguments)
         assert error.value.least <= least
         return
-    found = treat(blocks, **arguments)
-    event("+".join(sorted(set(found.of_blocks))))
-    assert (found.recomputed, found.moved) == best
-    assert found.bytes <= memory
-    moved = [index for index, name in enumerate(found.of_blocks) if name == "move"]
+    plan = treat(blocks, **arguments)
+    event("+".join(sorted(set(plan.of_blocks))))
+    assert (plan.recomputed, plan.moved) == best
+    assert plan.bytes <= memory
+    moved = [index for index, name in enumerate(plan.of_blocks) if name == "move"]
     assert copies_hide(blocks, moved, bandwidth, prefetch)
 
 
@@ -94,11 +94,11 @@ def test_copies_meant_to_hide_add_no_simulated_time(name, units, ranks, rounds, 
     blocks = [BlockCost(1.0, 1.0 if generator.splits else 2.0, kept=100, input=10)] * units
     memory = share * in_flight * units * 100
     try:
-        found = treat(blocks, microbatches=in_flight, memory=memory, bandwidth=100 / copy, prefetch=prefetch)
+        plan = treat(blocks, microbatches=in_flight, memory=memory, bandwidth=100 / copy, prefetch=prefetch)
     except DoesNotFit:
         return
-    moves = tuple(unit for unit, treatment in enumerate(found.of_blocks) if treatment == "move")
-    again = [range(unit, unit + 1) for unit, treatment in enumerate(found.of_blocks) if treatment == "recompute"]
+    moves = tuple(unit for unit, treatment in enumerate(plan.of_blocks) if treatment == "move")
+    again = [range(unit, unit + 1) for unit, treatment in enumerate(plan.of_blocks) if treatment == "recompute"]
     event(f"{name}: {'some' if moves else 'none'} move")
     stages = ranks * generator.chunks
     schedule = build(

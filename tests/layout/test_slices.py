@@ -48,8 +48,8 @@ def test_slices_of_equal_work_cover_a_sample(count: int, multiple: int, parts: i
 
 def config(**groups: dict[str, Any]) -> PretrainConfig:
     shape = replace(LLAMA_SHAPE, max_positions=64)
-    found = make_config("nowhere", shape, data={"sequence_length": 64}, schedule={"name": "seq1f1b", "slices": 2})
-    return replace(found, **{name: replace(getattr(found, name), **fields) for name, fields in groups.items()})
+    base = make_config("nowhere", shape, data={"sequence_length": 64}, schedule={"name": "seq1f1b", "slices": 2})
+    return replace(base, **{name: replace(getattr(base, name), **fields) for name, fields in groups.items()})
 
 
 @pytest.mark.parametrize(

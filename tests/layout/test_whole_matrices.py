@@ -24,29 +24,29 @@ def spec_of(name: str, size: int, kind: str) -> ParameterSpec:
 @settings(max_examples=200, deadline=None)
 def test_matrices_are_whole_and_shards_equal(parameters: list[tuple[int, str]], count: int) -> None:
     specs = [spec_of(f"p{number}", size, kind) for number, (size, kind) in enumerate(parameters)]
-    found = place(specs, count)
+    placement = place(specs, count)
     table = SegmentTable(specs, num_shards=count, whole_matrices=True)
-    assert found.shard_size % SEGMENT_ALIGNMENT == 0
-    assert table.num_elements == found.num_elements == count * found.shard_size
+    assert placement.shard_size % SEGMENT_ALIGNMENT == 0
+    assert table.num_elements == placement.num_elements == count * placement.shard_size
     aligned = {spec.name: -(-spec.num_elements // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for spec in specs}
     total, longest = sum(aligned.values()), 0
     end = 0
     for segment in sorted(table, key=lambda segment: segment.start):
-        assert segment.start == found.starts[segment.spec.name]
+        assert segment.start == placement.starts[segment.spec.name]
         assert segment.start >= end
         assert segment.start % SEGMENT_ALIGNMENT == 0
         end = segment.stop
         kind = table.matrices if segment.spec.matrix else table.decayed if segment.spec.decay else table.undecayed
         assert kind.start <= segment.start < segment.stop <= kind.stop
-        shards = {segment.start // found.shard_size, (segment.stop - 1) // found.shard_size}
+        shards = {segment.start // placement.shard_size, (segment.stop - 1) // placement.shard_size}
         assert (segment.spec.name in table.cut) == (segment.spec.matrix and len(shards) > 1)
         if segment.spec.matrix and aligned[segment.spec.name] * count <= total:
             assert segment.spec.name not in table.cut
             longest = max(longest, aligned[segment.spec.name])
-    assert end <= found.num_elements
-    assert found.num_elements <= total + count * (longest + SEGMENT_ALIGNMENT) <= 2 * total + 64 * count
-    inside = [found.elementwise_in(shard) for shard in range(count)]
-    assert sum(inside) == found.elementwise == sum(aligned[s.name] for s in specs if not s.matrix)
+    assert end <= placement.num_elements
+    assert placement.num_elements <= total + count * (longest + SEGMENT_ALIGNMENT) <= 2 * total + 64 * count
+    inside = [placement.elementwise_in(shard) for shard in range(count)]
+    assert sum(inside) == placement.elementwise == sum(aligned[s.name] for s in specs if not s.matrix)
 
 
 BLOCK = {"qkv": 3, "output": 1, "up": 4, "down": 4}
@@ -61,6 +61,6 @@ def test_a_block_of_gpt2(count: int, shard: int, cut: str) -> None:
     """By hand: over two ranks 4 + 3 squares and 4 + 1; from four on what is longer than 12 / n squares is cut."""
     square = 64
     specs = [ParameterSpec(n, (size, square), None, Init("zeros"), True, True) for n, size in BLOCK.items()]
-    found = place(specs, count)
-    assert (found.shard_size, found.cut) == (shard * square, set(cut.split()))
-    assert found.gathered_elements == (12 * square if cut else 0)
+    table = place(specs, count)
+    assert (table.shard_size, table.cut) == (shard * square, set(cut.split()))
+    assert table.gathered_elements == (12 * square if cut else 0)

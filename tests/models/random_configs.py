@@ -374,14 +374,14 @@ def compare(config: Any) -> str | None:
     loss = run(layers, context)
     loss.backward()
     assert torch.allclose(loss, expected_loss, rtol=1e-5, atol=0.0)
-    wanted, found = gradients_of(theirs), all_gradients(layers)
-    trained = {name for name in found if not name.endswith("router.bias")}
+    wanted, ours = gradients_of(theirs), all_gradients(layers)
+    trained = {name for name in ours if not name.endswith("router.bias")}
     assert trained <= wanted.keys()
     largest = max(float(gradient.norm()) for gradient in wanted.values())
     for name in trained:
         # The gradient of a key's bias is zero, and rounding.
         allowed = 1e-4 * float(wanted[name].norm()) + 1e-6 * largest
-        assert (found[name] - wanted[name]).norm() <= allowed, name
+        assert (ours[name] - wanted[name]).norm() <= allowed, name
     return None
 
 

@@ -121,10 +121,10 @@ def test_attention_agrees_with_transformers(name: str) -> None:
     inputs = [torch.randn(2, LENGTH, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))] * 2
     x, y = (each.clone().requires_grad_() for each in inputs)
     mask = torch.full((LENGTH, LENGTH), -torch.inf, dtype=torch.float64).triu(1).expand(2, 1, -1, -1)
-    found, expected = attention(x, make_context(model)), other(y, position_embeddings=tables, attention_mask=mask)[0]
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    weights = torch.randn_like(found)
-    (found * weights).sum().backward()
+    actual, expected = attention(x, make_context(model)), other(y, position_embeddings=tables, attention_mask=mask)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+    weights = torch.randn_like(actual)
+    (actual * weights).sum().backward()
     (expected * weights).sum().backward()
     torch.testing.assert_close(x.grad, y.grad, rtol=1e-5, atol=1e-5)
     gradients = projections(attention, "gradient")
@@ -167,8 +167,8 @@ def test_stretched_frequencies_are_those_of_transformers(kind: str) -> None:
         assert not scaling.problems(theta, channels)
         for num_tokens in (scaling.original_length, scaling.original_length + 1, 3 * scaling.original_length):
             expected, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=num_tokens)
-            found = inverse_frequencies(channels, theta, scaling, num_tokens)
-            torch.testing.assert_close(found, expected.double(), rtol=2e-6, atol=0.0)
+            actual = inverse_frequencies(channels, theta, scaling, num_tokens)
+            torch.testing.assert_close(actual, expected.double(), rtol=2e-6, atol=0.0)
             assert attention_factor(scaling) == pytest.approx(factor, rel=1e-12)
 
 

@@ -124,10 +124,13 @@ def run(layers: list[BoundLayer], context: BertContext) -> tuple[Tensor, ...]:
 def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor, ...]:
     visible = (torch.arange(LENGTH) < context.lengths[:, None]).long()
     types = {"token_type_ids": context.token_types} if "type_vocab_size" in theirs.config else {}
-    found = theirs(input_ids=context.tokens, attention_mask=visible, **types)
-    if "prediction_logits" in found:
-        return found.prediction_logits, found.sop_logits if "sop_logits" in found else found.seq_relationship_logits
-    return (found.logits,)
+    output = theirs(input_ids=context.tokens, attention_mask=visible, **types)
+    if "prediction_logits" in output:
+        return (
+            output.prediction_logits,
+            output.sop_logits if "sop_logits" in output else output.seq_relationship_logits,
+        )
+    return (output.logits,)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -140,11 +143,11 @@ def test_logits_agree(sentence_head: bool, activation: str, form: str, path: str
     context = make_context()
     with torch.no_grad():
         expected = their_logits(case.theirs, context)
-        found = run(layers, replace(context, labels=None))
-    assert len(found) == 1 + sentence_head
+        actual = run(layers, replace(context, labels=None))
+    assert len(actual) == 1 + sentence_head
     # Outputs at padded positions are undefined.
     real = torch.arange(LENGTH) < context.lengths[:, None]
-    for ours, theirs, rows in zip(found, expected, (real, slice(None)), strict=False):
+    for ours, theirs, rows in zip(actual, expected, (real, slice(None)), strict=False):
         assert 0.5 < theirs[rows].std() < 50.0
         assert (ours - theirs)[rows].abs().max() <= 1e-5 * theirs[rows].abs().max()
 
@@ -169,11 +172,11 @@ def test_losses_and_gradients_agree_in_double(form: str, path: str) -> None:
     (losses * scale).sum().backward()
     assert torch.allclose(losses, expected, rtol=1e-9, atol=0.0)
     gradients = {name: parameter.grad for name, parameter in case.theirs.named_parameters()}
-    wanted, found = canonical(gradients, model, case.family), all_gradients(layers)
-    assert found.keys() == wanted.keys()
+    wanted, actual = canonical(gradients, model, case.family), all_gradients(layers)
+    assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -187,20 +190,20 @@ def test_masked_token_losses_and_gradients_agree_in_double(name: str, path: str)
     (logits,) = their_logits(theirs, context)
     real = torch.arange(LENGTH) < context.lengths[:, None]
     with torch.no_grad():
-        (found,) = run(layers, replace(context, labels=None))
+        (actual,) = run(layers, replace(context, labels=None))
     assert 0.5 < logits[real].std() < 50.0
     tolerance = ROUNDED if model.positions == "rotary" else 1e-9
-    assert (found - logits)[real].abs().max() <= tolerance * logits[real].abs().max()
+    assert (actual - logits)[real].abs().max() <= tolerance * logits[real].abs().max()
     rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
     losses = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
     (losses * context.loss_mask.flatten()).sum().backward()
     (loss,) = run(layers, context)
     loss.backward()
-    found, wanted = all_gradients(layers), gradients_of(theirs)
-    assert found.keys() == wanted.keys()
+    actual, wanted = all_gradients(layers), gradients_of(theirs)
+    assert actual.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
-        assert (found[name] - gradient).norm() <= tolerance * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 def test_evaluation_counts_correct_predictions() -> None:

@@ -25,7 +25,7 @@ RENAMED = {
 
 def megatron_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
     """ESM's tensors as MegatronBERT would name them; it has no token types, and buffers that are no weights."""
-    found = {}
+    names = {}
     for name, tensor in theirs.items():
         if "inv_freq" in name or "contact_head" in name or "position" in name:
             continue
@@ -34,9 +34,9 @@ def megatron_names(theirs: dict[str, Tensor]) -> dict[str, Tensor]:
         parts = name.split(".")
         if parts[1:3] == ["encoder", "layer"] and parts[4] == "LayerNorm":
             parts[4] = "ln"
-        found[".".join(parts)] = tensor
+        names[".".join(parts)] = tensor
     types = torch.zeros(2, MODEL.hidden_size, dtype=torch.float64)
-    return {**found, "bert.embeddings.token_type_embeddings.weight": types}
+    return {**names, "bert.embeddings.token_type_embeddings.weight": types}
 
 
 def test_logits_and_gradients_agree_in_double() -> None:
@@ -69,10 +69,10 @@ def test_logits_and_gradients_agree_in_double() -> None:
     visible = torch.arange(LENGTH) < context.lengths[:, None]
     expected = theirs(input_ids=context.tokens, attention_mask=visible.long()).logits
     with torch.no_grad():
-        (found,) = run(layers, replace(context, labels=None))
+        (actual,) = run(layers, replace(context, labels=None))
     assert 0.5 < expected[visible].std() < 50.0
     # Their frequencies are kept in fp32, ours are computed in fp64.
-    assert (found - expected)[visible].abs().max() <= 1e-6 * expected[visible].abs().max()
+    assert (actual - expected)[visible].abs().max() <= 1e-6 * expected[visible].abs().max()
     rows = expected.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, expected.shape[-1]))
     losses = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
     (losses * context.loss_mask.flatten()).sum().backward()

@@ -99,8 +99,8 @@ def test_megatron_refuses_forms_that_its_arguments_lack(fields: dict[str, Any]) 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "rms_norm_unit_offset"])
 def test_megatron_arguments_come_back_as_they_went(activation: str, norm: str) -> None:
     written = arguments_of(_contents({"activation": activation, "normalization": norm}), 1, 1, 1, torch.float32)
-    found = _fields(vars(written))
-    assert (found["activation"], found["normalization"]) == (activation, norm)
+    fields = _fields(vars(written))
+    assert (fields["activation"], fields["normalization"]) == (activation, norm)
 
 
 def _contents(fields: dict[str, Any]) -> Any:

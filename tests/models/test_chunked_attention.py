@@ -79,9 +79,9 @@ def test_loss_and_gradients_are_those_of_masked_chunks(path: Any, documents: boo
     loss = run(layers, context)
     loss.backward()
     assert torch.allclose(loss, expected_loss, rtol=1e-5, atol=0.0)
-    expected, found = gradients_of(theirs), all_gradients(layers)
+    expected, actual = gradients_of(theirs), all_gradients(layers)
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
     whole = bind_model(replace(model, layer_kinds={}, layer_pattern=()), dtype=torch.float64)
     load(whole, weights)
     assert not torch.allclose(run(whole, context), loss, rtol=1e-3), "chunks should matter"
@@ -136,5 +136,5 @@ def test_what_cannot_cut_samples_into_chunks_is_refused() -> None:
     assert not context_problems(config)
     for length, refused in ((5, False), (15, False), (16, True), (4, False)):
         config.data.sequence_length = length
-        found = [each for each in config.problems() if "attention_chunk_size" in each]
-        assert bool(found) == refused, found
+        problems = [each for each in config.problems() if "attention_chunk_size" in each]
+        assert bool(problems) == refused, problems

@@ -49,12 +49,12 @@ def test_loss_and_gradients_agree_in_double(case: Case, path: str) -> None:
     # Except in GPT-2, transformers computes rotary angles, norms and the router's softmax in fp32 in any dtype.
     tolerance = {"gpt2": 1e-10, "gemma": 2e-5}.get(case.family, 1e-5)
     assert torch.allclose(loss, expected_loss, rtol=tolerance, atol=0.0)
-    expected, found = gradients_of(theirs), all_gradients(layers)
-    trained = {name for name in found if not name.endswith("router.bias")}
+    expected, actual = gradients_of(theirs), all_gradients(layers)
+    trained = {name for name in actual if not name.endswith("router.bias")}
     assert trained == expected.keys() & trained
     for name in trained:
         assert expected[name].norm() > 0, name
-        assert (found[name] - expected[name]).norm() <= tolerance * expected[name].norm(), name
+        assert (actual[name] - expected[name]).norm() <= tolerance * expected[name].norm(), name
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

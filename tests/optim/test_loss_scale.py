@@ -19,12 +19,12 @@ NO_END = 1000
 
 def scales(scaler: LossScaler, outcomes: Sequence[bool], lag: int = 0) -> list[float]:
     """Scales of all steps, each asked for when `lag` steps are under way."""
-    found = []
+    used = []
     for step in range(len(outcomes)):
-        found.append(scaler.scale(step))
+        used.append(scaler.scale(step))
         if step >= lag:
             scaler.observe(step - lag, outcomes[step - lag])
-    return found
+    return used
 
 
 @given(OUTCOMES, st.integers(1, 5))

@@ -89,10 +89,10 @@ def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
     """The same by torch, every separate matrix a parameter of its own."""
     state = UnitState("unit", SPECS)
     state.initialize(3)
-    found = values(state)
+    weights = values(state)
     muon = config.muon
     parts = {
-        name: [torch.nn.Parameter(part.reshape(-1, part.shape[-1])) for part in separate(name, found[name])]
+        name: [torch.nn.Parameter(part.reshape(-1, part.shape[-1])) for part in separate(name, weights[name])]
         for name in ("qkv", "up", "down", "whole")
     }
     matrices = torch.optim.Muon(
@@ -104,7 +104,7 @@ def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
         ns_steps=muon.newton_schulz_steps,
         adjust_lr_fn="match_rms_adamw" if muon.scale == "match_rms" else "original",
     )
-    rest = {name: torch.nn.Parameter(found[name]) for name in ("table", "bias")}
+    rest = {name: torch.nn.Parameter(weights[name]) for name in ("table", "bias")}
     groups = [{"params": [rest["table"]]}, {"params": [rest["bias"]], "weight_decay": 0.0}]
     adamw = torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=config.epsilon, weight_decay=config.weight_decay)
     for step, rate in enumerate(RATES):
@@ -119,16 +119,16 @@ def torchs(config: OptimizerConfig) -> dict[str, Tensor]:
         matrices.step()
         adamw.step()
     for name, each in parts.items():
-        for target, part in zip(separate(name, found[name]), each, strict=True):
+        for target, part in zip(separate(name, weights[name]), each, strict=True):
             target.copy_(part.detach().view(target.shape))
-    return found | {name: parameter.detach() for name, parameter in rest.items()}
+    return weights | {name: parameter.detach() for name, parameter in rest.items()}
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["nesterov", "spectral", "three-steps"])
 def test_equals_torchs_muon_and_adamw(config: OptimizerConfig) -> None:
     expected = torchs(config)
-    for name, found in values(stepped(config)).items():
-        torch.testing.assert_close(found, expected[name], rtol=2e-6, atol=2e-6)
+    for name, actual in values(stepped(config)).items():
+        torch.testing.assert_close(actual, expected[name], rtol=2e-6, atol=2e-6)
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(0, 100))
@@ -138,10 +138,10 @@ def test_singular_values_come_near_one(rows: int, columns: int, seed: int) -> No
     generator = torch.Generator().manual_seed(seed)
     matrix = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     left, singular, right = torch.linalg.svd(matrix, full_matrices=False)
-    found = orthogonalised(matrix.float(), steps=5).double()
-    inside = (left.t() @ found @ right.t()).diagonal()[singular > 0.1 * matrix.norm()]
+    actual = orthogonalised(matrix.float(), steps=5).double()
+    inside = (left.t() @ actual @ right.t()).diagonal()[singular > 0.1 * matrix.norm()]
     assert ((inside > 0.6) & (inside < 1.3)).all()
-    assert torch.linalg.svdvals(found).max() < 1.35
+    assert torch.linalg.svdvals(actual).max() < 1.35
 
 
 def on_tensor_rank(mesh: Mesh, config: OptimizerConfig) -> dict[str, Tensor]:
@@ -156,8 +156,8 @@ def test_tensor_ranks_find_the_update_of_the_whole_matrix(backend: str) -> None:
     expected = values(stepped(CONFIGS[0]))
     for spec in SPECS:
         parts = [rank[spec.name] for rank in ranks]
-        found = parts[0] if spec.partition_axis is None else torch.cat(parts, spec.partition_axis)
-        assert torch.equal(found, expected[spec.name]), spec.name
+        actual = parts[0] if spec.partition_axis is None else torch.cat(parts, spec.partition_axis)
+        assert torch.equal(actual, expected[spec.name]), spec.name
 
 
 def on_shard(mesh: Mesh, config: OptimizerConfig) -> tuple[UnitState, Traffic]:
@@ -206,8 +206,8 @@ def test_the_start_of_a_run_reports_padding_and_gathers() -> None:
 def test_working_copies_are_the_rounded_master() -> None:
     state = stepped(CONFIGS[0], dtype=torch.bfloat16)
     assert torch.equal(state.weights[0], state.master.bfloat16())
-    for name, found in values(state).items():
-        torch.testing.assert_close(found, values(stepped(CONFIGS[0]))[name])
+    for name, actual in values(state).items():
+        torch.testing.assert_close(actual, values(stepped(CONFIGS[0]))[name])
 
 
 def test_matrices_have_one_moment_also_in_the_formula() -> None:

@@ -48,9 +48,9 @@ def test_the_mean_over_many_draws_is_the_number() -> None:
     source = torch.randn(256, generator=torch.Generator().manual_seed(3)) * 10.0 ** torch.linspace(-20, 20, 256)
     total, total_square = torch.zeros(256, dtype=torch.float64), torch.zeros(256, dtype=torch.float64)
     for update in range(draws):
-        found = rounded(source, rounding_key(11, "weight", update)).double()
-        total += found
-        total_square += (found - source.double()) ** 2
+        draw = rounded(source, rounding_key(11, "weight", update)).double()
+        total += draw
+        total_square += (draw - source.double()) ** 2
     spacing = (rounded(source, 0).abs().double() * 2.0**-7).clamp(min=1e-38)
     error = (total / draws - source.double()).abs()
     assert (error <= 5 * spacing / (2 * draws**0.5)).all()
@@ -62,14 +62,14 @@ def test_the_mean_over_many_draws_is_the_number() -> None:
 @given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.integers(0, 2**32 - 1))
 def test_a_number_becomes_one_of_its_neighbours(values: list[float], key: int) -> None:
     source = torch.tensor(values, dtype=torch.float32)
-    for value, found in zip(source, rounded(source, key), strict=True):
+    for value, rounded_value in zip(source, rounded(source, key), strict=True):
         if not value.isfinite():
-            assert torch.equal(found.float(), value) or bool(found.isnan() and value.isnan())
+            assert torch.equal(rounded_value.float(), value) or bool(rounded_value.isnan() and value.isnan())
             continue
         bits = value.view(torch.int32) & ~0xFFFF
         below = bits.view(torch.float32).item()
         above = (bits + 0x10000).view(torch.float32).item()
-        assert found.item() == below or (found.item() == above and value.item() != below)
+        assert rounded_value.item() == below or (rounded_value.item() == above and value.item() != below)
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(1, 3), st.integers(1, 50))
@@ -127,7 +127,7 @@ def test_the_formula_counts_persistent_bytes(master: bool, moments: str) -> None
 
 def test_bf16_moments_stay_close_to_fp32_ones() -> None:
     spec = ParameterSpec("w", (512,), None, Init("normal", 1.0), decay=True, matrix=False)
-    found = {}
+    states = {}
     for dtype in ("fp32", "bf16"):
         state = UnitState("u", [spec])
         state.initialize(0)
@@ -135,11 +135,11 @@ def test_bf16_moments_stay_close_to_fp32_ones() -> None:
         for step in range(20):
             state.gradients[0].copy_(torch.randn(512, generator=torch.Generator().manual_seed(step)))
             optimizer.update([state], step + 1, 1e-2, torch.tensor(1.0))
-        found[dtype] = state
-    first = found["bf16"].moments["first_moment"]
+        states[dtype] = state
+    first = states["bf16"].moments["first_moment"]
     assert first.dtype == torch.bfloat16
-    torch.testing.assert_close(first.float(), found["fp32"].moments["first_moment"], atol=0.01, rtol=0.05)
-    torch.testing.assert_close(found["bf16"].master, found["fp32"].master, atol=0.01, rtol=0)
+    torch.testing.assert_close(first.float(), states["fp32"].moments["first_moment"], atol=0.01, rtol=0.05)
+    torch.testing.assert_close(states["bf16"].master, states["fp32"].master, atol=0.01, rtol=0)
 
 
 def test_incompatible_options_are_refused() -> None:

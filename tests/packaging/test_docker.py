@@ -28,11 +28,11 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def test_dockerfile_instructions_are_valid_and_their_files_exist() -> None:
-    found = instructions()
-    assert {name for name, _ in found} == {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "CMD"}
-    assert found[:2] == [("ARG", "BASE"), ("FROM", "${BASE}")]
+    steps = instructions()
+    assert {name for name, _ in steps} == {"ARG", "FROM", "RUN", "COPY", "ENV", "WORKDIR", "CMD"}
+    assert steps[:2] == [("ARG", "BASE"), ("FROM", "${BASE}")]
     copied = []
-    for name, argument in found:
+    for name, argument in steps:
         if name == "COPY":
             *sources, target = argument.split()
             copied += sources
@@ -44,7 +44,7 @@ def test_dockerfile_instructions_are_valid_and_their_files_exist() -> None:
     assert sorted(allowed) == sorted(copied)
     links = {str(path.readlink()) for path in (ROOT / "megapipe").iterdir() if path.is_symlink()}
     assert {f"../{source}" for source in copied} >= links
-    command = json.loads(found[-1][1])
+    command = json.loads(steps[-1][1])
     assert command == ["bash", "/opt/examples/quickstart.sh"]
     assert (ROOT / "examples/quickstart.sh").is_file()
 

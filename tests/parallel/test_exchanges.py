@@ -26,8 +26,8 @@ def shifted(mesh: Mesh, count: int) -> list[int]:
 @BACKENDS
 @pytest.mark.parametrize("size", [2, 3])
 def test_shifts_arrive_in_order_from_the_rank_before(size: int, backend: Backend) -> None:
-    found = run_mesh({"context": size}, shifted, 3, backend=backend)
-    assert found == [[10 * number + (rank - 1) % size for number in range(3)] for rank in range(size)]
+    received = run_mesh({"context": size}, shifted, 3, backend=backend)
+    assert received == [[10 * number + (rank - 1) % size for number in range(3)] for rank in range(size)]
 
 
 def test_one_rank_shifts_to_itself() -> None:

@@ -39,9 +39,9 @@ def test_complete_environment_is_read() -> None:
 def test_partial_environment_names_what_is_missing(kept: set[str]) -> None:
     with pytest.raises(LaunchError, match="torchrun") as caught:
         LaunchEnvironment.read({name: COMPLETE[name] for name in kept})
-    missing, found = str(caught.value).split(" not set, but ")
+    missing, present = str(caught.value).split(" not set, but ")
     assert set(missing.split(", ")) == set(COMPLETE) - kept
-    assert set(found.split(" is: ")[0].split(", ")) == kept
+    assert set(present.split(" is: ")[0].split(", ")) == kept
 
 
 @pytest.mark.parametrize(

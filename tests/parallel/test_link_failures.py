@@ -87,12 +87,12 @@ def test_sender_to_a_dead_peer_gets_an_error() -> None:
 def wait_for_the_silent(mesh: Mesh, kind: LinkKind, finished: Path) -> tuple[str, float]:
     """Rank 1 has its end of the link open until rank 0 touches `finished`."""
     _, back = two_links(mesh, kind, timeout=20)
-    found = "", 0.0
+    outcome = "", 0.0
     if mesh.rank == 0:
-        found = message_and_seconds(hurried(back, 0.3).receive(torch.zeros(4)))
+        outcome = message_and_seconds(hurried(back, 0.3).receive(torch.zeros(4)))
         finished.touch()
     wait_until(finished.exists)
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize("kind", PROCESS_KINDS)

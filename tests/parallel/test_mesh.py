@@ -64,10 +64,10 @@ def describe(mesh: Mesh) -> dict[str, object]:
     assert mesh.stage_group((0, mesh.size("pipeline") - 1)) is subgroup
     groups["second"] = mesh.second_world()
     assert mesh.second_world() is groups["second"] is not mesh.world
-    found = {name: tuple(group.all_gather(torch.tensor(mesh.rank)).tolist()) for name, group in groups.items()}
-    assert found == {name: group.ranks for name, group in groups.items()}
+    gathered = {name: tuple(group.all_gather(torch.tensor(mesh.rank)).tolist()) for name, group in groups.items()}
+    assert gathered == {name: group.ranks for name, group in groups.items()}
     assert all(group.ranks[group.rank] == mesh.rank for group in groups.values())
-    return {"groups": found, "coordinates": {name: mesh.coordinate(name) for name in DIMENSIONS}}
+    return {"groups": gathered, "coordinates": {name: mesh.coordinate(name) for name in DIMENSIONS}}
 
 
 @pytest.mark.parametrize("backend", ["processes", "threads"])

@@ -131,9 +131,9 @@ def members(mesh: Mesh) -> tuple[tuple[int, ...], ...]:
 
 
 def test_neighbours_share_a_copy() -> None:
-    found = run_mesh({"data": 4, "tensor": 2}, members, backend="threads")
-    assert found[2] == ((2,), (0, 2), (0, 2, 4, 6), (0, 2, 4, 6), (2, 6), (2,))
-    assert found[7] == ((7,), (5, 7), (1, 3, 5, 7), (1, 3, 5, 7), (3, 7), (7,))
+    members_of_ranks = run_mesh({"data": 4, "tensor": 2}, members, backend="threads")
+    assert members_of_ranks[2] == ((2,), (0, 2), (0, 2, 4, 6), (0, 2, 4, 6), (2, 6), (2,))
+    assert members_of_ranks[7] == ((7,), (5, 7), (1, 3, 5, 7), (1, 3, 5, 7), (3, 7), (7,))
 
 
 def test_versions_and_updates_have_their_own_shards_and_memory() -> None:

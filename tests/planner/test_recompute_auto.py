@@ -46,27 +46,27 @@ def with_memory(num_bytes: float) -> Hardware:
 def test_auto_chooses_the_least_recomputation_within_budget(share: float) -> None:
     budget = share * plain()
     config = auto(budget)
-    found = resolved(config, CPU, 1)
+    resolution = resolved(config, CPU, 1)
     expected = least_recomputation(config, CPU, budget, world_size=1)
-    assert found.config == replace(config, recompute=expected.config.recompute)
-    assert found.remark is not None
-    assert f"at most {expected.peak_bytes / GIB:.3g} GiB of tensors per rank" in found.remark
-    assert f"recompute.memory {budget / GIB:g} GiB" in found.remark
+    assert resolution.config == replace(config, recompute=expected.config.recompute)
+    assert resolution.remark is not None
+    assert f"at most {expected.peak_bytes / GIB:.3g} GiB of tensors per rank" in resolution.remark
+    assert f"recompute.memory {budget / GIB:g} GiB" in resolution.remark
     slower = expected.step_seconds / expected.plain_seconds - 1
     if share == 1.0:
         assert expected.config.recompute.method == "none"
-        assert found.remark.startswith("recompute auto: none: ")
-        assert found.remark.endswith("no recomputation is needed")
+        assert resolution.remark.startswith("recompute auto: none: ")
+        assert resolution.remark.endswith("no recomputation is needed")
     else:
         assert slower > 0
-        assert f"{slower:.1%} longer (by the roofline of core) than without recomputation" in found.remark
-        assert f"which would need {plain() / GIB:.3g} GiB" in found.remark
+        assert f"{slower:.1%} longer (by the roofline of core) than without recomputation" in resolution.remark
+        assert f"which would need {plain() / GIB:.3g} GiB" in resolution.remark
 
 
 def test_a_method_that_is_named_stays() -> None:
     config = replace(auto(), recompute=RecomputeConfig(method="full", every=2))
-    found = resolved(config, CPU, 1)
-    assert (found.config, found.remark) == (config, None)
+    resolution = resolved(config, CPU, 1)
+    assert (resolution.config, resolution.remark) == (config, None)
 
 
 def test_without_a_budget_a_tenth_stays_free() -> None:
@@ -101,10 +101,10 @@ def test_measured_layers_decide_where_there_are_some() -> None:
     dear = tuple(replace(row, recompute=100 * row.recompute) for row in ROWS)
     methods = {}
     for name, rows in (("free", free), ("dear", dear)):
-        found = resolved(config, machine(layers=rows), 1)
-        methods[name] = found.config.recompute.method
-        assert found.remark is not None
-        assert ("layer times measured on made up" in found.remark) == (methods[name] != "none")
+        resolution = resolved(config, machine(layers=rows), 1)
+        methods[name] = resolution.config.recompute.method
+        assert resolution.remark is not None
+        assert ("layer times measured on made up" in resolution.remark) == (methods[name] != "none")
     assert methods == {"free": "full", "dear": "selective"}
     # Measured of another shape, rows say nothing: not even half of the candidates are compared by them.
     config.data = replace(config.data, sequence_length=32)
@@ -179,10 +179,10 @@ def test_predict_and_explain_choose_first_and_print_it(capsys: pytest.CaptureFix
         (line,) = [line for line in printed.splitlines() if "recompute auto: " in line]
         assert line.startswith("note: recompute auto: ")
         assert "recompute.memory 4 GiB" in line
-        found = json_of(capsys, command, *ASKED, *LAYOUT)
-        assert line.removeprefix("note: ") in found["remarks"]
-        assert found["layout"]["recompute"] in ("selective", "full")
-        assert max(found["memory_bytes"]) <= 4 * GIB
+        report = json_of(capsys, command, *ASKED, *LAYOUT)
+        assert line.removeprefix("note: ") in report["remarks"]
+        assert report["layout"]["recompute"] in ("selective", "full")
+        assert max(report["memory_bytes"]) <= 4 * GIB
 
 
 def test_compare_shows_what_each_layout_would_recompute(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -200,11 +200,11 @@ def test_search_keeps_to_the_budget_and_writes_what_runs(capsys: pytest.CaptureF
     file = tmp_path / "plan.yaml"
     printed = output(capsys, "search", *ASKED, "--devices=4", "--write_config", str(file))
     assert "note: recompute.method auto: the search also chooses the method" in printed
-    found = json_of(capsys, "search", *ASKED, "--devices=4")
-    assert found["memory_limit_bytes"] == 4 * GIB
-    assert max(found["memory_bytes"]) <= 4 * GIB
+    report = json_of(capsys, "search", *ASKED, "--devices=4")
+    assert report["memory_limit_bytes"] == 4 * GIB
+    assert max(report["memory_bytes"]) <= 4 * GIB
     config = parse(["--config", str(file), "--data.prefix=unread"])
-    assert config.recompute.method == found["layout"]["recompute"] != "auto"
+    assert config.recompute.method == report["layout"]["recompute"] != "auto"
     assert not config.problems()
 
 

@@ -48,12 +48,12 @@ def test_never_over_budget_and_never_slower_with_more(budgets: list[int], pipeli
     config.parallel.pipeline = pipeline
     times = []
     for budget in sorted(budgets):
-        found = planned(config, budget)
-        if found is None:
+        plan = planned(config, budget)
+        if plan is None:
             assert not times, "a larger budget is refused where a smaller one was enough"
             continue
-        assert found.peak_bytes == peak_bytes(found.config, "cpu") <= budget
-        times.append(found.step_seconds)
+        assert plan.peak_bytes == peak_bytes(plan.config, "cpu") <= budget
+        times.append(plan.step_seconds)
     assert times == sorted(times, reverse=True)
 
 
@@ -67,7 +67,7 @@ def test_every_fewer_block_is_over_the_budget() -> None:
     nothing = peak_bytes(config, "cpu")
     for budget in sorted({*whole.values(), nothing}):
         chosen = least_recomputation(config, CPU, budget).config.recompute
-        expected = next((count for count, found in whole.items() if found <= budget), None)
+        expected = next((count for count, peak in whole.items() if peak <= budget), None)
         if nothing <= budget:
             assert chosen.method == "none"
         else:
@@ -81,11 +81,11 @@ def test_a_real_run_holds_what_was_planned(tmp_path: Path, pipeline: int) -> Non
     config = run(write_shard(tmp_path))
     config.parallel.pipeline = pipeline
     plain = peak_bytes(config, "cpu")
-    found = least_recomputation(config, CPU, 0.9 * plain)
-    assert found.config.recompute.method != "none"
-    ranks = run_mesh({"data": 1, "pipeline": pipeline, "context": 1, "tensor": 1}, run_layout, found.config)
+    plan = least_recomputation(config, CPU, 0.9 * plain)
+    assert plan.config.recompute.method != "none"
+    ranks = run_mesh({"data": 1, "pipeline": pipeline, "context": 1, "tensor": 1}, run_layout, plan.config)
     peak = max(rank.lasting - rank.host + rank.together for rank in ranks)
-    assert peak == pytest.approx(found.peak_bytes, rel=0.1)
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.1)
     assert peak <= plain
 
 
@@ -94,9 +94,9 @@ def test_the_cost_models_memory_is_the_same_functions() -> None:
     tests/distributed/test_covering.py compares them with real runs, part by part. Their sum is a bound of the peak."""
     config = run()
     config.parallel.pipeline = 2
-    found = predict(config, CPU)
-    for rank, memory in enumerate(found.estimate.memory):
-        exact = predict_rank(config, found.schedule, rank, device="cpu")
+    prediction = predict(config, CPU)
+    for rank, memory in enumerate(prediction.estimate.memory):
+        exact = predict_rank(config, prediction.schedule, rank, device="cpu")
         state, peak = exact.state(), exact.peak()
         assert (memory.weights, memory.master, memory.gradients, memory.moments) == (
             state.weights, state.master, state.gradients, state.moments

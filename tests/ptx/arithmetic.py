@@ -327,9 +327,11 @@ def _cvt(parts: tuple[str, ...]) -> Operation:
         limits = np.iinfo(TYPES[target])
         value = _TO_INTEGER[rounding](value)
         inside = np.where(np.isnan(value) | (value < limits.min) | (value >= float(limits.max)), 0, value)
-        found = inside.astype(TYPES[target])
-        found = np.where(value >= float(limits.max), limits.max, np.where(value < limits.min, limits.min, found))
-        return np.where(np.isnan(value), 0, found).astype(TYPES[target])
+        converted = inside.astype(TYPES[target])
+        converted = np.where(
+            value >= float(limits.max), limits.max, np.where(value < limits.min, limits.min, converted)
+        )
+        return np.where(np.isnan(value), 0, converted).astype(TYPES[target])
 
     return Operation((source,), target, to_integer)
 

@@ -339,10 +339,10 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
         if kind == "whole rows":
             pairs["logits"] = after.logits[:rows], torch.softmax(logits, 1) - hit
         largest = logits.max(1).values
-        found = after.statistics[:, :rows]
-        pairs["largest"] = found[0], largest
-        pairs["total"] = found[1], torch.exp(logits - largest[:, None]).sum(1)
-        pairs["target"] = found[2], (logits * hit).sum(1)
+        statistics = after.statistics[:, :rows]
+        pairs["largest"] = statistics[0], largest
+        pairs["total"] = statistics[1], torch.exp(logits - largest[:, None]).sum(1)
+        pairs["target"] = statistics[2], (logits * hit).sum(1)
         return pairs
 
     size = rows * width * dtype.itemsize

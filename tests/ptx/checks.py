@@ -30,10 +30,10 @@ def errors(case: Case, launch: Launch) -> tuple[float, float]:
     """(error, excess) of a launch that ran, as `Outcome` has them."""
     before, after = SimpleNamespace(**case.launch().arguments), SimpleNamespace(**launch.arguments)
     error = excess = 0.0
-    for found, exact in case.results(before, after).values():
-        assert found.shape == exact.shape
-        wrong = (found.double() - exact).abs()
-        beyond = wrong - torch.finfo(found.dtype).eps / 2 * exact.abs()
+    for actual, exact in case.results(before, after).values():
+        assert actual.shape == exact.shape
+        wrong = (actual.double() - exact).abs()
+        beyond = wrong - torch.finfo(actual.dtype).eps / 2 * exact.abs()
         largest = exact.abs().max().item()
         # A NaN is infinitely wrong.
         error = max(error, wrong.nan_to_num(torch.inf).max().item() / largest)
@@ -56,9 +56,9 @@ def run(case: Case, compiled: Compiled, change: Callable[[str], str] = str) -> O
 
 def problems(case: Case, outcome: Outcome) -> list[str]:
     """Return the problems, in words."""
-    found = []
+    faults = []
     if not outcome.excess <= case.slack:
-        found.append(f"error {outcome.excess:.1e} beyond rounding, above {case.slack:.1e}")
+        faults.append(f"error {outcome.excess:.1e} beyond rounding, above {case.slack:.1e}")
     expected = case.moved
     for what, counted, wanted in (
         ("distinct", outcome.distinct, expected.distinct),
@@ -66,8 +66,8 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
         ("declared", outcome.distinct - expected.beyond, expected.declared),
     ):
         if wanted is not None and counted != wanted:
-            found.append(f"{counted} bytes {what}, not {wanted}")
+            faults.append(f"{counted} bytes {what}, not {wanted}")
     for name, moved in outcome.executed.moved.items():
         if moved.requested_written != moved.distinct_written:
-            found.append(f"{moved.requested_written} bytes written to {name}, which gets {moved.distinct_written}")
-    return [f"{case.name}: {problem}" for problem in found]
+            faults.append(f"{moved.requested_written} bytes written to {name}, which gets {moved.distinct_written}")
+    return [f"{case.name}: {problem}" for problem in faults]

@@ -56,8 +56,10 @@ def compile_cases(names: Iterable[str]) -> dict[str, Compiled]:
     command = [sys.executable, "-m", "tests.ptx.compiler", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    return {name: Compiled(entry["ptx"], tuple(entry["arguments"]), entry["shared"]) for name, entry in found.items()}
+    compiled = json.loads(done.stdout)
+    return {
+        name: Compiled(entry["ptx"], tuple(entry["arguments"]), entry["shared"]) for name, entry in compiled.items()
+    }
 
 
 def execute(

@@ -106,12 +106,12 @@ class _Batch:
     def _specials(self, grid: Block, blocks: Array) -> dict[str, Array]:
         one = {"%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1, "%tid.y": 0, "%tid.z": 0}
         one |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid, strict=True)}
-        found = {name: np.array([value], np.uint32) for name, value in one.items()}
-        found |= {f"%ctaid.{axis}": blocks[self.block, index] for index, axis in enumerate("xyz")}
-        found["%tid.x"] = self.thread.astype(np.uint32)
-        found["%laneid"] = (self.thread % WARP).astype(np.uint32)
-        found["%warpid"] = (self.thread // WARP).astype(np.uint32)
-        return found
+        registers = {name: np.array([value], np.uint32) for name, value in one.items()}
+        registers |= {f"%ctaid.{axis}": blocks[self.block, index] for index, axis in enumerate("xyz")}
+        registers["%tid.x"] = self.thread.astype(np.uint32)
+        registers["%laneid"] = (self.thread % WARP).astype(np.uint32)
+        registers["%warpid"] = (self.thread // WARP).astype(np.uint32)
+        return registers
 
     def run(self) -> None:
         instructions, end = self.program.instructions, len(self.program.instructions)
@@ -291,21 +291,21 @@ class _Batch:
             in_window = (addresses >= np.uint64(_SHARED_WINDOW)) & (addresses < np.uint64(GLOBAL_BASE))
             parts = {"global": active & ~in_window, "shared": active & in_window}
             offset = addresses - np.uint64(_SHARED_WINDOW)
-        found = []
+        counts = []
         for name, chosen in parts.items():
             if space in (name, "generic") and chosen.any():
                 lanes = self.lanes[chosen]
                 block = self.block[lanes]
                 tags = tags_of(self.block_numbers[lanes], self.phase[block], self.thread[lanes] // WARP)
                 if name == "global":
-                    found.append((self.machine.memory, Access(addresses[chosen], lanes, tags, size)))
+                    counts.append((self.machine.memory, Access(addresses[chosen], lanes, tags, size)))
                 else:
                     near = offset[chosen].astype(np.int64)
                     # Offsets outside of the block's own range must not reach another block's.
                     inside = (near >= 0) & (near < self.shared_size)
                     near = np.where(inside, near + self.shared_bases[block], len(self.shared.bytes))
-                    found.append((self.shared, Access(near.astype(np.uint64), lanes, tags, size)))
-        return found
+                    counts.append((self.shared, Access(near.astype(np.uint64), lanes, tags, size)))
+        return counts
 
     def load(self, instruction: Instruction, active: Array) -> None:
         space, kind, count = _form(instruction)
@@ -566,8 +566,8 @@ def _granule(program: Program, space: str) -> int:
     widths = [16]
     for instruction in program.instructions:
         if instruction.parts[0] in ("ld", "st"):
-            found, kind, count = _form(instruction)
-            if found in (space, "generic"):
+            state_space, kind, count = _form(instruction)
+            if state_space in (space, "generic"):
                 widths.append(np.dtype(TYPES[kind]).itemsize * count)
         elif instruction.parts[:2] == ("cp", "async") and len(instruction.operands) > 2:
             widths.append(int(instruction.operands[2], 0))

@@ -112,8 +112,8 @@ class Memory:
         """Distinct bytes of a buffer that were read, and that were written."""
         buffer = self.buffers[number]
         place = slice(buffer.first // self.granule, (buffer.first + buffer.size) // self.granule)
-        found = [int(np.count_nonzero(shadow[place])) * self.granule for shadow in (self._reader, self._writer)]
-        return found[0], found[1]
+        sizes = [int(np.count_nonzero(shadow[place])) * self.granule for shadow in (self._reader, self._writer)]
+        return sizes[0], sizes[1]
 
     def load(self, access: Access) -> Array:
         """Return the bytes [lanes, size]."""

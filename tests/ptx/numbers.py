@@ -93,14 +93,14 @@ def flushed(x: Array) -> Array:
 def larger(x: Array, y: Array, sign: int, keep_nan: bool) -> Array:
     """Maximum (sign 1) or minimum (sign -1) of floats: -0 is below +0, a single NaN loses unless `keep_nan`."""
     if keep_nan:
-        found = np.maximum(x, y) if sign > 0 else np.minimum(x, y)
+        result = np.maximum(x, y) if sign > 0 else np.minimum(x, y)
     else:
-        found = np.fmax(x, y) if sign > 0 else np.fmin(x, y)
+        result = np.fmax(x, y) if sign > 0 else np.fmin(x, y)
     zeros = (x == 0) & (y == 0)
     if zeros.any():
         negative = (np.signbit(x) & np.signbit(y)) if sign > 0 else (np.signbit(x) | np.signbit(y))
-        found = np.where(zeros, np.where(negative, -0.0, 0.0).astype(found.dtype), found)
-    return found
+        result = np.where(zeros, np.where(negative, -0.0, 0.0).astype(result.dtype), result)
+    return result
 
 
 def inexact(value: Array, error: Array, seed: Array) -> Array:

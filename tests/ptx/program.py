@@ -109,14 +109,14 @@ class Program:
     def _successors(self, start: int, starts: list[int]) -> set[int]:
         last = self._last(start, starts)
         instruction = self.instructions[last]
-        found = set()
+        successors = set()
         if instruction.parts[0] == "bra":
-            found.add(self.labels[instruction.operands[0]])
+            successors.add(self.labels[instruction.operands[0]])
         if instruction.parts[0] in _ENDS:
-            found.add(len(self.instructions))
-        if instruction.guard or not found:
-            found.add(last + 1)
-        return found
+            successors.add(len(self.instructions))
+        if instruction.guard or not successors:
+            successors.add(last + 1)
+        return successors
 
 
 def parse(text: str) -> Program:

@@ -137,9 +137,9 @@ INTEGERS: list[tuple[str, str, str, Oracle]] = [
 def test_integers(instruction: str, operands: str, result: str, oracle: Oracle) -> None:
     values = [words(kind, seed) for seed, kind in enumerate(operands.split())]
     bits = int(result[1:])
-    found = compute(instruction, values, np.zeros(THREADS, f"u{bits // 8}"))
+    results = compute(instruction, values, np.zeros(THREADS, f"u{bits // 8}"))
     expected = [oracle(*(int(value[lane]) for value in values)) % 2**bits for lane in range(THREADS)]
-    assert found.tolist() == expected
+    assert results.tolist() == expected
 
 
 FLOATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
@@ -152,11 +152,11 @@ def numbers(kind: str, seed: int) -> list[float]:
     generator = np.random.default_rng(seed)
     tiny, huge = 2.0 ** (least - precision + 1), (2.0 - 2.0 ** (1 - precision)) * 2.0**most
     special = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, tiny, -3 * tiny, 2.0**least, huge, -huge]
-    found = [float(generator.choice(special)) for _ in range(THREADS // 4)]
-    while len(found) < THREADS:
-        exponent = int(generator.integers(-precision, precision)) if len(found) % 4 else int(generator.integers(-9, 9))
-        found.append(rounded(Fraction(float(generator.normal())) * Fraction(2) ** exponent, kind))
-    return found
+    drawn = [float(generator.choice(special)) for _ in range(THREADS // 4)]
+    while len(drawn) < THREADS:
+        exponent = int(generator.integers(-precision, precision)) if len(drawn) % 4 else int(generator.integers(-9, 9))
+        drawn.append(rounded(Fraction(float(generator.normal())) * Fraction(2) ** exponent, kind))
+    return drawn
 
 
 def rounded(value: Fraction, kind: str) -> float:
@@ -251,8 +251,8 @@ ARITHMETIC: list[tuple[str, int, str, Callable[..., float]]] = [
 ]
 
 
-def assert_equal(found: list[float], expected: list[float]) -> None:
-    for one, other in zip(found, expected, strict=True):
+def assert_equal(actual: list[float], expected: list[float]) -> None:
+    for one, other in zip(actual, expected, strict=True):
         assert (math.isnan(one) and math.isnan(other)) or (
             one == other and math.copysign(1, one) == math.copysign(1, other)
         )
@@ -264,8 +264,8 @@ def test_floats(opcode: str, count: int, kind: str, oracle: Callable[..., float]
     values = [numbers(kind, seed) for seed in range(count)]
     arrays = [encoded(value, kind) for value in values]
     letters = ", ".join("abc"[:count])
-    found = compute(f"{opcode} z, {letters}", arrays, np.zeros_like(arrays[0]))
-    assert_equal(decoded(found, kind), [oracle(*row) for row in zip(*values, strict=True)])
+    results = compute(f"{opcode} z, {letters}", arrays, np.zeros_like(arrays[0]))
+    assert_equal(decoded(results, kind), [oracle(*row) for row in zip(*values, strict=True)])
 
 
 def test_results_are_rounded_once() -> None:
@@ -274,8 +274,8 @@ def test_results_are_rounded_once() -> None:
     operands = [2.0**-12 * (1 + step), 2.0**-12 * (1 - step), 1 + step]
     for signs in ((1, 1, 1), (-1, 1, -1)):
         arrays = [np.full(1, sign * value, np.float32) for sign, value in zip(signs, operands, strict=True)]
-        found = compute("fma.rn.f32 z, a, b, c", arrays, np.zeros(1, np.float32))
-        assert found.tolist() == [signs[2] * (1 + step)]
+        results = compute("fma.rn.f32 z, a, b, c", arrays, np.zeros(1, np.float32))
+        assert results.tolist() == [signs[2] * (1 + step)]
     near_ties = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8])
     narrow = compute("cvt.rn.bf16.f64 z, a", [near_ties], np.zeros(3, np.uint16))
     assert decoded(narrow, "bf16") == [1 + 2.0**-7, 1 + 2.0**-7, 1.0]
@@ -307,13 +307,13 @@ def test_conversions(source: str, target: str) -> None:
                 continue
             wider = FLOATS[target][0] >= FLOATS[source][0] and target != "f16"
             opcode = f"cvt.{target}.{source}" if wider else f"cvt.rn.{target}.{source}"
-            found = compute(f"{opcode} z, a", [encoded(values, source)], encoded([0.0] * THREADS, target))
+            results = compute(f"{opcode} z, a", [encoded(values, source)], encoded([0.0] * THREADS, target))
             oracle = exact(lambda x: x, target, lambda x: x)
-            assert_equal(decoded(found, target), [oracle(value) for value in values])
+            assert_equal(decoded(results, target), [oracle(value) for value in values])
             continue
         bits = int(target[1:])
         low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if target[0] == "s" else (0, 2**bits - 1)
-        found = compute(
+        results = compute(
             f"cvt.{mode}.{target}.{source} z, a", [encoded(values, source)], np.zeros(THREADS, f"u{bits // 8}")
         )
         expected = []
@@ -324,15 +324,15 @@ def test_conversions(source: str, target: str) -> None:
                 expected.append(high if value > 0 else low)
             else:
                 expected.append(clamped(ROUNDINGS[mode](value), low, high))
-        assert found.tolist() == [value % 2**bits for value in expected]
+        assert results.tolist() == [value % 2**bits for value in expected]
 
 
 def test_two_numbers_become_a_pair() -> None:
     upper, lower = numbers("f32", 1), numbers("f32", 2)
     arrays = [encoded(upper, "f32"), encoded(lower, "f32")]
     for kind in ("f16", "bf16"):
-        found = compute(f"cvt.rn.{kind}x2.f32 z, a, b", arrays, np.zeros(THREADS, np.uint32)).view(np.uint16)
-        halves = found if kind == "bf16" else found.view(np.float16)
+        results = compute(f"cvt.rn.{kind}x2.f32 z, a, b", arrays, np.zeros(THREADS, np.uint32)).view(np.uint16)
+        halves = results if kind == "bf16" else results.view(np.float16)
         nearest = exact(lambda x: x, kind, lambda x: x)
         assert_equal(decoded(halves[1::2], kind), [nearest(value) for value in upper])
         assert_equal(decoded(halves[0::2], kind), [nearest(value) for value in lower])
@@ -362,9 +362,9 @@ def test_approximations_have_exactly_the_allowed_error(
     kind = opcode.split(".")[-1]
     x = encoded(np.random.default_rng(3).uniform(0.55, 1.95, THREADS).tolist(), kind)
     arrays = [x, np.full_like(x, 0.7109375)] if opcode[:3] == "div" else [x]
-    found = compute(f"{opcode} z, {'a, b' if opcode[:3] == 'div' else 'a'}", arrays, np.zeros_like(x))
+    results = compute(f"{opcode} z, {'a, b' if opcode[:3] == 'div' else 'a'}", arrays, np.zeros_like(x))
     wanted = [function(value) for value in decoded(x, kind)]
-    errors = [(y - z) / (bound * unit(z)) for y, z in zip(decoded(found, kind), wanted, strict=True)]
+    errors = [(y - z) / (bound * unit(z)) for y, z in zip(decoded(results, kind), wanted, strict=True)]
     assert max(errors) > 0.5
     assert min(errors) < -0.5
     assert max(map(abs, errors)) <= 1 + 1e-6
@@ -380,8 +380,8 @@ def test_approximations_have_exactly_the_allowed_error(
 def test_approximations_of_special_numbers_are_exact(opcode: str, operands: list[float], results: list[float]) -> None:
     """The tables of the PTX ISA's sections."""
     x = np.resize(np.array(operands, np.float32), THREADS)
-    found = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
-    assert_equal(found.tolist(), np.resize(results, THREADS).tolist())
+    actual = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
+    assert_equal(actual.tolist(), np.resize(results, THREADS).tolist())
 
 
 def test_subnormal_numbers_are_flushed_where_the_opcode_says_so() -> None:
@@ -415,7 +415,7 @@ def test_comparisons(name: str, kind: str) -> None:
     ]
     for suffix in ("", "u") if of_floats else ("",):
         body = f"setp.{name}{suffix}.{kind} %p1, a, b;\nselp.b32 z, 1, 0, %p1"
-        found = compute(body, arrays, np.zeros(THREADS, np.uint32))
+        results = compute(body, arrays, np.zeros(THREADS, np.uint32))
         unordered = [suffix == "u" and (math.isnan(a) or math.isnan(b)) for a, b in zip(x, y, strict=True)]
         expected = [COMPARISONS[name](a, b) or open_ for a, b, open_ in zip(x, y, unordered, strict=True)]
-        assert found.astype(bool).tolist() == expected
+        assert results.astype(bool).tolist() == expected

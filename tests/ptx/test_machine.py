@@ -54,8 +54,8 @@ def test_divergent_loops_within_divergent_branches() -> None:
             count += 1
         return count
 
-    found = run(body, [starts.copy()], threads=64, blocks=1).buffers[0]
-    assert found[:64].tolist() == [steps(int(number)) for number in starts[:64]]
+    results = run(body, [starts.copy()], threads=64, blocks=1).buffers[0]
+    assert results[:64].tolist() == [steps(int(number)) for number in starts[:64]]
 
 
 def structured(generator: random.Random, depth: int, labels: list[int]) -> tuple[list[str], Callable[[int], int]]:
@@ -105,8 +105,8 @@ def test_random_nested_branches_give_what_each_thread_alone_gives(seed: int) -> 
     lines, alone = structured(random.Random(seed), 4, [0])
     body = PLACE + "ld.global.b32 %r1, [%d41];\n" + "\n".join(lines) + "\nst.global.b32 [%d41], %r1;"
     starts = np.random.default_rng(seed).integers(0, 2**32, 64, dtype=np.uint32)
-    found = run(body, [starts.copy()], threads=64).buffers[0]
-    assert found.tolist() == [alone(int(start)) for start in starts]
+    results = run(body, [starts.copy()], threads=64).buffers[0]
+    assert results.tolist() == [alone(int(start)) for start in starts]
 
 
 def test_threads_meet_again_where_paths_join() -> None:
@@ -125,7 +125,7 @@ def test_threads_meet_again_where_paths_join() -> None:
 
 def shuffled(mode: str, value: list[int], offset: int, clamp: int) -> list[tuple[int, bool]]:
     """PTX ISA's own pseudocode for one warp."""
-    found = []
+    lanes = []
     for lane in range(32):
         segment, limit = clamp >> 8 & 31, clamp & 31
         highest = (lane & segment) | (limit & ~segment)
@@ -142,8 +142,8 @@ def shuffled(mode: str, value: list[int], offset: int, clamp: int) -> list[tuple
         else:
             source = lowest | (offset & ~segment & 31)
             inside = source <= highest
-        found.append((value[source if inside else lane], inside))
-    return found
+        lanes.append((value[source if inside else lane], inside))
+    return lanes
 
 
 @pytest.mark.parametrize("width", [32, 8])
@@ -157,8 +157,8 @@ def test_shuffles(mode: str, width: int) -> None:
             "selp.b32 %r3, 1, 0, %p1;\nst.global.b32 [%d41], %r2;\n"
             "add.s64 %d42, %d1, %d40;\nst.global.b32 [%d42], %r3;"
         )
-        found = run(body, [values.copy(), zeros(32)]).buffers
-        assert list(zip(found[0].tolist(), found[1].astype(bool).tolist(), strict=True)) == shuffled(
+        results = run(body, [values.copy(), zeros(32)]).buffers
+        assert list(zip(results[0].tolist(), results[1].astype(bool).tolist(), strict=True)) == shuffled(
             mode, values.tolist(), offset, clamp
         )
 
@@ -174,8 +174,8 @@ def test_vectors_and_generic_addresses() -> None:
         "ld.shared.v2.b64 {%d1, %d2}, [%r6];\nst.global.v2.b64 [%d41], {%d1, %d2};"
     )
     rows = np.arange(256, dtype=np.uint32).reshape(64, 4)
-    found = run(body, [rows.reshape(-1).copy()], threads=64, shared=1024).buffers[0].reshape(64, 4)
-    assert (found == rows[np.arange(64) ^ 33]).all()
+    results = run(body, [rows.reshape(-1).copy()], threads=64, shared=1024).buffers[0].reshape(64, 4)
+    assert (results == rows[np.arange(64) ^ 33]).all()
 
 
 def test_matrix_loads() -> None:
@@ -189,12 +189,12 @@ def test_matrix_loads() -> None:
             f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{%r1, %r2, %r3, %r4}}, [%r6];\n"
             "st.global.v4.b32 [%d41], {%r1, %r2, %r3, %r4};"
         )
-        found = run(body, [matrix.copy()], shared=512).buffers[0].reshape(32, 4, 2)
+        results = run(body, [matrix.copy()], shared=512).buffers[0].reshape(32, 4, 2)
         for number in range(4):
             tile = matrix.reshape(4, 8, 8)[number]
             tile = tile.T if trans else tile
             for lane in range(32):
-                assert found[lane, number].tolist() == tile[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].tolist()
+                assert results[lane, number].tolist() == tile[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].tolist()
 
 
 COPY = (
@@ -210,8 +210,8 @@ COPY = (
 def test_asynchronous_copies() -> None:
     """Threads 60 to 63 copy no bytes, so that theirs are 0."""
     rows = np.arange(256, dtype=np.uint32).reshape(64, 4)
-    found = run(COPY, [rows.reshape(-1).copy()], threads=64, shared=1024).buffers[0].reshape(64, 4)
-    assert (found == np.where(np.arange(64)[:, None] < 60, rows, 0)[np.arange(64) ^ 1]).all()
+    results = run(COPY, [rows.reshape(-1).copy()], threads=64, shared=1024).buffers[0].reshape(64, 4)
+    assert (results == np.where(np.arange(64)[:, None] < 60, rows, 0)[np.arange(64) ^ 1]).all()
 
 
 @pytest.mark.parametrize(
@@ -269,8 +269,8 @@ def test_broken_rules_are_reported_with_their_line(body: str, message: str, monk
 
 
 def test_a_barrier_between_makes_an_exchange_legal() -> None:
-    found = run(EXCHANGE.format(between="bar.sync 0;\n"), [zeros(64)], threads=64, shared=1024).buffers[0]
-    assert found.tolist() == [lane ^ 32 for lane in range(64)]
+    results = run(EXCHANGE.format(between="bar.sync 0;\n"), [zeros(64)], threads=64, shared=1024).buffers[0]
+    assert results.tolist() == [lane ^ 32 for lane in range(64)]
 
 
 @pytest.mark.parametrize("blocks_at_once", [1, 2])
@@ -309,10 +309,10 @@ def test_sectors_count_32_byte_pieces_once_per_warp() -> None:
 
 def test_a_guard_keeps_old_values() -> None:
     x = np.arange(256, dtype=np.uint32)
-    found = compute("setp.lt.u32 %p1, a, 100;\nmov.b32 z, 7;\n@%p1 add.s32 z, a, 1", [x], zeros(256))
-    assert found.tolist() == [i + 1 if i < 100 else 7 for i in range(256)]
+    results = compute("setp.lt.u32 %p1, a, 100;\nmov.b32 z, 7;\n@%p1 add.s32 z, a, 1", [x], zeros(256))
+    assert results.tolist() == [i + 1 if i < 100 else 7 for i in range(256)]
 
 
 def test_partly_written_registers_are_undefined_for_other_threads() -> None:
-    found = run(PLACE + "setp.lt.u32 %p1, %r0, 3;\n@%p1 mov.b32 %r1, 7;\nst.global.b32 [%d41], %r1;", [zeros(32)])
-    assert found.buffers[0].tolist() == [7] * 3 + [2**32 - 1] * 29
+    results = run(PLACE + "setp.lt.u32 %p1, %r0, 3;\n@%p1 mov.b32 %r1, 7;\nst.global.b32 [%d41], %r1;", [zeros(32)])
+    assert results.buffers[0].tolist() == [7] * 3 + [2**32 - 1] * 29

@@ -89,8 +89,8 @@ def test_a_wider_load_is_noticed(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(NAMES))
     load = re.compile(r"(ld\.global\.)(?:v(\d)\.)?(b16|b32|b64) +\{?([^}\[]*?)\}?, *\[")
     guarded = unchanged(name).executed.guarded
-    found = [number for number, line in enumerate(lines_of(name), 1) if load.search(line)]
-    candidates = [number for number in found if number not in guarded or guarded[number][0]]
+    loads = [number for number, line in enumerate(lines_of(name), 1) if load.search(line)]
+    candidates = [number for number in loads if number not in guarded or guarded[number][0]]
     number = data.draw(st.sampled_from(candidates))
 
     def wider(match: re.Match[str]) -> str:
@@ -167,9 +167,9 @@ def barriers(name: str) -> list[int]:
 @cache
 def trace(name: str) -> Trace:
     with pytest.MonkeyPatch.context() as patch:
-        found = Trace(patch)
+        recorder = Trace(patch)
         run(CASES[name], compiled()[name])
-    return found
+    return recorder
 
 
 @settings(max_examples=60)

@@ -30,8 +30,8 @@ FAST = [
 def check(names: list[str]) -> None:
     """One process compiles all of them."""
     compiled = compile_cases(names)
-    found = [problem for name in names for problem in problems(CASES[name], run(CASES[name], compiled[name]))]
-    assert not found, "\n".join(found)
+    faults = [problem for name in names for problem in problems(CASES[name], run(CASES[name], compiled[name]))]
+    assert not faults, "\n".join(faults)
 
 
 def test_some_kernels() -> None:

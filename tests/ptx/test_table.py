@@ -33,8 +33,8 @@ def check(names: list[str]) -> None:
     written = {cells(row)[0]: cells(row) for row in rows_of(page)}
     assert list(written) == list(CASES)
     for row in map(cells, rows(names)):
-        for column, (found, expected) in enumerate(zip(row, written[row[0]], strict=True)):
-            assert alike(found, expected) if column in ERRORS else found == expected, (row, written[row[0]])
+        for column, (actual, expected) in enumerate(zip(row, written[row[0]], strict=True)):
+            assert alike(actual, expected) if column in ERRORS else actual == expected, (row, written[row[0]])
 
 
 def test_two_rows() -> None:

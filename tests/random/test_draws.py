@@ -53,11 +53,11 @@ def test_chances_are_kept() -> None:
 
 
 def test_fractions_fill_the_unit_interval() -> None:
-    found = np.sort(Draws(0, "fractions", 0).fractions(10_000))
-    assert found[0] >= 0.0
-    assert found[-1] < 1.0
+    fractions = np.sort(Draws(0, "fractions", 0).fractions(10_000))
+    assert fractions[0] >= 0.0
+    assert fractions[-1] < 1.0
     # Kolmogorov-Smirnov: exceeded once in 10,000.
-    assert np.abs(found - (np.arange(10_000) + 0.5) / 10_000).max() < 2.2 / 100
+    assert np.abs(fractions - (np.arange(10_000) + 0.5) / 10_000).max() < 2.2 / 100
 
 
 def test_orders_are_permutations_each_as_likely() -> None:

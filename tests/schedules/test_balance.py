@@ -14,16 +14,16 @@ from megapipe.schedules.building_blocks import balance_layers, check_assignment
 @given(st.data(), st.lists(st.integers(0, 20), min_size=1, max_size=9))
 def test_no_cut_is_better(data, costs):
     stages = data.draw(st.integers(1, len(costs)))
-    found = balance_layers(costs, stages)
-    assert found[0][0] == 0
-    assert found[-1][1] == len(costs)
-    assert all(here[1] == there[0] for here, there in pairwise(found))
-    assert all(first < last for first, last in found)
+    sizes = balance_layers(costs, stages)
+    assert sizes[0][0] == 0
+    assert sizes[-1][1] == len(costs)
+    assert all(here[1] == there[0] for here, there in pairwise(sizes))
+    assert all(first < last for first, last in sizes)
     scores = []
     for inner in combinations(range(1, len(costs)), stages - 1):
         sums = [sum(costs[first:last]) for first, last in pairwise((0, *inner, len(costs)))]
         scores.append((max(sums), sum(value**2 for value in sums)))
-    mine = [sum(costs[first:last]) for first, last in found]
+    mine = [sum(costs[first:last]) for first, last in sizes]
     assert (max(mine), sum(value**2 for value in mine)) == min(scores)
 
 

@@ -50,8 +50,8 @@ def test_bubbles_and_activations_are_exactly_the_papers(name, ranks, rounds):
 def test_four_ranks_and_four_microbatches(name, equal, longer):
     schedule = build(name, 4, 4)
     for backward, rate in ((1.0, equal), (2.0, longer)):
-        found = simulate(schedule, rank_costs(schedule.header, forward=1.0, backward=backward)).bubble_rate
-        assert found == pytest.approx(rate, abs=1e-15)
+        bubble_rate = simulate(schedule, rank_costs(schedule.header, forward=1.0, backward=backward)).bubble_rate
+        assert bubble_rate == pytest.approx(rate, abs=1e-15)
 
 
 def test_orders_are_those_that_the_papers_draw():

@@ -33,14 +33,14 @@ def test_list_names_every_schedule(capsys):
 
 def test_simulate_gives_the_promised_keys(capsys):
     shape = ["--schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]
-    found = json.loads(output(capsys, "simulate", *shape, "--forward", "1", "--backward", "2", "--json"))
-    assert found["bubble"] == 0.375
-    assert found["makespan"] == found["finish"] == 33
-    assert found["bubble_rate"] == pytest.approx(0.375 / 1.375)
-    assert found["peak_activations"] == [4, 3, 2, 1]
-    assert found["pending_weight_halves"] == [0, 0, 0, 0]
-    assert found["weight_versions"] == [1, 1, 1, 1]
-    assert found["exposed_communication"] == 0
+    report = json.loads(output(capsys, "simulate", *shape, "--forward", "1", "--backward", "2", "--json"))
+    assert report["bubble"] == 0.375
+    assert report["makespan"] == report["finish"] == 33
+    assert report["bubble_rate"] == pytest.approx(0.375 / 1.375)
+    assert report["peak_activations"] == [4, 3, 2, 1]
+    assert report["pending_weight_halves"] == [0, 0, 0, 0]
+    assert report["weight_versions"] == [1, 1, 1, 1]
+    assert report["exposed_communication"] == 0
 
 
 def test_never_flushing_schedules_run_four_steps_by_default(capsys):

@@ -45,11 +45,11 @@ def test_independent_ranks_are_simulated_as_without_contention(
         reduce_gradients=reduction, reduce_tied=0.3, reduce_scalars=0.1, link=Link(message / 10, message / 20),
     )  # fmt: skip
     expected = simulate(schedule, costs, 2)
-    found = simulate_contended(schedule, costs, alone, steps=2)
+    simulation = simulate_contended(schedule, costs, alone, steps=2)
     work = expected.table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
-    assert found.end[work] == pytest.approx(expected.end[work])
+    assert simulation.end[work] == pytest.approx(expected.end[work])
     if name != "pipedream":  # no action awaits its last sum of scalars, so it has no end there
-        assert found.finish == pytest.approx(expected.finish)
+        assert simulation.finish == pytest.approx(expected.finish)
 
 
 @given(
@@ -64,8 +64,8 @@ def test_one_core_is_never_idle(name: str, ranks: int, processes: int, times: li
     schedule = schedule_of(name, ranks, 2 * ranks)
     forward, to_input, to_weight = times
     costs = rank_costs(schedule.header, forward=forward, backward_input=to_input, backward_weight=to_weight)
-    found = simulate_contended(schedule, costs, cores(1), processes=processes)
-    assert found.finish == pytest.approx(processes * float(found.durations.sum()))
+    simulation = simulate_contended(schedule, costs, cores(1), processes=processes)
+    assert simulation.finish == pytest.approx(processes * float(simulation.durations.sum()))
 
 
 @given(name=st.sampled_from(NAMES), ranks=st.integers(2, 4), number=st.floats(1.0, 4.0))
@@ -73,20 +73,20 @@ def test_one_core_is_never_idle(name: str, ranks: int, processes: int, times: li
 def test_fewer_cores_never_help_and_cores_run_one_action(name: str, ranks: int, number: float) -> None:
     schedule = schedule_of(name, ranks, 2 * ranks)
     costs = rank_costs(schedule.header, forward=1.0, update=0.5)
-    free, found = simulate(schedule, costs), simulate_contended(schedule, costs, cores(number))
-    total = float(found.durations.sum())
-    assert max(free.finish, total / number) <= found.finish * (1 + 1e-9)
-    assert found.finish <= free.finish * max(1.0, ranks / number) * (1 + 1e-9)
+    free, contended = simulate(schedule, costs), simulate_contended(schedule, costs, cores(number))
+    total = float(contended.durations.sum())
+    assert max(free.finish, total / number) <= contended.finish * (1 + 1e-9)
+    assert contended.finish <= free.finish * max(1.0, ranks / number) * (1 + 1e-9)
 
 
 def test_two_stages_on_one_core_take_turns() -> None:
     """By hand: stage 0 alone, then both forwards at half speed, and so on: 8 units of work, one core."""
     schedule = build("gpipe", 2, 2, units_per_stage=[1, 1], tied_groups=[])
     costs = rank_costs(schedule.header, forward=1.0, backward=1.0)
-    found = simulate_contended(schedule, costs, cores(1))
-    forwards = found.table.rows_with(Kind.FORWARD)
-    assert found.end[forwards].tolist() == pytest.approx([1.0, 3.0, 3.0, 4.0])
-    assert found.finish == pytest.approx(8.0)
+    simulation = simulate_contended(schedule, costs, cores(1))
+    forwards = simulation.table.rows_with(Kind.FORWARD)
+    assert simulation.end[forwards].tolist() == pytest.approx([1.0, 3.0, 3.0, 4.0])
+    assert simulation.finish == pytest.approx(8.0)
 
 
 def test_overlapped_sums_slow_compute_down_by_their_share() -> None:
@@ -101,10 +101,10 @@ def test_overlapped_sums_slow_compute_down_by_their_share() -> None:
 
 def test_rows_have_causes_that_ended_before_they_began() -> None:
     schedule = schedule_of("1f1b", 3, 6)
-    found = simulate_contended(schedule, rank_costs(schedule.header), cores(2))
-    rows = np.flatnonzero(found.cause >= 0)
-    assert (found.end[found.cause[rows]] <= found.start[rows] + 1e-9).all()
-    assert found.critical_path()[-1] == int(np.argmax(np.where(found.working, found.end, -np.inf)))
+    simulation = simulate_contended(schedule, rank_costs(schedule.header), cores(2))
+    rows = np.flatnonzero(simulation.cause >= 0)
+    assert (simulation.end[simulation.cause[rows]] <= simulation.start[rows] + 1e-9).all()
+    assert simulation.critical_path()[-1] == int(np.argmax(np.where(simulation.working, simulation.end, -np.inf)))
 
 
 def test_unsupported_schedules_are_refused() -> None:

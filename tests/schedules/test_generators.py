@@ -210,14 +210,14 @@ def test_default_group_of_every_ragged_batch(shape):
 def check_default_group(ranks, rounds, left, chunks):
     microbatches = ranks * rounds + left
     larger = -(-microbatches // rounds)
-    found = {}
+    times = {}
     for size in (ranks, larger):
         schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks, group_size=size)
         run = simulate(schedule, rank_costs(schedule.header))
-        found[size] = run.makespan, max(run.peak_activations)
+        times[size] = run.makespan, max(run.peak_activations)
     default = default_group_size(ranks, microbatches, chunks)
-    assert default == (larger if found[larger][1] <= found[ranks][1] + 2 + 1e-9 else ranks)
-    assert found[default][0] <= found[ranks][0] + 1e-9
+    assert default == (larger if times[larger][1] <= times[ranks][1] + 2 + 1e-9 else ranks)
+    assert times[default][0] <= times[ranks][0] + 1e-9
 
 
 @pytest.mark.parametrize(

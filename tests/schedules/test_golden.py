@@ -241,12 +241,12 @@ def test_v_half_and_v_min_bubble_rates(ranks, half, third):
     ("ranks", "limit", "rate"), [(8, 4, 0.1233), (8, 5, 0.09), (8, 8, 0), (5, 3, None), (1, 1, None)]
 )
 def test_v_auto_is_not_worse_than_other_v_schedules(ranks, limit, rate):
-    found = simulated("v_auto", ranks, 4 * ranks, costs=HALVES, memory_limit=limit).bubble_rate
+    bubble_rate = simulated("v_auto", ranks, 4 * ranks, costs=HALVES, memory_limit=limit).bubble_rate
     assert peak_until_weight_half("v_auto", ranks, 4 * ranks, memory_limit=limit) <= limit
-    assert rate is None or round(found, 4) == rate
+    assert rate is None or round(bubble_rate, 4) == rate
     for name in ("v_min", "v_half", "zb_v"):
         if peak_until_weight_half(name, ranks, 4 * ranks) <= limit:
-            assert found <= simulated(name, ranks, 4 * ranks, costs=HALVES).bubble_rate + 1e-9
+            assert bubble_rate <= simulated(name, ranks, 4 * ranks, costs=HALVES).bubble_rate + 1e-9
 
 
 @given(st.integers(1, 8), st.integers(0, 9))

@@ -192,7 +192,7 @@ def bidirectional():
 def test_copies_of_a_model_are_refused_and_counted_whole(tmp_path):
     schedule = read_file(written(tmp_path, bidirectional()))
     assert validate(lower(schedule)).peak_activations == (3.5, 4.0, 4.0, 3.5)
-    found = simulate(lower(schedule), rank_costs(schedule.header, forward=1.0, backward=1.0))
-    assert found.makespan == 4 * 2 * (1 + 2 / 16)  # a bubble of (D - 2) / (4 N + D - 2)
+    simulation = simulate(lower(schedule), rank_costs(schedule.header, forward=1.0, backward=1.0))
+    assert simulation.makespan == 4 * 2 * (1 + 2 / 16)  # a bubble of (D - 2) / (4 N + D - 2)
     with pytest.raises(ScheduleError, match="training does not sum the gradients of copies"):
         fit_for_training(schedule, 4, 4, units_per_stage=[1] * 16)

@@ -81,10 +81,10 @@ def test_layers_are_measured_by_themselves(tmp_path: Path) -> None:
     costs = rank_costs(schedule.header, **TIMES)
     slow = {CostPlace(kind, 0, 0): 7.0 for kind in (Kind.FORWARD, Kind.BACKWARD)}
     write_trace(tmp_path, schedule, costs.with_times(slow))
-    found = overlay_of(tmp_path).costs.costs.times
+    times = overlay_of(tmp_path).costs.costs.times
     for place, time in (costs.times | slow).items():
         if place.kind in (Kind.FORWARD, Kind.BACKWARD) and place.unit >= 0:
-            assert found[place] == pytest.approx(time, abs=1e-4)
+            assert times[place] == pytest.approx(time, abs=1e-4)
 
 
 @pytest.mark.parametrize("name", ["1f1b", "zb_h1", "interleaved_1f1b", "2bw"])
@@ -188,13 +188,13 @@ def test_the_command_prints_where_they_part(traced: Path, capsys: pytest.Capture
 def test_given_times_replace_the_measured_ones(traced: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--forward 2 --backward 3 --update-time 0.5 --latency 0 --scalars-time 0 --json"
     assert main(["overlay", str(traced), *flags.split()]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ranks"][0]["predicted"]["span"] == pytest.approx((8 + 3) * 5 + 0.5)
-    assert found["times"]["stages"][1] == {
+    report = json.loads(capsys.readouterr().out)
+    assert report["ranks"][0]["predicted"]["span"] == pytest.approx((8 + 3) * 5 + 0.5)
+    assert report["times"]["stages"][1] == {
         "forward": 2.0, "backward": 3.0, "recompute": 0.0, "backward_input": 0.0, "backward_weight": 0.0, "update": 0.5
     }  # fmt: skip
-    assert found["ranks"][0]["measured"]["span"] > 90
-    assert found["about"]["model"] == {"num_layers": 4}
+    assert report["ranks"][0]["measured"]["span"] > 90
+    assert report["about"]["model"] == {"num_layers": 4}
 
 
 @pytest.mark.parametrize(("clock_error", "warns"), [(1_000, True), (4_000_000, False), (0, False)])

@@ -56,9 +56,9 @@ def test_texts_expand_to_the_order_of_their_generators(data):
     if "option group_size" in TEXTS[name]:
         options = {"chunks": data.draw(st.integers(1, 3)), "group_size": data.draw(st.integers(1, 9))}
     sizes = FileParameters(ranks, max(count, ranks) if name == "pipedream" else count, options)
-    found = loads(TEXTS[name], "mine", sizes)
-    assert found == order(name, ranks, sizes.microbatches, **options)
-    assert loads(dumps(found)) == found
+    expanded = loads(TEXTS[name], "mine", sizes)
+    assert expanded == order(name, ranks, sizes.microbatches, **options)
+    assert loads(dumps(expanded)) == expanded
 
 
 ARITHMETIC, COMPARISONS = (
@@ -98,8 +98,8 @@ def test_expressions_have_python_values(text):
     if wanted is None:
         assert re.search("has no value with p = 3, m = 4|is too large", result(compute))
         return
-    if "is too large" not in (found := result(compute)):
-        assert found == str(wanted)
+    if "is too large" not in (value := result(compute)):
+        assert value == str(wanted)
 
 
 def changed(old: str, new: str, text: str = OWN) -> str:
@@ -202,7 +202,7 @@ def test_a_damaged_text_is_read_or_refused(data):
     at = data.draw(st.integers(0, len(text) - 1))
     junk = data.draw(st.text(alphabet="0p{}():.,-*/% \nxif", max_size=3))
     try:
-        found = loads(text[:at] + junk + text[at + data.draw(st.integers(0, 4)) :], "mine", FileParameters(2, 4))
+        expanded = loads(text[:at] + junk + text[at + data.draw(st.integers(0, 4)) :], "mine", FileParameters(2, 4))
     except ScheduleError:
         return
-    assert loads(dumps(found)) == found
+    assert loads(dumps(expanded)) == expanded

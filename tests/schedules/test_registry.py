@@ -228,9 +228,9 @@ def test_a_registered_copy_is_built_for_evaluation_too(monkeypatch: pytest.Monke
 
     schedule("copied", "C", splits=built_in.splits, policy=built_in.policy)(copied)
     for mode in ("train", "forward"):
-        found, wanted = (build(each, 2, 4, mode=mode) for each in ("copied", name))
+        actual, wanted = (build(each, 2, 4, mode=mode) for each in ("copied", name))
         for section in SECTIONS:
-            assert all(map(np.array_equal, found.sections[section], wanted.sections[section]))
+            assert all(map(np.array_equal, actual.sections[section], wanted.sections[section]))
 
 
 def test_planner_takes_the_name(packages: Path) -> None:
@@ -239,9 +239,9 @@ def test_planner_takes_the_name(packages: Path) -> None:
     predict = ["tools/plan.py", "predict", *run, "--schedule.name", "last_in_first_out"]
     assert json.loads(passed(python(packages, *predict)))["layout"]["schedule"] == "last_in_first_out"
     asked = ["tools/plan.py", "search", *run, "--schedules", "last_in_first_out"]
-    found = json.loads(passed(python(packages, *asked)))["search"]
-    assert found["best"]["layout"]["schedule"] == "last_in_first_out"
-    assert any("half_gone cannot be loaded" in each for each in found["not_searched"])
+    report = json.loads(passed(python(packages, *asked)))["search"]
+    assert report["best"]["layout"]["schedule"] == "last_in_first_out"
+    assert any("half_gone cannot be loaded" in each for each in report["not_searched"])
 
 
 @pytest.mark.slow

@@ -68,9 +68,11 @@ def changed_communication(draw: st.DrawFn, schedule: Schedule) -> Schedule:
         return schedule
     section, rank = draw(st.sampled_from(places))
     rows: Rows = schedule.sections[section][rank].copy()
-    found = np.flatnonzero(np.isin(rows[:, KIND], kinds)).tolist()
+    candidates = np.flatnonzero(np.isin(rows[:, KIND], kinds)).tolist()
     one, other = (
-        draw(st.lists(st.sampled_from(found), min_size=2, max_size=2, unique=True)) if len(found) > 1 else found * 2
+        draw(st.lists(st.sampled_from(candidates), min_size=2, max_size=2, unique=True))
+        if len(candidates) > 1
+        else candidates * 2
     )
     how = draw(st.sampled_from(["swap", "swap", "move", "move", "drop"]))
     if how == "swap":

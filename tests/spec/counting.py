@@ -120,9 +120,9 @@ class Subject:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self.run()
-        found = sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in known)
+        num_bytes = sum(each.untyped_storage().nbytes() for address, each in kept.items() if address not in known)
         tables = 2 * SEQUENCE // self.context * (self.model.rotary_dim // 2) * 4
-        return found - tables * self.shares_tables
+        return num_bytes - tables * self.shares_tables
 
     def handed_over(self) -> int:
         """Return the bytes that the input half of a split backward leaves for the weight half."""

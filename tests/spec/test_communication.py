@@ -29,17 +29,17 @@ def exchanged(
     return exchanges(ops, forwards=forwards, split=split).get("tensor", [])
 
 
-def total_sent(found: list[Exchange], members: int) -> float:
-    return sum(each.sent(members) for each in found)
+def total_sent(exchanges: list[Exchange], members: int) -> float:
+    return sum(each.sent(members) for each in exchanges)
 
 
 @given(*SIZES, PRECISIONS)
 def test_blocks_send_8_bsh_less_a_ranks_share(micro: int, length: int, tensor: int, precision: Precision) -> None:
     """arXiv 2104.04473, section 3.2: 8 b s h (t - 1) / t elements a layer and micro-batch."""
     model = shaped(8)
-    found = exchanged(model, micro_size=micro, sequence_length=length, precision=precision, tensor=tensor)
+    exchanges = exchanged(model, micro_size=micro, sequence_length=length, precision=precision, tensor=tensor)
     elements = 8 * micro * length * model.hidden_size * (tensor - 1) / tensor
-    assert total_sent(found, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])
+    assert total_sent(exchanges, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])
 
 
 def test_recomputed_blocks_send_half_as_much_more() -> None:
@@ -50,9 +50,9 @@ def test_recomputed_blocks_send_half_as_much_more() -> None:
 
 def test_ranks_sum_gradients_of_query_and_key_norms() -> None:
     plain, normed = shaped(8), shaped(8, qk_norm=True)
-    without, found = (merged(exchanged(each, sequence_length=64, tensor=2)) for each in (plain, normed))
-    assert found["all_reduce"][0] - without["all_reduce"][0] == 2
-    assert found["all_reduce"][1] - without["all_reduce"][1] == 2 * normed.head_dim
+    without, with_norms = (merged(exchanged(each, sequence_length=64, tensor=2)) for each in (plain, normed))
+    assert with_norms["all_reduce"][0] - without["all_reduce"][0] == 2
+    assert with_norms["all_reduce"][1] - without["all_reduce"][1] == 2 * normed.head_dim
 
 
 def test_a_head_exchanges_what_it_predicts() -> None:
@@ -87,5 +87,5 @@ def test_sharded_blocks_send_10_bsh_or_12_when_split(
     elements = sent * micro * length * model.hidden_size * (tensor - 1) / tensor
     for chunks in (1, 2):
         shape = {"micro_size": micro, "sequence_length": length, "precision": precision, "tensor": tensor}
-        found = exchanged(model, split=halves, sequence_parallel=True, sequence_chunks=chunks, **shape)
-        assert total_sent(found, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])
+        exchanges = exchanged(model, split=halves, sequence_parallel=True, sequence_chunks=chunks, **shape)
+        assert total_sent(exchanges, tensor) == pytest.approx(elements * ELEMENT_BYTES[precision])

@@ -150,13 +150,13 @@ def model_of(name: str, attention: Any) -> ModelConfig:
 def counted(mesh: Mesh, model: ModelConfig, kind: ContextAttention, choice: Any) -> dict[str, tuple[int, int]]:
     """Return bytes saved for the backward, and handed over to the weight half, by kind of layer."""
     _, precision, micro_size, parts, logits, documents = choice
-    found = {}
+    counts = {}
     for layer in model_layers(model):
         how: dict[str, Any] = {"mesh": mesh, "kind": kind, "documents": documents, "recompute": parts}
         sizes = model, layer, micro_size, DTYPES[precision]
         saved = Subject(*sizes, **how, recompute_logits=logits and layer.kind == "head").saved()
-        found[layer.kind] = saved, Subject(*sizes, **how).handed_over()
-    return found
+        counts[layer.kind] = saved, Subject(*sizes, **how).handed_over()
+    return counts
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -180,7 +180,7 @@ def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> N
         model = model_of(name, attention)
         ranks: list[dict[str, tuple[int, int]]] = run_threads(sizes, counted, model, kind, choice)
         for layer in model_layers(model):
-            found = tuple(sum(column) for column in zip(*(each[layer.kind] for each in ranks), strict=True))
+            actual = tuple(sum(column) for column in zip(*(each[layer.kind] for each in ranks), strict=True))
             fields: dict[str, Any] = {
                 "recompute": parts,
                 "isolate_documents": documents,
@@ -198,7 +198,7 @@ def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> N
             # Which expert gets how many rows the data decides, so numbers of rows differ between ranks.
             saves_differ = model.num_experts is not None and tensor > 1
             checked = slice(int(saves_differ), 2)
-            assert found[checked] == tuple(predicted)[checked], (layer.kind, choice)
+            assert actual[checked] == tuple(predicted)[checked], (layer.kind, choice)
 
 
 @pytest.mark.parametrize("recompute_logits", [False, True])

@@ -31,7 +31,7 @@ class Block(NamedTuple):
 
 def blocks(page: str) -> list[Block]:
     """Return the fenced blocks of a page in order."""
-    return [Block(*found) for found in _FENCE.findall(page)]
+    return [Block(*match) for match in _FENCE.findall(page)]
 
 
 def command_lines(page: str) -> list[str]:

@@ -31,24 +31,24 @@ def completed(
     if not left:
         return case
     for value in order(case, left[0]):
-        found = completed({**case, left[0]: value}, axes, allowed, order)
-        if found is not None:
-            return found
+        rest = completed({**case, left[0]: value}, axes, allowed, order)
+        if rest is not None:
+            return rest
     return None
 
 
 def possible_pairs(axes: Mapping[str, Sequence[str]], allowed: Allowed) -> set[Pair]:
     """Pairs of values of two axes that some allowed case holds."""
-    found: set[Pair] = set()
+    pairs: set[Pair] = set()
     for one, other in itertools.combinations(axes, 2):
         for pair in itertools.product(axes[one], axes[other]):
             case = dict(zip((one, other), pair, strict=True))
-            if frozenset(case.items()) in found:
+            if frozenset(case.items()) in pairs:
                 continue
             whole = completed(case, axes, allowed, lambda _, axis: axes[axis])
             if whole is not None:
-                found |= pairs_of(whole)
-    return found
+                pairs |= pairs_of(whole)
+    return pairs
 
 
 def covering_array(axes: Mapping[str, Sequence[str]], allowed: Allowed, seed: int = 0) -> list[Case]:
@@ -84,6 +84,6 @@ def _candidate(
         values = chance.sample(shuffled[axis], len(shuffled[axis]))
         return sorted(values, key=lambda value: len(partners[axis, value] & case.items()), reverse=True)
 
-    found = completed(start, shuffled, allowed, order)
-    assert found is not None  # a possible pair has a case
-    return found
+    candidate = completed(start, shuffled, allowed, order)
+    assert candidate is not None  # a possible pair has a case
+    return candidate

@@ -14,13 +14,13 @@ def check_bits(ranks: Sequence[RankRun], expected: RankRun) -> None:
     for rank in ranks:
         assert [result.loss for result in rank.results] == [result.loss for result in expected.results]
         assert [result.gradient_norm for result in rank.results] == [r.gradient_norm for r in expected.results]
-    for found, wanted in (
+    for actual, wanted in (
         (assembled([rank.gradients for rank in ranks]), assembled([expected.gradients])),
         (assembled([rank.weights for rank in ranks]), assembled([expected.weights])),
     ):
-        assert found.keys() == wanted.keys()
+        assert actual.keys() == wanted.keys()
         for name, tensor in wanted.items():
-            assert torch.equal(found[name], tensor), name
+            assert torch.equal(actual[name], tensor), name
 
 
 def check_close(ranks: Sequence[RankRun], expected: RankRun, first_loss: float) -> None:
@@ -43,25 +43,25 @@ def check_weights(ranks: Sequence[RankRun], expected: RankRun, share: float) -> 
 
     An update of AdamW moves a weight by its learning rate at most; the runs' peak is 5e-3.
     """
-    found, wanted = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
-    assert found.keys() == wanted.keys()
+    actual, wanted = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
+    assert actual.keys() == wanted.keys()
     for name, tensor in wanted.items():
-        off = float((found[name].double() - tensor.double()).square().mean().sqrt())
+        off = float((actual[name].double() - tensor.double()).square().mean().sqrt())
         assert off <= share * 5e-3 * len(expected.results), f"{name}: off by {off:.3g}"
 
 
 def check_gradients(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], own: float = 1e-5, layer: float = 1e-6
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], own: float = 1e-5, layer: float = 1e-6
 ) -> None:
     """Each gradient within `own` of its own norm, or `layer` of its layer's, whichever is larger."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     layer_of = {
-        name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in found
+        name: ".".join(name.split(".")[:2]) if name.startswith("blocks") else name.split(".")[0] for name in actual
     }
     layer_norms: dict[str, float] = {}
     for name, gradient in expected.items():
         layer_norms[layer_of[name]] = layer_norms.get(layer_of[name], 0.0) + float(gradient.double().square().sum())
     for name, gradient in expected.items():
         allowed = max(own * float(gradient.double().norm()), layer * layer_norms[layer_of[name]] ** 0.5)
-        difference = float((found[name].double() - gradient.double()).norm())
+        difference = float((actual[name].double() - gradient.double()).norm())
         assert difference <= allowed, f"{name}: off by {difference:.3g}, allowed {allowed:.3g}"

@@ -113,8 +113,11 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
             if scaler is not None:
                 scaler.observe(step, results[-1].skipped)
             if step == COUNTED_STEP:
-                found = [sample for _, sample in samples]
-                peak, together = Sample(*map(max, zip(*found, strict=True))), max(map(sum, found))
+                bytes_of_actions = [sample for _, sample in samples]
+                peak, together = (
+                    Sample(*map(max, zip(*bytes_of_actions, strict=True))),
+                    max(map(sum, bytes_of_actions)),
+                )
                 counted_traffic, hidden = traffic.copy(), hidden_tokens(batch.contexts)
     states = replica.states()
     run = RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
@@ -123,10 +126,10 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
 
 def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
     """Return each micro-batch's tokens per sample that a BERT's head predicts on this rank, if it has the head."""
-    found = [
+    counts = [
         each.positions.shape[1] for each in contexts if isinstance(each, BertContext) and each.positions is not None
     ]
-    return found or None
+    return counts or None
 
 
 def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
@@ -164,7 +167,7 @@ def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:
             for sender in senders:
                 sender.drain()
             sleep(SETTLING_SECONDS)
-            *parts, total = (found - first for found, first in zip(now(step.reductions), before, strict=True))
+            *parts, total = (current - first for current, first in zip(now(step.reductions), before, strict=True))
             samples.append((action, Sample(*parts, total - sum(parts))))
 
         return sampled_run

@@ -39,11 +39,11 @@ def parallel(**sizes: Any) -> Change:
 
 
 def _schedules() -> dict[str, Change]:
-    found: dict[str, Change] = {name: {"schedule": {"name": name}} for name in TRAINED}
-    found["pipedream"] = {**found["pipedream"], "optimizer": {"clip_norm": None}}
-    found["seq1f1b"] = {"schedule": {"name": "seq1f1b", "slices": 2}}
-    found["1f1b in halves"] = {"schedule": {"name": "1f1b", "two_bp": True}}
-    return found
+    changes: dict[str, Change] = {name: {"schedule": {"name": name}} for name in TRAINED}
+    changes["pipedream"] = {**changes["pipedream"], "optimizer": {"clip_norm": None}}
+    changes["seq1f1b"] = {"schedule": {"name": "seq1f1b", "slices": 2}}
+    changes["1f1b in halves"] = {"schedule": {"name": "1f1b", "two_bp": True}}
+    return changes
 
 
 FEATURES: dict[str, dict[str, Change]] = {

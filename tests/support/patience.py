@@ -22,7 +22,7 @@ def undisturbed(measure: Callable[[], Found], fits: Callable[[Found], bool]) -> 
     """Measure, and measure again if the result does not fit: a pause of the machine spoils one measurement, and not
     all of `TRIES`. The last one is returned as it is, for the caller to judge."""
     for _ in range(TRIES - 1):
-        found = measure()
-        if fits(found):
-            return found
+        result = measure()
+        if fits(result):
+            return result
     return measure()

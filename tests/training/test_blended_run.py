@@ -37,8 +37,8 @@ def run(config: PretrainConfig, **training: object) -> list[tuple[int, float]]:
     config = replace(config, training=replace(config.training, **training))
     assert pretrain(config, LaunchEnvironment()) == 0
     lines = (Path(config.training.directory) / "metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return [(record["step"], record["loss"]) for record in found if "event" not in record]
+    records = [json.loads(line) for line in lines]
+    return [(record["step"], record["loss"]) for record in records if "event" not in record]
 
 
 @pytest.mark.parametrize("order", ["keyed", pytest.param("megatron", marks=pytest.mark.exhaustive)])

@@ -41,12 +41,12 @@ def train(
     return run_mesh({"pipeline": pipeline}, run_compiled, config, compiler, STEPS, timeout=300)
 
 
-def check(found: list[RankRun], expected: list[RankRun]) -> None:
-    for run in found:
+def check(actual: list[RankRun], expected: list[RankRun]) -> None:
+    for run in actual:
         assert [result.loss for result in run.results] == pytest.approx(
             [result.loss for result in expected[0].results], rel=1e-5
         )
-    check_gradients(*(assembled([run.gradients for run in runs]) for runs in (found, expected)))
+    check_gradients(*(assembled([run.gradients for run in runs]) for runs in (actual, expected)))
 
 
 @pytest.mark.slow
@@ -91,12 +91,12 @@ def trained(
     return run_mesh(sizes, run_compiled, config, compiler, 2, timeout=300)
 
 
-def check_within(found: list[RankRun], expected: list[RankRun], tolerance: float) -> None:
+def check_within(actual: list[RankRun], expected: list[RankRun], tolerance: float) -> None:
     """tolerance: of losses; of gradients ten times that."""
-    for run in found:
+    for run in actual:
         losses = [result.loss for result in run.results]
         assert losses == pytest.approx([result.loss for result in expected[0].results], rel=tolerance)
-    ours, theirs = (assembled([run.gradients for run in runs]) for runs in (found, expected))
+    ours, theirs = (assembled([run.gradients for run in runs]) for runs in (actual, expected))
     for name, gradient in theirs.items():
         assert (ours[name] - gradient).norm() <= 10 * tolerance * gradient.norm() + 1e-6, name
 

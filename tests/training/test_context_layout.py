@@ -54,12 +54,12 @@ def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
     parts = run_threads({"context": 2}, loaded, shared)
     tokens = [[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]] if kind == "ring" else [[*range(8)], [*range(8, 16)]]
     for part, numbers in zip(parts, tokens, strict=True):
-        for found, everything in zip(part.contexts, whole.contexts, strict=True):
-            assert found.token_numbers.tolist() == numbers
+        for local, everything in zip(part.contexts, whole.contexts, strict=True):
+            assert local.token_numbers.tolist() == numbers
             for name in ("tokens", "labels", "loss_mask", "document_starts"):
-                assert torch.equal(getattr(found, name), getattr(everything, name)[:, numbers]), name
-            assert torch.equal(found.ordinals, everything.ordinals)
-            assert (found.whole_document_starts is None) == (kind == "ring")
+                assert torch.equal(getattr(local, name), getattr(everything, name)[:, numbers]), name
+            assert torch.equal(local.ordinals, everything.ordinals)
+            assert (local.whole_document_starts is None) == (kind == "ring")
     assert [sum(counts) for counts in zip(*(part.token_counts for part in parts), strict=True)] == list(
         whole.token_counts
     )
@@ -71,15 +71,15 @@ def test_predictions_are_on_the_rank_of_their_tokens(tmp_path: Path) -> None:
     (whole,) = run_threads({}, loaded, plain)
     parts = run_threads({"context": 2}, loaded, shared)
     for index, context in enumerate(whole.contexts):
-        found = set()
+        owners = set()
         for rank, part in enumerate(parts):
             own: Any = part.contexts[index]
             for sample, column in own.loss_mask.nonzero().tolist():
                 place = int(own.token_numbers[own.positions[sample, column]])
                 assert place // 12 == rank
-                found.add((sample, place, int(own.labels[sample, column])))
+                owners.add((sample, place, int(own.labels[sample, column])))
         expected: Any = context
-        assert found == {
+        assert owners == {
             (sample, int(expected.positions[sample, column]), int(expected.labels[sample, column]))
             for sample, column in expected.loss_mask.nonzero().tolist()
         }

@@ -50,12 +50,12 @@ def test_two_starts_of_the_program_have_the_same_bits(tmp_path: Path) -> None:
     corpus = write_shard(tmp_path)
     arguments = ["--data.prefix", corpus, "--training.steps", "3", "--training.deterministic", "true",
                  "--checkpoint.every", "3", "--model.hidden_dropout", "0.1", "--parallel.pipeline", "2"]  # fmt: skip
-    found = []
+    outcomes = []
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         finished = launch(2, *arguments, folder=tmp_path / name)
         assert finished.returncode == 0, finished.stderr
         step = tmp_path / name / "runs/default/checkpoints/step-00000003"
-        found.append({path.name: path.read_bytes() for path in sorted(step.glob("*.safetensors"))})
-    assert len(found[0]) == 2
-    assert found[0] == found[1]
+        outcomes.append({path.name: path.read_bytes() for path in sorted(step.glob("*.safetensors"))})
+    assert len(outcomes[0]) == 2
+    assert outcomes[0] == outcomes[1]

@@ -46,40 +46,40 @@ def test_layouts_that_are_known_to_run_pass() -> None:
     """Every case of the covering array: those layouts train in tests/distributed."""
     for case in CASES:
         config = config_of(case, "unread", BERT)
-        found = dry_run(config, world_size(case), device="cpu")
-        assert len(found.coordinates) == config.parallel.pipeline
-        assert all(each.peak_bytes > 0 for each in found.coordinates)
+        report = dry_run(config, world_size(case), device="cpu")
+        assert len(report.coordinates) == config.parallel.pipeline
+        assert all(each.peak_bytes > 0 for each in report.coordinates)
 
 
 def test_a_thousand_ranks_hold_one_model_per_replica() -> None:
     """GPT-2's 124,439,808 parameters, the position table's and the norms' included, and its tied weight on both ends;
     no size needs padding at tensor 1 but the vocabulary, 50,257 rows to the next multiple of 64."""
     config = gpt("--parallel.pipeline", "4", "--batch.global_size", "1024")
-    found = dry_run(config, 1024)
+    report = dry_run(config, 1024)
     vocabulary, padded = 50257 * 768, 50304 * 768
-    assert found.config.parallel.data == 256
-    assert sum(each.parameters for each in found.coordinates) == 124_439_808 + 2 * padded - vocabulary
-    assert [each.ranks for each in found.coordinates] == [256] * 4
-    assert sum(each.ranks for each in found.coordinates) == found.world_size
-    layers = [name for each in found.coordinates for name in each.layers]
+    assert report.config.parallel.data == 256
+    assert sum(each.parameters for each in report.coordinates) == 124_439_808 + 2 * padded - vocabulary
+    assert [each.ranks for each in report.coordinates] == [256] * 4
+    assert sum(each.ranks for each in report.coordinates) == report.world_size
+    layers = [name for each in report.coordinates for name in each.layers]
     assert len(layers) == 14
-    assert found.as_json()["memory_bytes"] == [each.peak_bytes for each in found.coordinates]
+    assert report.as_json()["memory_bytes"] == [each.peak_bytes for each in report.coordinates]
 
 
 def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
     config = gpt(
         "--parallel.pipeline", "2", "--parallel.tensor", "2", "--zero.stage", "1", "--training.precision=bf16"
     )
-    found = dry_run(config, 8, device="cuda")
-    layout = StageLayout.of(found.config)
+    report = dry_run(config, 8, device="cuda")
+    layout = StageLayout.of(report.config)
     schedule = build_schedule(
-        found.config,
-        found.microbatches,
+        report.config,
+        report.microbatches,
         layout,
         replicas=2,
     )
-    for each, rank in zip(found.coordinates, (0, 2), strict=True):
-        predicted = predict_rank(found.config, schedule, rank, device="cuda")
+    for each, rank in zip(report.coordinates, (0, 2), strict=True):
+        predicted = predict_rank(report.config, schedule, rank, device="cuda")
         assert each.peak_bytes == predicted.device_bytes()
         assert each.message_bytes == predicted.messages
         assert each.state_bytes == predicted.state().total
@@ -104,8 +104,8 @@ def test_peaks_are_those_of_a_run_of_two_ranks(flags: list[str]) -> None:
     shape = ["--model.hidden_size=32", "--model.num_heads=4", "--model.vocabulary_size=61", "--model.num_layers=4"]
     config = gpt(*shape, "--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", *flags)
     config.parallel.data = 1
-    found = dry_run(config, 2, device="cpu")
-    for each, schedule in zip(found.coordinates, run_threads({"pipeline": 2}, scheduled, config), strict=True):
+    report = dry_run(config, 2, device="cpu")
+    for each, schedule in zip(report.coordinates, run_threads({"pipeline": 2}, scheduled, config), strict=True):
         assert each.peak_bytes == predict_rank(config, schedule, each.pipeline, device="cpu").device_bytes()
 
 
@@ -120,15 +120,15 @@ def test_offload_that_measures_at_the_start_is_refused() -> None:
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     """Every message of another stage that has to wait has a slot: with 1f1b, one for each micro-batch in flight and
     one for a message in transit."""
-    found = dry_run(gpt("--parallel.pipeline", "4"), 4)
+    report = dry_run(gpt("--parallel.pipeline", "4"), 4)
     message = 1024 * 768 * 4
     stages = build_schedule(
-        found.config,
-        found.microbatches,
-        StageLayout.of(found.config),
+        report.config,
+        report.microbatches,
+        StageLayout.of(report.config),
         replicas=1,
     ).header
-    for stage, each in enumerate(found.coordinates):
+    for stage, each in enumerate(report.coordinates):
         slots = (stages.activation_slots[stage] if stage else 0) + (stages.gradient_slots[stage] if stage < 3 else 0)
         specs = [module.TensorSpec((1, 1024, 768), torch.float32)]
         boundary = Boundary(SimpleNamespace(lends=False), specs)

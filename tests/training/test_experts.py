@@ -53,19 +53,19 @@ def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     for state, segment in biases(replica.states()):
         state.in_shard(state.master, segment)[0] += 1.0
-    update, found = replica.optimizer.update, []
+    update, values = replica.optimizer.update, []
     pairs = config.batch.global_size * config.data.sequence_length * MODEL.experts_per_token
 
     def recording(states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
         loads = [state.in_shard(state.reduced_gradient(), segment) for state, segment in biases(states)]
-        found.append(float(torch.stack(loads).max()) / pairs)
+        values.append(float(torch.stack(loads).max()) / pairs)
         update(states, version, learning_rate, coefficient)
 
     replica.optimizer.update = recording  # type: ignore[method-assign]
     for step in range(40):
         batch = loader.load(step * config.batch.global_size)
         replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
-    return found
+    return values
 
 
 @pytest.mark.exhaustive
@@ -85,8 +85,8 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
     routers = [module for unit in units for module in unit.modules() if isinstance(module, Router)]
     counts: dict[Router, Tensor] = {}
 
-    def count(router: Router, _inputs: object, found: tuple[Tensor, Tensor]) -> None:
-        counts[router] += torch.bincount(found[1].flatten(), minlength=4)
+    def count(router: Router, _inputs: object, chosen: tuple[Tensor, Tensor]) -> None:
+        counts[router] += torch.bincount(chosen[1].flatten(), minlength=4)
 
     for router in routers:
         router.register_forward_hook(count)
@@ -114,8 +114,8 @@ def test_load_variations_follow_the_choices_on_every_layout(corpus: str) -> None
     ]
     for sizes, groups in layouts:
         for reported, _ in run_mesh(sizes, variations, corpus, groups, backend="threads"):
-            for found, wanted in zip(reported, expected, strict=True):
-                assert found == pytest.approx(wanted, rel=1e-5), sizes
+            for actual, wanted in zip(reported, expected, strict=True):
+                assert actual == pytest.approx(wanted, rel=1e-5), sizes
     ((scaled, counted),) = run_mesh({}, variations, corpus, {"training": {"precision": "fp16"}}, backend="threads")
     assert scaled[1] == pytest.approx(counted, rel=1e-6), "a loss scale is no part of a load"
 

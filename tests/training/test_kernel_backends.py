@@ -92,13 +92,13 @@ def on_emulated_gpu(library: Path) -> Registry:
     return Registry([*OPS.ops, *emulated_ops])
 
 
-def check_runs(found: RankRun, expected: RankRun) -> None:
+def check_runs(actual: RankRun, expected: RankRun) -> None:
     """The same training to within fp32's rounding; the second loss has seen an update."""
-    losses, wanted = ([result.loss for result in run.results] for run in (found, expected))
+    losses, wanted = ([result.loss for result in run.results] for run in (actual, expected))
     assert losses == pytest.approx(wanted, rel=2e-6)
-    norms, wanted_norms = ([result.gradient_norm for result in run.results] for run in (found, expected))
+    norms, wanted_norms = ([result.gradient_norm for result in run.results] for run in (actual, expected))
     assert norms == pytest.approx(wanted_norms, rel=1e-5)
-    check_gradients(assembled([found.gradients]), assembled([expected.gradients]))
+    check_gradients(assembled([actual.gradients]), assembled([expected.gradients]))
 
 
 @needs_triton
@@ -110,12 +110,12 @@ def check_runs(found: RankRun, expected: RankRun) -> None:
 def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
     whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
     expected = run_mesh({}, run_gpt, whole, 2)[0]
-    [(found, choices)] = run_mesh({}, on_backend, whole, "triton", timeout=120)
-    check_runs(found, expected)
+    [(actual, choices)] = run_mesh({}, on_backend, whole, "triton", timeout=120)
+    check_runs(actual, expected)
     assert choices
     assert all(": triton (requested by the configuration)" in choice for choice in choices)
     [(split, _)] = run_mesh({}, on_backend, halves, "triton", timeout=120)
-    check_bits([split], found)
+    check_bits([split], actual)
 
 
 @emulated.needs_compiler
@@ -127,11 +127,11 @@ def test_a_run_on_an_emulated_gpu_is_the_references(
     library = emulated.shared_library(tmp_path_factory)
     whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
     expected = run_mesh({}, run_gpt, whole, 2)[0]
-    [(found, choices)] = run_mesh({}, on_backend, whole, "cuda", library, timeout=120)
-    check_runs(found, expected)
+    [(actual, choices)] = run_mesh({}, on_backend, whole, "cuda", library, timeout=120)
+    check_runs(actual, expected)
     assert sum(": cuda (requested by the configuration)" in choice for choice in choices) >= 2
     [(split, _)] = run_mesh({}, on_backend, halves, "cuda", library, timeout=120)
-    check_bits([split], found)
+    check_bits([split], actual)
 
 
 @pytest.mark.parametrize(

@@ -59,8 +59,8 @@ def evaluations(directory: Path) -> list[dict[str, Any]]:
     return [record for record in records(directory) if record.get("event") == "evaluation"]
 
 
-def without_times(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
+def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
 
 
 def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -108,9 +108,9 @@ def test_auto_measures_then_saves_at_its_cost_limit(
 
     monkeypatch.setattr(Saves, "step_ended", far_longer_than_a_save)
     assert run(configuration(corpus, tmp_path, steps=40, every="auto", max_overhead=1e6)) == 0
-    found = saved(tmp_path)
-    assert (found[0], found[-1]) == (10, 40)
-    gaps = {after - before for before, after in itertools.pairwise(found)}
+    steps = saved(tmp_path)
+    assert (steps[0], steps[-1]) == (10, 40)
+    gaps = {after - before for before, after in itertools.pairwise(steps)}
     assert gaps <= {1, 2}, "a limit that no save reaches leaves the disk's speed alone, which a step outlasts"
 
 

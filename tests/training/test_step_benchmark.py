@@ -19,19 +19,19 @@ def benchmark(*flags: str) -> dict[str, Any]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
     assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 @pytest.mark.slow
 def test_every_contestant_and_the_pipeline_run() -> None:
-    found = benchmark()
-    (model,) = found["models"]
+    report = benchmark()
+    (model,) = report["models"]
     assert set(model["contestants"]) == {"megapipe", "plain torch", "transformers"}
     assert all(rate["tokens_per_second"] > 0 and rate["mfu"] > 0 for rate in model["contestants"].values())
     ours = model["contestants"]["megapipe"]["tokens_per_second"]
-    assert found["summary"].startswith(f"toy: {ours:,.0f} tokens/s")
-    assert set(found["pipeline"]["contestants"]) == {"two ranks, 1f1b", "one rank"}
+    assert report["summary"].startswith(f"toy: {ours:,.0f} tokens/s")
+    assert set(report["pipeline"]["contestants"]) == {"two ranks, 1f1b", "one rank"}
 
 
 @pytest.mark.exhaustive
@@ -70,7 +70,7 @@ def test_one_by_one_stops_when_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -
 
     makers = {"first": lambda: until_the_time_is_up, "second": lambda: lambda: None}
     seconds, failures = one_by_one(
-        makers, torch.device("cpu"), 50, deadline, lambda found, lost: counts.append((len(found), len(lost)))
+        makers, torch.device("cpu"), 50, deadline, lambda done, lost: counts.append((len(done), len(lost)))
     )
     assert len(seconds["first"]) == 2, "the number that quartiles need, though the time was up"
     assert len(steps) == WARM_UP + 2

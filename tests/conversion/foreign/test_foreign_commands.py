@@ -14,8 +14,8 @@ from tests.models.hugging_face import case_of
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> str:
-    found = capsys.readouterr()
-    return found.out + found.err
+    captured = capsys.readouterr()
+    return captured.out + captured.err
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_there_and_back_without_a_difference(
 def test_the_step_is_megatrons_iteration(checkpoint: Path, tmp_path: Path) -> None:  # noqa: F811
     assert main(["convert", str(checkpoint), "--to", "megatron", str(tmp_path / "made"), "--precision", "bf16"]) == 0
     assert (tmp_path / "made/latest_checkpointed_iteration.txt").read_text() == "5"
-    found = torch.load(tmp_path / "made/iter_0000005/mp_rank_00/model_optim_rng.pt", weights_only=False)
-    assert (found["iteration"], found["args"].consumed_train_samples) == (5, 40)
-    word = found["model"]["embedding.word_embeddings.weight"]
+    saved = torch.load(tmp_path / "made/iter_0000005/mp_rank_00/model_optim_rng.pt", weights_only=False)
+    assert (saved["iteration"], saved["args"].consumed_train_samples) == (5, 40)
+    word = saved["model"]["embedding.word_embeddings.weight"]
     assert torch.equal(word[:61], tensors(0)["embedding.word.weight"].bfloat16())
 
 
@@ -60,21 +60,21 @@ SINGLE_BIN, INDEX_BIN = PICKLED
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One GPT-2 as safetensors, in one `.bin` file, and in two with an index."""
     root = tmp_path_factory.mktemp("folders")
-    found = {name: root / name for name in ("safetensors", "single", "sharded")}
-    case_of("gpt2").theirs.save_pretrained(found["safetensors"])
-    tensors = safetensors.torch.load_file(found["safetensors"] / SINGLE)
+    paths = {name: root / name for name in ("safetensors", "single", "sharded")}
+    case_of("gpt2").theirs.save_pretrained(paths["safetensors"])
+    tensors = safetensors.torch.load_file(paths["safetensors"] / SINGLE)
     tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
     for name in ("single", "sharded"):
-        found[name].mkdir()
-        (found[name] / "config.json").write_text((found["safetensors"] / "config.json").read_text())
-    torch.save(tensors, found["single"] / SINGLE_BIN)
+        paths[name].mkdir()
+        (paths[name] / "config.json").write_text((paths["safetensors"] / "config.json").read_text())
+    torch.save(tensors, paths["single"] / SINGLE_BIN)
     names = sorted(tensors)
     shards = {"a.bin": names[::2], "b.bin": names[1::2]}
-    for file, names in shards.items():
-        torch.save({name: tensors[name] for name in names}, found["sharded"] / file)
-    places = {name: file for file, names in shards.items() for name in names}
-    (found["sharded"] / INDEX_BIN).write_text(json.dumps({"weight_map": places}))
-    return found
+    for file, part in shards.items():
+        torch.save({name: tensors[name] for name in part}, paths["sharded"] / file)
+    places = {name: file for file, part in shards.items() for name in part}
+    (paths["sharded"] / INDEX_BIN).write_text(json.dumps({"weight_map": places}))
+    return paths
 
 
 def test_bin_folders_convert_bit_for_bit(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -86,10 +86,10 @@ def test_a_rank_holds_its_share_under_megatrons_names(tmp_path: Path) -> None:
     write("megatron", tmp_path / "run", contents, values, tensor=2, pipeline=2)
     folder = tmp_path / "run" / "release"
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    found = torch.load(folder / "mp_rank_01_001" / "model_optim_rng.pt", weights_only=False)
-    assert found["checkpoint_version"] == 3.0
-    assert found["args"].padded_vocab_size == 256
-    model = found["model"]
+    saved = torch.load(folder / "mp_rank_01_001" / "model_optim_rng.pt", weights_only=False)
+    assert saved["checkpoint_version"] == 3.0
+    assert saved["args"].padded_vocab_size == 256
+    model = saved["model"]
     qkv = ours["blocks.2.attention.qkv.weight"]
     assert torch.equal(model["decoder.layers.0.self_attention.linear_qkv.weight"], qkv[1].reshape(64, 32))
     gate, up = ours["blocks.3.mlp.up.weight"]
@@ -117,10 +117,10 @@ def test_transformer_engine_fuses_norms_of_latents(tmp_path: Path) -> None:
         ("mlp.linear_fc1.layer_norm_ mlp.linear_fc1. mlp.linear_fc2.", "pre_mlp_layernorm.")
     ):
         prefix = f"decoder.layers.{layer}."
-        found = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
+        keys = {key.removeprefix(prefix) for key in state if key.startswith(prefix)}
         expected = {f"self_attention.{name}weight" for name in attention.split()}
         expected |= {f"{name}weight" for name in ("input_layernorm.", *others.split())}
-        assert {key for key in found if layer == 0 or not key.startswith("mlp.")} == expected
+        assert {key for key in keys if layer == 0 or not key.startswith("mlp.")} == expected
     assert state["decoder.layers.0.self_attention.linear_kv_down_proj.weight"].shape == (16, 32)
 
 
@@ -133,7 +133,7 @@ def test_modules_that_predict_further_tokens_have_megatrons_names(tmp_path: Path
     folders = [tmp_path / "run" / "release" / f"mp_rank_01_00{stage}" for stage in range(2)]
     first, last = (torch.load(each / "model_optim_rng.pt", weights_only=False)["model"] for each in folders)
     assert not any(key.startswith("mtp.") for key in first)
-    found = {key.removeprefix("mtp.layers.0.") for key in last if key.startswith("mtp.")}
+    keys = {key.removeprefix("mtp.layers.0.") for key in last if key.startswith("mtp.")}
     attention = (
         "linear_q_down_proj. linear_q_up_proj. linear_q_up_proj.layer_norm_ linear_kv_down_proj. linear_kv_up_proj. "
         "linear_kv_up_proj.layer_norm_ linear_proj."
@@ -143,7 +143,7 @@ def test_modules_that_predict_further_tokens_have_megatrons_names(tmp_path: Path
     expected |= {f"mlp.shared_experts.linear_fc{number}.weight" for number in (1, 2)}
     expected |= {f"mlp.experts.linear_fc{number}.weight{expert}" for number in (1, 2) for expert in range(4)}
     expected = {f"transformer_layer.{name}" for name in expected}
-    assert found == expected | {"enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight"}
+    assert keys == expected | {"enorm.weight", "hnorm.weight", "eh_proj.weight", "final_layernorm.weight"}
     assert torch.equal(last["mtp.layers.0.eh_proj.weight"], ours["head.mtp.0.projection.weight"][16:])
     assert torch.equal(last["mtp.layers.0.enorm.weight"], ours["head.mtp.0.embedding_norm.weight"])
     assert torch.equal(last["embedding.word_embeddings.weight"], first["embedding.word_embeddings.weight"])
@@ -157,7 +157,7 @@ def test_experts_with_sinks_have_megatrons_names(tmp_path: Path) -> None:
     write("megatron", tmp_path / "run", contents, values, layer_names="transformer_engine")
     path = tmp_path / "run" / "release" / "mp_rank_00" / "model_optim_rng.pt"
     state = torch.load(path, weights_only=False)["model"]
-    found = {key.removeprefix("decoder.layers.1.") for key in state if key.startswith("decoder.layers.1.")}
+    keys = {key.removeprefix("decoder.layers.1.") for key in state if key.startswith("decoder.layers.1.")}
     expected = {
         f"self_attention.{name}.{leaf}" for name in ("linear_qkv", "linear_proj") for leaf in ("weight", "bias")
     }
@@ -165,7 +165,7 @@ def test_experts_with_sinks_have_megatrons_names(tmp_path: Path) -> None:
     leaves = [f"{leaf}{expert}" for leaf in ("weight", "bias") for expert in range(4)]
     expected |= {f"mlp.experts.linear_fc{number}.{leaf}" for number in (1, 2) for leaf in leaves}
     expected |= {"self_attention.linear_qkv.layer_norm_weight", "pre_mlp_layernorm.weight"}
-    assert found == expected | {"self_attention.core_attention.softmax_offset"}
+    assert keys == expected | {"self_attention.core_attention.softmax_offset"}
     sinks = ours["blocks.1.attention.sinks.weight"]
     assert torch.equal(state["decoder.layers.1.self_attention.core_attention.softmax_offset"], sinks.flatten())
     for names in ("local", "transformer_engine"):

@@ -96,9 +96,9 @@ def test_megatron_computes_our_logits_from_what_is_written(name: str, layout: st
         else:
             all_expected, real = our_logits(model, ours), slice(None)
     assert len(all_found[layout]) == len(all_expected)
-    for found, expected, rows in zip(all_found[layout], all_expected, (real, slice(None)), strict=False):
+    for logits, expected, rows in zip(all_found[layout], all_expected, (real, slice(None)), strict=False):
         assert 0.1 < expected[rows].std() < 50.0
-        assert (found[..., : expected.shape[-1]] - expected)[rows].abs().max() <= 1e-5 * expected[rows].abs().max()
+        assert (logits[..., : expected.shape[-1]] - expected)[rows].abs().max() <= 1e-5 * expected[rows].abs().max()
 
 
 @pytest.mark.parametrize("layout", ["torch", "dist"])

@@ -41,9 +41,9 @@ class Harm:
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    found = Sandbox(True, Path("folder"))
-    yield found
-    found.close()
+    process = Sandbox(True, Path("folder"))
+    yield process
+    process.close()
 
 
 def hostile(mark: Path) -> dict[str, tuple[object, str]]:
@@ -303,12 +303,12 @@ def test_the_confined_process_cannot_open_write_or_fork(tmp_path: Path) -> None:
             "raise the limit of sizes": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
             "fork": lambda: os.fork() or os._exit(0),
         }
-        found = []
+        errors = []
         for name, attempt in attempts.items():
             with suppress(OSError, ValueError):
                 attempt()
-                found.append(name)
-        return found
+                errors.append(name)
+        return errors
 
     confined.warm_up()
     with pytest.MonkeyPatch.context() as patch:

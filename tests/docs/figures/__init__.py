@@ -117,9 +117,9 @@ def _between(text: str, name: str, inside: str) -> str:
 
 
 def _filled(text: str, pattern: str, values: Sequence[str | None]) -> str:
-    (found,) = re.finditer(pattern, text)
-    assert found.re.groups == len(values), (pattern, values)
+    (match,) = re.finditer(pattern, text)
+    assert match.re.groups == len(values), (pattern, values)
     for group, value in reversed(list(enumerate(values, 1))):
         if value is not None:
-            text = text[: found.start(group)] + value + text[found.end(group) :]
+            text = text[: match.start(group)] + value + text[match.end(group) :]
     return text

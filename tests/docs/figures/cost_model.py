@@ -58,11 +58,13 @@ def _rate(share: str, name: str, rate: Rate) -> str:
 
 
 def _row(run: PublishedRun, hardware: Hardware, remark: str) -> tuple[str, float]:
-    found = judge(run, hardware)
-    config = found.estimate.config
+    judged = judge(run, hardware)
+    config = judged.estimate.config
     assumed = f"{config.batch.micro_size}, {config.schedule.chunks or 1}"
-    line = f"| {run.name} | {found.measured:g} | {found.predicted:.1f} | {found.error:+.1%} | {assumed} | {remark} |"
-    return line, found.error
+    line = (
+        f"| {run.name} | {judged.measured:g} | {judged.predicted:.1f} | {judged.error:+.1%} | {assumed} | {remark} |"
+    )
+    return line, judged.error
 
 
 @cache

@@ -13,7 +13,7 @@ def page(name: str) -> dict[str, str]:
     """Run the code blocks of a page that are followed by their output."""
     path, text = f"docs/{name}.md", read(f"docs/{name}.md")
     assert BLOCK.search(text), path
-    return {path: BLOCK.sub(lambda found: f"{found[1]}{printed(partial(exec, found[2], {}))}```", text)}
+    return {path: BLOCK.sub(lambda match: f"{match[1]}{printed(partial(exec, match[2], {}))}```", text)}
 
 
 for _name in PAGES:

@@ -18,12 +18,12 @@ def line(number: int) -> str:
     """Run a row; fail if its peak is not the predicted one."""
     model, name, changes = ROWS[number]
     with tempfile.TemporaryDirectory() as folder:
-        found = measured(write_corpus(Path(folder)), model, changes)
-    limit = 0.02 * found.predicted if found.peak >= LARGE else 2**20
-    assert abs(found.peak - found.predicted) <= limit, (name, found)
-    difference = f"{found.peak / found.predicted - 1:+.1%}"
-    sizes = (f"{found.peak / 1e9:.2f}", f"{found.predicted / 1e9:.2f}", difference)
-    return row(model, name, found.ranks, f"{found.launches:,}", f"{found.moved / 1e9:.1f}", found.waits, *sizes)
+        report = measured(write_corpus(Path(folder)), model, changes)
+    limit = 0.02 * report.predicted if report.peak >= LARGE else 2**20
+    assert abs(report.peak - report.predicted) <= limit, (name, report)
+    difference = f"{report.peak / report.predicted - 1:+.1%}"
+    sizes = (f"{report.peak / 1e9:.2f}", f"{report.predicted / 1e9:.2f}", difference)
+    return row(model, name, report.ranks, f"{report.launches:,}", f"{report.moved / 1e9:.1f}", report.waits, *sizes)
 
 
 @table(PAGE, NAME, "exhaustive")

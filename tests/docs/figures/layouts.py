@@ -82,11 +82,11 @@ def rows() -> Iterator[str]:
             assert len(ends) == 1, f"{figure} is shown as one of {ends}; take another SEED"
         yield from head("ranks", "layout", "schedule", "other options", "loss", "gradient norm", "of one process")
         for case in map(whole_case, layouts()):
-            found = first_step(case, prefix).results[0]
+            result = first_step(case, prefix).results[0]
             exact = adds_in_one_order(case)
-            for here, there in ((found.loss, alone.loss), (found.gradient_norm, alone.gradient_norm)):
+            for here, there in ((result.loss, alone.loss), (result.gradient_norm, alone.gradient_norm)):
                 assert abs(here - there) <= (0 if exact else RELATIVE * there), f"{case}: {here} instead of {there}"
-            yield _row(case, found.loss, found.gradient_norm, exact)
+            yield _row(case, result.loss, result.gradient_norm, exact)
 
 
 def _row(case: dict[str, str], loss: float, norm: float, exact: bool) -> str:

@@ -45,12 +45,12 @@ def parity() -> Iterator[str]:
         alone: dict[str, Outcome] = {}
         for layout in LAYOUTS:
             refused = {family.model_type: line for family in families if (line := refusal(family.config, layout))}
-            found = run_layout(layout, [family for family in families if family.model_type not in refused])
+            outcomes = run_layout(layout, [family for family in families if family.model_type not in refused])
             for name, line in refused.items():
                 refusals += [line] if line not in refusals else []
                 cells |= {(quantity, name, layout): f"refused ({refusals.index(line) + 1})" for quantity in TOLERANCES}
-            alone = alone or found
-            for name, outcome in found.items():
+            alone = alone or outcomes
+            for name, outcome in outcomes.items():
                 assert may_differ(name, layout) or same_bits(outcome, alone[name]), f"{name} on {layout}: other bits"
                 cells |= measured(name, layout, outcome, expected[name], before)
     for quantity in TOLERANCES:
@@ -61,19 +61,19 @@ def parity() -> Iterator[str]:
     yield from (f"{number}. `{line}`" for number, line in enumerate(refusals, 1))
 
 
-def measured(name: str, layout: str, found: Outcome, expected: Outcome, before: Cells) -> Cells:
+def measured(name: str, layout: str, actual: Outcome, expected: Outcome, before: Cells) -> Cells:
     """Return the cells of a run, which must be within the tolerances.
 
     A cell keeps its bound while that holds and is at most a hundred times too large: the differences are rounding, and
     vary between machines.
     """
     cells = Cells()
-    for quantity, difference in differences(found, expected).items():
+    for quantity, difference in differences(actual, expected).items():
         limit = TOLERANCES[quantity]
         assert difference <= limit, f"{name} on {layout}: {quantity} differ by {difference:.2g}, allowed {limit:g}"
         key = quantity, name, layout
         if quantity == "text":
-            cells[key] = "same" if found.text is not None else ""
+            cells[key] = "same" if actual.text is not None else ""
             continue
         bounds = [bound for bound in BOUNDS if difference <= bound <= limit]
         old = [bound for bound in bounds if before.get(key) == written_bound(bound) and bound <= 100 * difference]

@@ -106,8 +106,8 @@ def launched(name: str) -> dict[str, str]:
         ),
     ]
     text = read(f"examples/launch/{name}")
-    text = COMMENT.sub(lambda found: "".join(f"# {line}\n" for line in comment), text)
-    return {f"examples/launch/{name}": FLAGS.sub(lambda found: "".join(lines), text)}
+    text = COMMENT.sub(lambda match: "".join(f"# {line}\n" for line in comment), text)
+    return {f"examples/launch/{name}": FLAGS.sub(lambda match: "".join(lines), text)}
 
 
 def _flag(value: object) -> str:
@@ -156,11 +156,11 @@ def chosen(*flags: str) -> str:
 @cells("docs/memory.md", "recomputation within a budget")
 def recomputation_within_a_budget() -> Rows:
     for memory in ("0.07", "0.065", "0.06", "0.055", "0.05", "0.04"):
-        found = re.match(
+        match = re.match(
             r"recompute auto: (.*): at most ([\d.]+) GiB of tensors per rank", chosen("--recompute.memory", memory)
         )
-        assert found is not None
-        yield memory, found.groups()
+        assert match is not None
+        yield memory, match.groups()
 
 
 @sentence("docs/memory.md", "choice of recomputation", r"(?m)^(recompute auto: .*)$")

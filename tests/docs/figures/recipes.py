@@ -39,23 +39,23 @@ def predictions() -> Iterator[str]:
         yield _row(name, request, steps, tokens, _prediction(words))
 
 
-def _row(name: str, request: Request, steps: int, tokens: int, found: dict[str, Any]) -> str:
+def _row(name: str, request: Request, steps: int, tokens: int, prediction: dict[str, Any]) -> str:
     config = request.config
-    layout = replace(config, parallel=replace(config.parallel, data=found["layout"]["data"]))
-    assert found["fits"]
+    layout = replace(config, parallel=replace(config.parallel, data=prediction["layout"]["data"]))
+    assert prediction["fits"]
     cells = [
         f"`{name}`, {config.data.sequence_length:,} tokens",
         f"{request.devices()} x {request.flags['hardware']}",
         layout_text(layout),
         f"{steps:,}",
         count_text(tokens),
-        seconds_text(found["step_time_s"]),
-        bytes_text(max(found["memory_bytes"])),
-        duration_text(steps * found["step_time_s"]),
+        seconds_text(prediction["step_time_s"]),
+        bytes_text(max(prediction["memory_bytes"])),
+        duration_text(steps * prediction["step_time_s"]),
     ]
     return row(*cells)
 
 
 def _prediction(words: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(printed(lambda: plan(["predict", *words, "--json"], {})))
-    return found
+    report: dict[str, Any] = json.loads(printed(lambda: plan(["predict", *words, "--json"], {})))
+    return report

@@ -63,8 +63,8 @@ def lazy_and_eager() -> Iterator[str]:
 
 def simulated(flags: str) -> dict[str, Any]:
     """Return what `schedule simulate` prints as JSON."""
-    found: dict[str, Any] = json.loads(printed(lambda: main([*flags.split(), "--json"])))
-    return found
+    report: dict[str, Any] = json.loads(printed(lambda: main([*flags.split(), "--json"])))
+    return report
 
 
 @table(GUIDE, "gathers of sharded weights")
@@ -77,9 +77,9 @@ def gathers() -> Iterator[str]:
         ("modular", "--chunks 4"),
     ):
         shape = f"simulate --schedule {name} --ranks 4 --microbatches 8 {flags}"
-        found = simulated(f"{shape} --weight-buffers 2 --gather-time 2")
-        exposed = f"{found['exposed_communication']:.2f}"
-        yield row(name, f"`{flags}`", found["weight_gathers"][0], f"{found['bubble']:.4f}", exposed)
+        report = simulated(f"{shape} --weight-buffers 2 --gather-time 2")
+        exposed = f"{report['exposed_communication']:.2f}"
+        yield row(name, f"`{flags}`", report["weight_gathers"][0], f"{report['bubble']:.4f}", exposed)
 
 
 @sentence(
@@ -103,6 +103,6 @@ def copies_of_offloaded_weights() -> list[str]:
     (command,) = re.findall(
         r"(?m)^python tools/schedule.py (simulate .* --offload-weights 2 .*)$", read("docs/offload.md")
     )
-    found = simulated(command)
-    assert found["exposed_communication"] == 0
-    return [str(found["weight_gathers"][0])]
+    report = simulated(command)
+    assert report["exposed_communication"] == 0
+    return [str(report["weight_gathers"][0])]

@@ -30,9 +30,9 @@ def stepped_ring(num_members: int, chunk: Fraction, links: list[tuple[Fraction, 
     while any(len(chunks) < num_members for chunks in holds):
         now += max(latency + chunk / bandwidth for latency, bandwidth in links)
         newest = [newest[member - 1] for member in range(num_members)]
-        for member, found in enumerate(newest):
-            assert found not in holds[member], "a ring brings each chunk once"
-            holds[member].add(found)
+        for member, block in enumerate(newest):
+            assert block not in holds[member], "a ring brings each chunk once"
+            holds[member].add(block)
     return now
 
 
@@ -69,18 +69,18 @@ def test_rings_take_what_stepping_them_takes(
 
 def test_the_hierarchical_all_reduce_is_pipettes_form() -> None:
     """2 (n_in - 1) M / (n_in bw_in) + 2 (n_out - 1) M / (n_out bw_out), with 8 adapters of 25 GB/s."""
-    found = hierarchical_time("all_reduce", 1e9, GroupLinks((8,) * 16, FAST, 200e9, 5e-6))
-    assert found.transfer == pytest.approx(2 * 7 * 1e9 / (8 * 300e9) + 2 * 15 * 1e9 / (16 * 200e9))
-    assert found.latency == pytest.approx(2 * 7 * 1e-6 + 2 * 15 * 5e-6)
+    time = hierarchical_time("all_reduce", 1e9, GroupLinks((8,) * 16, FAST, 200e9, 5e-6))
+    assert time.transfer == pytest.approx(2 * 7 * 1e9 / (8 * 300e9) + 2 * 15 * 1e9 / (16 * 200e9))
+    assert time.latency == pytest.approx(2 * 7 * 1e-6 + 2 * 15 * 5e-6)
 
 
 @pytest.mark.parametrize("operation", RINGS)
 @pytest.mark.parametrize("size", [2, 3, 8])
 def test_a_ring_sends_what_the_costs_count(operation: Operation, size: int) -> None:
     exchange = Exchange(operation, 1000, 2, calls=3)
-    found = exchange_time(exchange, GroupLinks((size,), IntraNodeLink(0.0, 7e9, 7e9)))
-    assert found.transfer == pytest.approx(exchange.sent(size) / 7e9)
-    assert found.latency == 0
+    time = exchange_time(exchange, GroupLinks((size,), IntraNodeLink(0.0, 7e9, 7e9)))
+    assert time.transfer == pytest.approx(exchange.sent(size) / 7e9)
+    assert time.latency == 0
 
 
 def test_all_to_all_uses_inner_and_outer_links_concurrently() -> None:
@@ -91,8 +91,8 @@ def test_all_to_all_uses_inner_and_outer_links_concurrently() -> None:
         group = GroupLinks(
             (2, 2), IntraNodeLink(1.0, 5.0, 1.0), crossing, 10.0
         )  # each member gives each other 200 bytes
-        found = exchange_time(exchange, group)
-        assert (found.transfer, found.latency) == (seconds, 3 * 10)
+        time = exchange_time(exchange, group)
+        assert (time.transfer, time.latency) == (seconds, 3 * 10)
 
 
 def test_the_faster_way_is_taken() -> None:

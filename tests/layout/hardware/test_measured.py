@@ -68,10 +68,10 @@ def test_presets_are_written_as_they_were_read(name: str) -> None:
 
 def broken(hardware: Hardware, *path: str | int, value: object) -> str:
     """Return the error of the file with one value changed."""
-    root = found = yaml.safe_load(written(hardware))
+    root = place = yaml.safe_load(written(hardware))
     for step in path[:-1]:
-        found = found[step]
-    found[path[-1]] = value
+        place = place[step]
+    place[path[-1]] = value
     with pytest.raises(ConfigError) as caught:
         read_hardware(yaml.safe_dump(root), "machine.yaml")
     return str(caught.value)

@@ -72,9 +72,9 @@ def test_annealing_finds_a_hidden_chain() -> None:
 def test_annealing_is_never_dearer_than_the_order_by_number(seed: int) -> None:
     cost = OrderCost(machine(uneven(8, seed)), {"data": 2, "pipeline": 8, "tensor": 2}, 3, 700)
     for steps in (0, 1, 300):
-        found = best_node_order(cost, seed, steps)
-        assert sorted(found) == list(range(8))
-        assert cost(found) <= cost(range(8))
+        best = best_node_order(cost, seed, steps)
+        assert sorted(best) == list(range(8))
+        assert cost(best) <= cost(range(8))
 
 
 def test_without_a_choice_it_is_said() -> None:

@@ -229,8 +229,8 @@ def test_groups_on_any_nodes_match_counting_by_rank(
                 for node in (a, b)
             )
         expected.add((tuple(each.values()), inside, crossing))
-    found = [
+    actual = [
         (each.members, (each.inside.latency, each.inside.bandwidth, each.inside.pair_bandwidth), each.crossing)
         for each in placement.groups(*names)
     ]
-    assert set(found) == expected
+    assert set(actual) == expected

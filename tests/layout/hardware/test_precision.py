@@ -39,8 +39,8 @@ def test_the_higher_peak_on_every_device_is_taken(devices: list[Device], choice:
 def test_bf16_is_chosen_for_recent_gpus() -> None:
     """NVIDIA's data sheets: tensor cores multiply bf16 from the A100 on."""
     for preset in PRESETS:
-        found = with_named_precision(auto(), [load_hardware(preset).groups[0].device])[0].training.precision
-        assert found == ("fp32" if preset.startswith(("v100", "cpu")) else "bf16")
+        precision = with_named_precision(auto(), [load_hardware(preset).groups[0].device])[0].training.precision
+        assert precision == ("fp32" if preset.startswith(("v100", "cpu")) else "bf16")
 
 
 def test_a_precision_that_is_named_stays() -> None:
@@ -51,8 +51,8 @@ def test_a_precision_that_is_named_stays() -> None:
 def test_the_cost_model_plans_with_it() -> None:
     hardware, config = load_hardware("a100-80"), auto()
     named = replace(config, training=replace(config.training, precision="bf16"))
-    found, expected = (estimate(each, hardware, world_size=1) for each in (config, named))
-    assert found == expected
+    actual, expected = (estimate(each, hardware, world_size=1) for each in (config, named))
+    assert actual == expected
 
 
 def test_commands_say_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
@@ -61,5 +61,5 @@ def test_commands_say_what_they_take(capsys: pytest.CaptureFixture[str]) -> None
         "note: training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB; a run measures both"
         in printed
     )
-    found = json_of(capsys, "predict", *LAYOUT, "--training.precision=auto")
-    assert found["step_time_s"] == json_of(capsys, "predict", *LAYOUT, "--training.precision=bf16")["step_time_s"]
+    report = json_of(capsys, "predict", *LAYOUT, "--training.precision=auto")
+    assert report["step_time_s"] == json_of(capsys, "predict", *LAYOUT, "--training.precision=bf16")["step_time_s"]

@@ -205,12 +205,12 @@ def test_presets_are_the_machines_of_the_papers() -> None:
         "h200": (18 * 25e9, 8 * 400e9 / 8, 8, 141e9),
         "b200": (18 * 50e9, 8 * 400e9 / 8, 8, 180e9),
     }
-    found = {}
+    machines = {}
     for name in set(PRESETS) - {"cpu"}:
         (group,) = load_hardware(name).groups
         assert group.devices_per_node == 8
         assert (group.device.efficiency == Efficiency()) == (name in ("v100-16", "v100-32", "v100-32-25gbe", "b200"))
         network = group.outside
-        found[name] = (group.inside.bandwidth, network.bandwidth, network.adapters, group.device.memory_bytes)
-    assert found == expected
+        machines[name] = (group.inside.bandwidth, network.bandwidth, network.adapters, group.device.memory_bytes)
+    assert machines == expected
     assert load_hardware("cpu").nodes(2)[0].device.peak("fp32") == 32 * 2.5e9

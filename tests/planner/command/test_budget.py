@@ -26,10 +26,10 @@ groups:
 
 
 def test_steps_days_and_money_follow_from_the_step(capsys):
-    found = json_of(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
+    report = json_of(capsys, "predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
     steps = math.ceil(TOKENS / (32 * 1024))  # batch.global_size and data.sequence_length's default
-    days = steps * found["step_time_s"] / 86400
-    training = found["training"]
+    days = steps * report["step_time_s"] / 86400
+    training = report["training"]
     assert training["steps"] == steps
     assert training["days"] == pytest.approx(days)
     assert training["cost"] == pytest.approx(days * 24 * 2 * 33)  # 16 devices are two nodes
@@ -47,10 +47,10 @@ def test_without_prices_there_is_no_cost(capsys):
 def test_searches_report_budgets_and_rank_by_the_given_price(capsys):
     pins = ["--parallel.pipeline=2", "--parallel.tensor=2", "--batch.micro_size=1", "--schedule.name=1f1b"]
     flags = [*LAYOUT, *pins, f"--tokens={TOKENS}", "--price-per-hour=33", "--top=1"]
-    found = json_of(capsys, "search", *flags)
-    training = found["training"]
-    assert training["days"] == pytest.approx(training["steps"] * found["step_time_s"] / 86400)
-    million = found["search"]["best"]["price_per_million_tokens"]
+    report = json_of(capsys, "search", *flags)
+    training = report["training"]
+    assert training["days"] == pytest.approx(training["steps"] * report["step_time_s"] / 86400)
+    million = report["search"]["best"]["price_per_million_tokens"]
     assert training["cost"] == pytest.approx(million * TOKENS / 1e6, rel=1e-3)
     cheapest = json_of(capsys, "search", *flags, "--objective=cost")
     assert cheapest["search"]["best"]["price_per_million_tokens"] <= million

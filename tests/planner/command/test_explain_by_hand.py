@@ -52,22 +52,22 @@ def explained(request, capsys, tmp_path) -> tuple[dict[str, Any], dict[str, Any]
 
 def test_flops_are_equation_3(explained) -> None:
     """3 of its 4 forwards are the model's; with full recomputation all 4 are run, of blocks and not of the head."""
-    layout, found = explained
+    layout, report = explained
     blocks = 72 * GLOBAL * LENGTH * LAYERS * HIDDEN**2 * (1 + LENGTH / (6 * HIDDEN))
     head = 6 * GLOBAL * LENGTH * HIDDEN * VOCABULARY
     devices = PIPELINE * layout["tensor"] * layout["data"]
-    flops = found["model_tflops_per_device"] * 1e12 * found["step_time_s"] * devices
+    flops = report["model_tflops_per_device"] * 1e12 * report["step_time_s"] * devices
     assert flops == pytest.approx(blocks + head, rel=1e-6)
     again = blocks / 3 if layout["recompute"] == "full" else 0.0
-    executed = found["executed_tflops_per_device"] * 1e12 * found["step_time_s"] * devices
+    executed = report["executed_tflops_per_device"] * 1e12 * report["step_time_s"] * devices
     assert executed == pytest.approx(flops + again, rel=1e-2)
 
 
 def test_a_stage_computes_for_its_flops_over_the_peak(explained) -> None:
     """Memory is so fast that products alone count; a fused kernel works out half of the causal scores."""
-    layout, found = explained
+    layout, report = explained
     forward = 24 * layout["micro"] * LENGTH * HIDDEN**2 * (1 + LENGTH / (12 * HIDDEN)) * BLOCKS / layout["tensor"]
-    stage = found["stages"][1]
+    stage = report["stages"][1]
     assert stage["forward"] == pytest.approx(forward / PEAK, rel=0.02)
     assert stage["backward_input"] + stage["backward_weight"] == pytest.approx(2 * forward / PEAK, rel=0.02)
     if layout["recompute"] == "full":
@@ -76,34 +76,34 @@ def test_a_stage_computes_for_its_flops_over_the_peak(explained) -> None:
 
 def test_tensor_ranks_send_8_bsh_a_layer(explained) -> None:
     """Half as much more where a forward is recomputed."""
-    layout, found = explained
+    layout, report = explained
     ranks = layout["tensor"]
     elements = 8 * layout["micro"] * LENGTH * HIDDEN * (ranks - 1) / ranks * BLOCKS
-    assert found["stages"][1]["tensor"] == pytest.approx(2 * elements / INSIDE, rel=1e-3)
+    assert report["stages"][1]["tensor"] == pytest.approx(2 * elements / INSIDE, rel=1e-3)
 
 
 def test_the_bubble_is_p_minus_1_micro_batches(explained) -> None:
     """The last recomputed block may run before the gradient arrives, within the time that is waited anyway; the
     others wait for the backwards of later blocks. Where weights are sharded the filling waits for them too: the closed
     form then agrees with the simulation of the schedule."""
-    layout, found = explained
-    stages = found["stages"]
+    layout, report = explained
+    stages = report["stages"]
     phases = ("forward", "backward_input", "backward_weight", "tensor")
     later = (BLOCKS - 1) / BLOCKS
     slowest = max(sum(stage[name] for name in phases) + later * stage["recompute"] for stage in stages)
-    bubble = sum(term["seconds"] for term in found["closed_form"]["terms"] if term["name"] == "bubble")
+    bubble = sum(term["seconds"] for term in report["closed_form"]["terms"] if term["name"] == "bubble")
     if layout["zero"] < 3:
         assert bubble == pytest.approx((PIPELINE - 1) * slowest, rel=0.06)
     else:
         assert bubble > (PIPELINE - 1) * slowest
-        assert found["closed_form"]["step_time_s"] == pytest.approx(found["step_time_s"], rel=0.1)
+        assert report["closed_form"]["step_time_s"] == pytest.approx(report["step_time_s"], rel=0.1)
 
 
 def test_state_is_18_bytes_per_parameter_sharded_by_zero(explained) -> None:
-    layout, found = explained
+    layout, report = explained
     ranks, replicas, zero = layout["tensor"], layout["data"], layout["zero"]
     parameters = BLOCKS * 12 * HIDDEN**2 / ranks
-    memory = found["memory"][1]
+    memory = report["memory"][1]
     for name, size, stage in (("weights", 2, 3), ("gradients", 4, 2), ("master", 4, 1), ("moments", 8, 1)):
         shared = replicas if zero >= stage else 1
         assert memory[name] == pytest.approx(size * parameters / shared, rel=3e-3), name
@@ -111,11 +111,11 @@ def test_state_is_18_bytes_per_parameter_sharded_by_zero(explained) -> None:
 
 def test_replicas_send_their_gradients_in_fp32(explained) -> None:
     """A ring's all-reduce sends 2 (d - 1) / d of them, a reduce-scatter half as much."""
-    layout, found = explained
+    layout, report = explained
     replicas, zero = layout["data"], layout["zero"]
     parameters = BLOCKS * 12 * HIDDEN**2 / layout["tensor"]
     bytes_sent = (1 if zero else 2) * (replicas - 1) / replicas * 4 * parameters
-    reduction = found["stages"][1]["reduction"]
+    reduction = report["stages"][1]["reduction"]
     assert (reduction > 0) == (replicas > 1)
     # Ranks of a node send at once through its one adapter, whose rate they share.
     assert reduction == pytest.approx(bytes_sent * 4 / OUTSIDE, rel=0.02)

@@ -15,12 +15,12 @@ from tests.planner.command.plan import ROOT, json_of, output, refusal
 def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
     name = next(iter(TABLES))
     file = tmp_path / "fitted.yaml"
-    found = json_of(capsys, "fit", "--published", name, "--output", str(file))
-    assert len(found["parameters"]) <= 3
-    assert found["mean_error"] <= 0.04
-    assert all(row["leave_one_out_error"] is not None for row in found["rows"])
+    report = json_of(capsys, "fit", "--published", name, "--output", str(file))
+    assert len(report["parameters"]) <= 3
+    assert report["mean_error"] <= 0.04
+    assert all(row["leave_one_out_error"] is not None for row in report["rows"])
     efficiency = load_hardware(str(file)).groups[0].device.efficiency
-    for parameter, value in found["parameters"].items():
+    for parameter, value in report["parameters"].items():
         assert getattr(efficiency, parameter) == pytest.approx(value, rel=1e-5)
 
 

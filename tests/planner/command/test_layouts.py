@@ -11,23 +11,23 @@ from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal
 
 
 def test_predict_gives_the_promised_keys(capsys):
-    found = json_of(capsys, "predict", *LAYOUT)
-    assert found["layout"]["data"] == 4
-    assert (found["layout"]["tensor"], found["layout"]["pipeline"]) == (2, 2)
-    assert len(found["memory_bytes"]) == 2
-    assert found["fits"] is True
-    assert found["tokens_per_s_per_device"] == pytest.approx(32 * 1024 / found["step_time_s"] / 16)
-    assert found["model_tflops_per_device"] > 0
-    assert sum(term["seconds"] for term in found["terms"]) == pytest.approx(found["step_time_s"])
+    report = json_of(capsys, "predict", *LAYOUT)
+    assert report["layout"]["data"] == 4
+    assert (report["layout"]["tensor"], report["layout"]["pipeline"]) == (2, 2)
+    assert len(report["memory_bytes"]) == 2
+    assert report["fits"] is True
+    assert report["tokens_per_s_per_device"] == pytest.approx(32 * 1024 / report["step_time_s"] / 16)
+    assert report["model_tflops_per_device"] > 0
+    assert sum(term["seconds"] for term in report["terms"]) == pytest.approx(report["step_time_s"])
 
 
 def test_predict_says_what_the_cost_model_says(capsys):
-    found = json_of(capsys, "predict", *LAYOUT, "--training.precision", "bf16")
+    report = json_of(capsys, "predict", *LAYOUT, "--training.precision", "bf16")
     flags = [each for each in LAYOUT if "hardware" not in each and "devices" not in each]
     config = parse([*flags, "--training.precision", "bf16"])
     expected = predict(config, load_hardware("a100-80"), world_size=16).estimate
-    assert found["step_time_s"] == expected.step_seconds
-    assert found["memory_bytes"] == [memory.total for memory in expected.memory]
+    assert report["step_time_s"] == expected.step_seconds
+    assert report["memory_bytes"] == [memory.total for memory in expected.memory]
 
 
 def test_only_a_missing_precision_is_chosen(capsys, tmp_path):
@@ -48,9 +48,9 @@ def test_a_missing_model_is_noted(capsys):
         assert any(message in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
     assert message in output(capsys, "search", *machine, "--batch.global_size=16", "--top=1")
     for named in (["--model", MODEL], ["--model.num_layers=6"]):
-        found = json_of(capsys, "predict", *machine, *named)
-        assert not any("default one" in each for each in found["remarks"])
-    assert found["model"] == {"num_layers": 6, "hidden_size": 768, "vocabulary_size": 50257}
+        report = json_of(capsys, "predict", *machine, *named)
+        assert not any("default one" in each for each in report["remarks"])
+    assert report["model"] == {"num_layers": 6, "hidden_size": 768, "vocabulary_size": 50257}
 
 
 def test_explain_names_each_source_and_stage(capsys):
@@ -59,10 +59,10 @@ def test_explain_names_each_source_and_stage(capsys):
     assert "estimate that a search uses:" in text
     assert "roofline of the device" in text
     assert "embedding to blocks." in text
-    found = json_of(capsys, "explain", *LAYOUT)
-    assert len(found["stages"]) == 2
-    assert all(term["source"] for term in found["terms"])
-    assert sum(found["memory"][0].values()) == found["memory_bytes"][0]
+    report = json_of(capsys, "explain", *LAYOUT)
+    assert len(report["stages"]) == 2
+    assert all(term["source"] for term in report["terms"])
+    assert sum(report["memory"][0].values()) == report["memory_bytes"][0]
 
 
 def test_compare_puts_what_fits_and_is_fastest_first(capsys, tmp_path):
@@ -72,8 +72,8 @@ def test_compare_puts_what_fits_and_is_fastest_first(capsys, tmp_path):
     files = [str(tmp_path / f"{name}.yaml") for name in "abc"]
     shape = ["--model", MODEL, "--model.num_heads=24", "--model.hidden_size=1536", "--training.precision=bf16"]
     machine = ["--hardware", "v100-16", "--devices", "16", "--training.precision=fp16"]
-    found = json_of(capsys, "compare", *files, *shape, *machine)
-    order = [(each["fits"], each["tokens_per_s_per_device"]) for each in found]
+    report = json_of(capsys, "compare", *files, *shape, *machine)
+    order = [(each["fits"], each["tokens_per_s_per_device"]) for each in report]
     assert [fits for fits, _ in order] == sorted((fits for fits, _ in order), reverse=True)
     assert {fits for fits, _ in order} == {True, False}
     fitting = [speed for fits, speed in order if fits]
@@ -85,9 +85,9 @@ def test_compare_puts_what_fits_and_is_fastest_first(capsys, tmp_path):
 
 def test_how_often_to_save_follows_young_and_daly(capsys):
     flags = ["--mean-time-between-failures", "3", "--save-seconds", "40"]
-    found = json_of(capsys, "predict", *LAYOUT, *flags)
-    assert found["checkpoint"]["interval_s"] == pytest.approx(save_interval(40, 3 * 3600))
-    assert found["checkpoint"]["interval_steps"] == round(found["checkpoint"]["interval_s"] / found["step_time_s"])
+    report = json_of(capsys, "predict", *LAYOUT, *flags)
+    assert report["checkpoint"]["interval_s"] == pytest.approx(save_interval(40, 3 * 3600))
+    assert report["checkpoint"]["interval_steps"] == round(report["checkpoint"]["interval_s"] / report["step_time_s"])
     assert "save every 15.5 minutes" in output(capsys, "predict", *LAYOUT, *flags)
     assert "--save_seconds is missing" in refusal(capsys, "predict", *LAYOUT, flags[0], flags[1])[0]
     for hours, seconds in (("3", "-1"), ("1e300", "40"), ("1e-300", "1e-300")):
@@ -147,9 +147,9 @@ def test_reserved_memory_stays_free(capsys):
     needed = max(json_of(capsys, "predict", *LAYOUT)["memory_bytes"])
     for spare, fits in ((0.1e9, True), (-0.1e9, False)):
         reserve = (80e9 - needed - spare) / 1e9
-        found = json_of(capsys, "predict", *LAYOUT, "--memory_reserve", str(reserve))
-        assert found["fits"] is fits
-        assert found["memory_limit_bytes"] == pytest.approx(needed + spare)
+        report = json_of(capsys, "predict", *LAYOUT, "--memory_reserve", str(reserve))
+        assert report["fits"] is fits
+        assert report["memory_limit_bytes"] == pytest.approx(needed + spare)
     message = "it must be at least 0 and below the 80 GB of device"
     for reserve in ("80", "-1"):
         (line,) = refusal(capsys, "predict", *LAYOUT, "--memory_reserve", reserve)

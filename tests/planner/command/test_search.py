@@ -23,12 +23,12 @@ PINS = ["--parallel.tensor=2", "--zero.stage=1", "--schedule.name=1f1b", "--para
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
-    """The folder of all files that the search of `found` writes."""
+    """The folder of all files that the search of `answer` writes."""
     return tmp_path_factory.mktemp("search")
 
 
 @pytest.fixture(scope="module")
-def found(written):
+def answer(written):
     """The JSON of a search; one for the module, because a search takes seconds."""
     files = [f"--html={written / 'report.html'}", f"--pictures={written / 'pictures'}"]
     files.append(f"--write-config={written / 'plan.yaml'}")
@@ -37,38 +37,38 @@ def found(written):
     return json.loads(text.getvalue())
 
 
-def test_search_gives_the_promised_keys(found):
-    layout = found["layout"]
+def test_search_gives_the_promised_keys(answer):
+    layout = answer["layout"]
     assert layout["data"] * layout["tensor"] * layout["pipeline"] * layout["context"] == 16
-    assert found["fits"] is True
-    assert len(found["memory_bytes"]) == layout["pipeline"]
-    assert max(found["memory_bytes"]) <= found["memory_limit_bytes"] == 76e9
-    assert found["tokens_per_s_per_device"] == pytest.approx(64 * 2048 / found["step_time_s"] / 16)
-    assert found["model_tflops_per_device"] > 0
-    assert found["search"]["examined"] <= found["search"]["layouts"]
-    assert found["search"]["alternatives"]
-    assert found["launch"].startswith("megapipe train -n 8 --nodes 2 --rendezvous ")
+    assert answer["fits"] is True
+    assert len(answer["memory_bytes"]) == layout["pipeline"]
+    assert max(answer["memory_bytes"]) <= answer["memory_limit_bytes"] == 76e9
+    assert answer["tokens_per_s_per_device"] == pytest.approx(64 * 2048 / answer["step_time_s"] / 16)
+    assert answer["model_tflops_per_device"] > 0
+    assert answer["search"]["examined"] <= answer["search"]["layouts"]
+    assert answer["search"]["alternatives"]
+    assert answer["launch"].startswith("megapipe train -n 8 --nodes 2 --rendezvous ")
 
 
-def test_the_best_is_fastest_in_ranking_and_front(found):
-    ranked = [each["step_time_s"] for each in found["search"]["ranked"] if each["simulated"]]
+def test_the_best_is_fastest_in_ranking_and_front(answer):
+    ranked = [each["step_time_s"] for each in answer["search"]["ranked"] if each["simulated"]]
     assert ranked == sorted(ranked)
-    assert found["step_time_s"] == ranked[0]
-    front = [(each["step_time_s"], max(each["memory_bytes"])) for each in found["search"]["pareto"]]
+    assert answer["step_time_s"] == ranked[0]
+    front = [(each["step_time_s"], max(each["memory_bytes"])) for each in answer["search"]["pareto"]]
     assert front == sorted(front)
     assert [memory for _, memory in front] == sorted((memory for _, memory in front), reverse=True)
 
 
-def test_the_table_says_the_same(capsys, found, tmp_path):
+def test_the_table_says_the_same(capsys, answer, tmp_path):
     file = tmp_path / "plan.yaml"
     text = output(capsys, "search", *SEARCH, *LENGTH, "--write-config", str(file))
     assert f"wrote {file}; to train with it, run on every node" in text
     assert f"--config {file} --data.prefix DATA" in text
     first = next(line for line in text.splitlines() if line.startswith("1 "))
-    assert f"{found['tokens_per_s_per_device']:,.0f}" in first
-    assert f"{found['model_tflops_per_device']:.1f}" in first
+    assert f"{answer['tokens_per_s_per_device']:,.0f}" in first
+    assert f"{answer['model_tflops_per_device']:.1f}" in first
     assert "out of memory by " in text
-    launch = found["launch"].partition(" --config")[0]
+    launch = answer["launch"].partition(" --config")[0]
     assert f"  {launch}" in text
 
 
@@ -88,10 +88,10 @@ def test_long_samples_are_cut_over_context_ranks(capsys):
     """One sample a step of a small model: only context ranks can share its work."""
     model = ["--model.num_layers=4", "--model.hidden_size=512", "--model.num_heads=2", "--model.max_positions=131072"]
     asked = ["--hardware=a100-80", "--devices=8", *model, "--batch.global_size=1", "--data.sequence_length=131072"]
-    found = json_of(capsys, "search", *asked)
+    report = json_of(capsys, "search", *asked)
     one = json_of(capsys, "search", *asked, "--parallel.context=1")
-    assert found["layout"]["context"] > 1
-    assert found["step_time_s"] < 0.7 * one["step_time_s"]
+    assert report["layout"]["context"] > 1
+    assert report["step_time_s"] < 0.7 * one["step_time_s"]
 
 
 def test_fields_of_a_file_stay_too(capsys, tmp_path):
@@ -110,13 +110,13 @@ def test_other_schedules_are_tried_when_named(capsys):
 def test_objectives_pick_the_largest_model_or_shortest_time(capsys):
     folder = ROOT / "examples" / "models"
     files = [str(folder / f"gpt3_{size}.yaml") for size in ("175b", "1.3b", "13b")]
-    found = json_of(capsys, "search", *SEARCH, "--objective=size", "--models", *files)["search"]
-    named = {each["name"]: each["value"] for each in found["trials"]}
+    report = json_of(capsys, "search", *SEARCH, "--objective=size", "--models", *files)["search"]
+    named = {each["name"]: each["value"] for each in report["trials"]}
     assert list(named) == ["gpt3_1.3b", "gpt3_13b", "gpt3_175b"]
     text = output(capsys, "search", *SEARCH, "--objective=size", "--models", *files)
     assert text.startswith("GPT of 12.9B parameters on 16 x ")
-    found = json_of(capsys, "search", *SEARCH, "--objective=time", "--tokens=1e9")
-    days = {each["name"]: each["value"] for each in found["search"]["trials"] if each["value"] is not None}
+    report = json_of(capsys, "search", *SEARCH, "--objective=time", "--tokens=1e9")
+    days = {each["name"]: each["value"] for each in report["search"]["trials"] if each["value"] is not None}
     assert days["16 devices"] == min(days.values())
     assert "needs the number of tokens" in refusal(capsys, "search", *SEARCH, "--objective=time")[0]
     assert "has groups without price_per_hour" in refusal(capsys, "search", *SEARCH, "--objective=cost")[0]
@@ -147,19 +147,19 @@ def test_speeds_without_a_known_efficiency_are_called_bounds(capsys):
     assert "upper bounds" not in output(capsys, "search", *SEARCH, *PINS, "--top=1")
 
 
-def test_the_written_configuration_is_the_plan_and_runs(capsys, found, written):
+def test_the_written_configuration_is_the_plan_and_runs(capsys, answer, written):
     file = written / "plan.yaml"
     config = parse(["--config", str(file)])
     assert run_problems(config, 16) == []
     assert config.training.precision == "bf16"
     assert config.model == parse(["--model", MODEL]).model
     again = json_of(capsys, "predict", "--config", str(file), "--hardware", "a100-80", "--devices", "16")
-    assert again["layout"] == found["layout"]
-    assert again["step_time_s"] == pytest.approx(found["step_time_s"])
-    assert again["memory_bytes"] == found["memory_bytes"]
+    assert again["layout"] == answer["layout"]
+    assert again["step_time_s"] == pytest.approx(answer["step_time_s"])
+    assert again["memory_bytes"] == answer["memory_bytes"]
 
 
-def test_the_report_has_every_part_and_needs_nothing_else(found, written):
+def test_the_report_has_every_part_and_needs_nothing_else(answer, written):
     page = (written / "report.html").read_text()
     titles = ("Memory", "Time", "Speed against memory", "Terms of a step", "The best layouts", "Why others are slower")
     for title in titles:
@@ -170,7 +170,7 @@ def test_the_report_has_every_part_and_needs_nothing_else(found, written):
     assert {each.stem for each in (written / "pictures").iterdir()} >= {"memory", "breakdown", "pareto"}
 
 
-def test_the_report_names_the_model_and_one_speed(found, written):
+def test_the_report_names_the_model_and_one_speed(answer, written):
     page = (written / "report.html").read_text()
     title = page.partition("<h1>")[2].partition("</h1>")[0]
     assert title.startswith("GPT of 6.66B parameters on 16 x ")

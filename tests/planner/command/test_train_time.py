@@ -23,17 +23,17 @@ def test_critical_batch_of_gpt_3s_parameters_is_gpt_3s(capsys):
 
 @pytest.mark.slow
 def test_each_method_s_shortest_is_the_analysis_s_own(capsys):
-    found = json_of(
+    report = json_of(
         capsys, "train-time", *TRILLION, "--tokens=450e9", "--hardware=a100-80", "--devices=3072", "--bounds"
     )
-    assert [each["method"] for each in found["bounds"]] == ["3d", "sharded", "layered", "modular"]
+    assert [each["method"] for each in report["bounds"]] == ["3d", "sharded", "layered", "modular"]
     # 200 GB/s of adapters for 8 devices, and NVLink's 300 GB/s, a direction; the paper counts both.
     cluster = Cluster(312e12, 80e9, 600e9, 50e9, 8)
-    assert found["thresholds"] == {"inside": 312e12 / 600e9, "outside": 312e12 / 50e9}
+    assert report["thresholds"] == {"inside": 312e12 / 600e9, "outside": 312e12 / 50e9}
     model = Transformer(128, 25600, 160, 2048)
-    for each in found["bounds"]:
+    for each in report["bounds"]:
         layout, seconds = shortest(
-            model, cluster, each["method"], found["batch"], 450e9, max_devices=3072, least_efficiency=0.5
+            model, cluster, each["method"], report["batch"], 450e9, max_devices=3072, least_efficiency=0.5
         )
         assert each["layout"] == vars(layout)
         assert each["days"] == pytest.approx(seconds / 86400)
@@ -44,8 +44,8 @@ def test_each_method_s_shortest_is_the_analysis_s_own(capsys):
 def test_the_one_time_is_the_search_s(capsys):
     model = ["--model", str(ROOT / "examples" / "models" / "gpt3_1.3b.yaml"), "--data.sequence_length=2048"]
     run = [*model, "--batch.global_size=64", "--hardware=h100", "--devices=8"]
-    found = json_of(capsys, "search", *run)
-    days = 3e11 / (found["tokens_per_s_per_device"] * 8) / 86400
+    report = json_of(capsys, "search", *run)
+    days = 3e11 / (report["tokens_per_s_per_device"] * 8) / 86400
     text = output(capsys, "train-time", *run, "--tokens=3e11")
     assert f" tokens: {days:.1f} days\n" in text
     assert text.count(" days") == 1
@@ -85,8 +85,8 @@ def test_no_more_devices_are_taken_than_the_file_has(capsys, tmp_path):
     (tmp_path / "two.yaml").write_text(text.replace(node, f"{node}  num_nodes: 2\n"))
     file = ROOT / "examples" / "models" / "gpt3_6.7b.yaml"
     model = ["--model", str(file), "--tokens=3e11", "--hardware", str(tmp_path / "two.yaml")]
-    found = json_of(capsys, "train-time", *model, "--devices=16", "--bounds")["bounds"]
-    assert all(each["devices"] <= 16 for each in found if "devices" in each)
-    assert any("devices" in each for each in found)
+    bounds = json_of(capsys, "train-time", *model, "--devices=16", "--bounds")["bounds"]
+    assert all(each["devices"] <= 16 for each in bounds if "devices" in each)
+    assert any("devices" in each for each in bounds)
     (line,) = refusal(capsys, "train-time", *model, "--devices=17")
     assert "17 devices are requested, but hardware" in line

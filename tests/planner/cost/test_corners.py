@@ -123,9 +123,9 @@ def test_rings_per_tensor_take_a_latency_per_replica() -> None:
     group = run.placement.groups("data")[0]
     steps, num_bytes = 15, 2 * sum(spec.num_elements for spec in unit.specs)
     matrices = 2 * sum(spec.num_elements for spec in unit.specs if spec.matrix)
-    found = tensor_by_tensor_seconds(run, unit, group)
-    assert found[0] == pytest.approx(steps * (12 * latency + num_bytes / 16 / bandwidth))
-    assert found[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
+    seconds = tensor_by_tensor_seconds(run, unit, group)
+    assert seconds[0] == pytest.approx(steps * (12 * latency + num_bytes / 16 / bandwidth))
+    assert seconds[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
 
 
 def test_recomputed_forwards_gather_single_tensors_again() -> None:

@@ -42,9 +42,9 @@ def test_traffic_of_replicas_is_that_of_the_lowered_schedule(
         optimizer={"clip_norm": None if name == "pipedream" else 1.0},
     )
     run = lay_run(config, machine())
-    found, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
+    counts, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
     passes = np.array(run.stages.units_per_stage) * count
-    for kind, counted in ((Kind.GATHER_WEIGHTS, found.all_gathers), (Kind.REDUCE_GRADIENTS, found.all_sums)):
+    for kind, counted in ((Kind.GATHER_WEIGHTS, counts.all_gathers), (Kind.REDUCE_GRADIENTS, counts.all_sums)):
         exact = np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(passes)) / passes
         assert counted == pytest.approx(exact)
 
@@ -61,8 +61,8 @@ def test_traffic_of_many_micro_batches_is_periodic(name: str, ranks: int, count:
         zero={"stage": 3},
     )
     run = lay_run(config, machine())
-    found, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
+    counts, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
     passes = np.array(run.stages.units_per_stage) * count
-    for kind, counted in ((Kind.GATHER_WEIGHTS, found.all_gathers), (Kind.REDUCE_GRADIENTS, found.all_sums)):
+    for kind, counted in ((Kind.GATHER_WEIGHTS, counts.all_gathers), (Kind.REDUCE_GRADIENTS, counts.all_sums)):
         exact = np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(passes)) / passes
         assert counted == pytest.approx(exact, rel=0.1)

@@ -34,9 +34,9 @@ def sc21_flops(config: PretrainConfig) -> float:
 
 @pytest.mark.parametrize("name", [run.name for run in (*A100.rows, *A100.unfitted)])
 def test_executed_flops_with_full_recomputation_are_equation_3(name: str) -> None:
-    found = estimate(row(name), SELENE)
-    assert found.executed_flops == pytest.approx(sc21_flops(found.config), rel=1e-12)
-    assert found.executed_flops > found.model_flops
+    result = estimate(row(name), SELENE)
+    assert result.executed_flops == pytest.approx(sc21_flops(result.config), rel=1e-12)
+    assert result.executed_flops > result.model_flops
 
 
 def test_flops_of_the_145_6_billion_row_match() -> None:
@@ -139,13 +139,13 @@ def test_closed_memory_is_the_exact_one(values: dict[str, Any]) -> None:
 def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any], factor: float) -> None:
     """zb_auto is simulated, and an order generated for other times may be slightly worse for them."""
     config = drawn(values)
-    found = estimate(config, machine(5e-6, 20e9))
-    assert sum(term.seconds for term in found.terms) == pytest.approx(found.step_seconds)
-    assert all(term.seconds > 0 and term.source for term in found.terms)
+    result = estimate(config, machine(5e-6, 20e9))
+    assert sum(term.seconds for term in result.terms) == pytest.approx(result.step_seconds)
+    assert all(term.seconds > 0 and term.source for term in result.terms)
     (group,) = machine(5e-6, 20e9).groups
     peaks = {name: peak * factor for name, peak in group.device.peak_flops.items()}
     memory = group.device.memory_bandwidth * factor
-    most = found.step_seconds * (1.02 if values["name"] == "zb_auto" else 1 + 1e-9)
+    most = result.step_seconds * (1.02 if values["name"] == "zb_auto" else 1 + 1e-9)
     for faster in (
         machine(5e-6, 20e9 * factor),
         machine(5e-6 / factor, 20e9),
@@ -157,23 +157,23 @@ def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any
 
 def test_terms_of_a_simulation_add_up() -> None:
     config = layout("1f1b", 4, 8, parallel={"data": 2})
-    found = predict(config, SELENE)
-    slow_down = found.estimate.seconds_of("slow-down")
-    assert 0 < slow_down < 0.1 * found.estimate.step_seconds
-    assert found.estimate.step_seconds - slow_down == pytest.approx(found.simulation.finish)
+    prediction = predict(config, SELENE)
+    slow_down = prediction.estimate.seconds_of("slow-down")
+    assert 0 < slow_down < 0.1 * prediction.estimate.step_seconds
+    assert prediction.estimate.step_seconds - slow_down == pytest.approx(prediction.simulation.finish)
     assert predict(config, SELENE, assumptions=PLAIN).estimate.seconds_of("slow-down") == 0.0
-    assert found.schedule.header.num_microbatches == 8
-    assert found.estimate.world_size == 8
+    assert prediction.schedule.header.num_microbatches == 8
+    assert prediction.estimate.world_size == 8
 
 
 def test_stages_are_explained_one_by_one() -> None:
     config = layout("interleaved_1f1b", 4, 8, parallel={"tensor": 2}, recompute={"method": "full"})
-    found, whole = explain_stages(config, SELENE), estimate(config, SELENE)
-    assert [stage["rank"] for stage in found] == [0, 1, 2, 3] * 2
-    assert found[0]["layers"] == ("embedding", "blocks.0", "blocks.1")
-    assert found[-1]["layers"] == ("blocks.14", "blocks.15", "head")
-    busiest = max(range(4), key=lambda rank: sum(_work(stage) for stage in found if stage["rank"] == rank))
-    own = [stage for stage in found if stage["rank"] == busiest]
+    stages, whole = explain_stages(config, SELENE), estimate(config, SELENE)
+    assert [stage["rank"] for stage in stages] == [0, 1, 2, 3] * 2
+    assert stages[0]["layers"] == ("embedding", "blocks.0", "blocks.1")
+    assert stages[-1]["layers"] == ("blocks.14", "blocks.15", "head")
+    busiest = max(range(4), key=lambda rank: sum(_work(stage) for stage in stages if stage["rank"] == rank))
+    own = [stage for stage in stages if stage["rank"] == busiest]
     kernels = sum(stage["forward"] + stage["backward_input"] + stage["backward_weight"] for stage in own)
     assert whole.seconds_of("compute") == pytest.approx(8 * kernels)
     assert whole.seconds_of("recompute") == pytest.approx(8 * sum(stage["recompute"] for stage in own))
@@ -188,11 +188,11 @@ def _work(stage: Any) -> float:
 
 def test_data_may_be_left_open_and_answers_are_json() -> None:
     config = config_of(batch={"global_size": 64}, parallel={"data": None, "tensor": 2})
-    found: Estimate = estimate(config, SELENE, world_size=16)
-    assert (found.config.parallel.data, found.world_size, config.parallel.data) == (8, 16, None)
-    as_json = json.loads(json.dumps(found.as_json()))
+    result: Estimate = estimate(config, SELENE, world_size=16)
+    assert (result.config.parallel.data, result.world_size, config.parallel.data) == (8, 16, None)
+    as_json = json.loads(json.dumps(result.as_json()))
     assert as_json["layout"]["data"] == 8
-    assert as_json["step_time_s"] == found.step_seconds
+    assert as_json["step_time_s"] == result.step_seconds
     assert as_json["fits"] is True
 
 

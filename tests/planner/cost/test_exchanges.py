@@ -22,18 +22,18 @@ def test_phases_add_up_to_a_micro_batch(sequence: bool, group: str) -> None:
     costs = LayoutCosts(config, layers, 1, attention_path(SMALL, "bf16", "cuda", 1024), 64)
     placement = Placement(SELENE, {"tensor": 4, "context": 2})
     for layer in (layers[0], layers[1], layers[-1]):
-        found = layer_exchange_seconds(costs, placement, layer, group)
+        seconds = layer_exchange_seconds(costs, placement, layer, group)
         once, twice, halves = (
             exchanges_seconds(placement, costs.within_layer(layer, **asked).get(group, []), group)  # type: ignore[arg-type]
             for asked in ({"forwards": 1, "halves": False}, {"forwards": 2, "halves": False},
                           {"forwards": 1, "halves": True})
         )  # fmt: skip
-        assert found.forward + found.backward_input == pytest.approx(once)
-        assert min(found) >= 0
+        assert seconds.forward + seconds.backward_input == pytest.approx(once)
+        assert min(seconds) >= 0
         if layer.kind == "block":
-            assert found.forward == pytest.approx(twice - once)
-            assert found.backward_weight == pytest.approx(halves - once)
-            assert found.forward > 0
+            assert seconds.forward == pytest.approx(twice - once)
+            assert seconds.backward_weight == pytest.approx(halves - once)
+            assert seconds.forward > 0
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,9 @@ def test_a_schedule_from_a_file_is_simulated_by_both(tmp_path: Path) -> None:
     named = config_of(parallel={"pipeline": 2}, batch={"global_size": 8}, schedule={"name": "interleaved_1f1b"})
     read = config_of(parallel={"pipeline": 2}, batch={"global_size": 8}, schedule={"name": str(path)})
     expected = predict(named, SELENE).estimate
-    for found in (estimate(read, SELENE), predict(read, SELENE).estimate):
-        assert found.step_seconds == pytest.approx(expected.step_seconds)
-        assert found.memory == expected.memory
+    for result in (estimate(read, SELENE), predict(read, SELENE).estimate):
+        assert result.step_seconds == pytest.approx(expected.step_seconds)
+        assert result.memory == expected.memory
 
 
 def test_cpus_serialize_communication_and_gpus_overlap_it() -> None:
@@ -96,16 +96,16 @@ def test_cpus_serialize_communication_and_gpus_overlap_it() -> None:
                              ({"name": "Scorecard 9"}, "cuda")):  # fmt: skip
         device = replace(group.device, **change)  # type: ignore[arg-type]
         assert hardware_device_type(replace(machine, groups=(replace(group, device=device),))) == expected
-    found = Assumptions().on(load_hardware("cpu")), Assumptions().on(machine), PLAIN.on(machine)
-    assert [each.slow_down for each in found] == [2.0, 1.1, 1.0]
+    assumptions = Assumptions().on(load_hardware("cpu")), Assumptions().on(machine), PLAIN.on(machine)
+    assert [each.slow_down for each in assumptions] == [2.0, 1.1, 1.0]
 
 
 def test_published_assumptions_cost_what_they_say() -> None:
     config = config_of(parallel={"pipeline": 4, "tensor": 4, "data": 2}, batch={"global_size": 32}, zero={"stage": 1})
 
     def seconds(**changes: Any) -> dict[str, float]:
-        found = estimate(config, SELENE, assumptions=replace(PLAIN, **changes))
-        return {name: found.seconds_of(name) for name in ("pipeline", "data", "compute")}
+        result = estimate(config, SELENE, assumptions=replace(PLAIN, **changes))
+        return {name: result.seconds_of(name) for name in ("pipeline", "data", "compute")}
 
     plain = seconds()
     waiting, scattered = seconds(waits_for_sends=True), seconds(waits_for_sends=True, scattered_sends=True)

@@ -42,12 +42,12 @@ def run(offload: dict[str, Any], pipeline: int = 1, **groups: Any) -> PretrainCo
 @pytest.mark.parametrize("offload", KINDS, ids=str)
 def test_copies_that_take_no_time_cost_none(offload: dict[str, Any], pipeline: int) -> None:
     plain = predict(run({}, pipeline), machine()).estimate
-    found = predict(run(offload, pipeline), on(NO_TIME)).estimate
-    assert found.step_seconds == pytest.approx(plain.step_seconds, rel=1e-9)
+    result = predict(run(offload, pipeline), on(NO_TIME)).estimate
+    assert result.step_seconds == pytest.approx(plain.step_seconds, rel=1e-9)
     closed = estimate(run(offload, pipeline), on(NO_TIME))
     assert closed.step_seconds == pytest.approx(estimate(run({}, pipeline), machine()).step_seconds, rel=1e-9)
-    assert sum(term.seconds for term in found.terms) == pytest.approx(found.step_seconds)
-    assert found.peak_bytes < plain.peak_bytes
+    assert sum(term.seconds for term in result.terms) == pytest.approx(result.step_seconds)
+    assert result.peak_bytes < plain.peak_bytes
 
 
 @given(
@@ -85,9 +85,9 @@ def test_optimizer_state_copies_overlap_both_ways_after_steps() -> None:
     """12 bytes a parameter in bf16 with AdamW: master and two moments, in fp32 each; docs/offload.md has 0.48 s for a
     billion parameters at 25 GB/s. The last unit's copy out is additional."""
     parameters = sum(spec.num_elements for layer in model_layers(SMALL) for spec in layer.parameters.values())
-    found = predict(run(STATE), on(25e9)).estimate.seconds_of("offload")
+    seconds = predict(run(STATE), on(25e9)).estimate.seconds_of("offload")
     once = 12 * parameters / 25e9
-    assert once <= found <= once * (1 + 1 / (SMALL.num_layers + 2)) * 1.01
+    assert once <= seconds <= once * (1 + 1 / (SMALL.num_layers + 2)) * 1.01
     assert 0.48 * parameters / 1e9 == pytest.approx(once)
 
 
@@ -96,15 +96,15 @@ def test_bottleneck_links_carry_every_block_of_micro_batches() -> None:
     kept = predicted_bytes(SMALL, model_layers(SMALL)[1], 2, 1024, "bf16", "sdpa")
     bandwidth = 1e9
     blocks = SMALL.num_layers - 1  # the last one's backward follows at once: it stays
-    found = predict(run(BLOCKS), on(bandwidth)).estimate.step_seconds
-    assert found >= 2 * COUNT * blocks * kept / bandwidth
-    assert found <= 2 * COUNT * (blocks + 2) * kept / bandwidth + predict(run({}), machine()).estimate.step_seconds
+    seconds = predict(run(BLOCKS), on(bandwidth)).estimate.step_seconds
+    assert seconds >= 2 * COUNT * blocks * kept / bandwidth
+    assert seconds <= 2 * COUNT * (blocks + 2) * kept / bandwidth + predict(run({}), machine()).estimate.step_seconds
 
 
 def test_latency_is_paid_for_every_copy() -> None:
     latency = 1.0
-    found = predict(run(STATE), on(NO_TIME, latency)).estimate.seconds_of("offload")
-    assert found >= latency * (SMALL.num_layers + 2)
+    seconds = predict(run(STATE), on(NO_TIME, latency)).estimate.seconds_of("offload")
+    assert seconds >= latency * (SMALL.num_layers + 2)
 
 
 @pytest.mark.one_in(3)
@@ -112,13 +112,13 @@ def test_latency_is_paid_for_every_copy() -> None:
 @pytest.mark.parametrize("offload", KINDS, ids=str)
 def test_memory_is_what_ranks_hold_on_their_devices(offload: dict[str, Any], pipeline: int) -> None:
     """`predict_rank`, which tests/distributed holds to the bytes of real runs with offload."""
-    found = predict(run(offload, pipeline), on(63e9))
-    for rank, memory in enumerate(found.estimate.memory):
-        exact = predict_rank(found.estimate.config, found.schedule, rank, device="cuda")
+    prediction = predict(run(offload, pipeline), on(63e9))
+    for rank, memory in enumerate(prediction.estimate.memory):
+        exact = predict_rank(prediction.estimate.config, prediction.schedule, rank, device="cuda")
         lasting = memory.weights + memory.master + memory.gradients + memory.moments
         assert lasting == exact.state().total - exact.in_host()
         assert exact.device_bytes() <= memory.total
-    assert estimate(run(offload, pipeline), on(63e9)).memory == found.estimate.memory
+    assert estimate(run(offload, pipeline), on(63e9)).memory == prediction.estimate.memory
 
 
 def test_a_measured_machine_is_simulated_without_its_ranks_contention() -> None:
@@ -126,9 +126,9 @@ def test_a_measured_machine_is_simulated_without_its_ranks_contention() -> None:
     hardware = measured_machine()
     hardware = replace(hardware, groups=(replace(hardware.groups[0], host=HostLink(1e9)),))
     config = measured_run(offload={"optimizer": True})
-    found = predict(config, hardware).estimate
-    assert found.seconds_of("offload") > 0
-    assert any("measured" in term.source for term in found.terms)
+    result = predict(config, hardware).estimate
+    assert result.seconds_of("offload") > 0
+    assert any("measured" in term.source for term in result.terms)
 
 
 def test_what_has_no_price_is_refused() -> None:

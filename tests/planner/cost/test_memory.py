@@ -76,13 +76,13 @@ def check(config: PretrainConfig) -> None:
     except ConfigError:
         assume(False)
     by_layer = any(run.recomputed) or run.costs.replicas > 1
-    for found, exact in zip(
+    for memory, exact in zip(
         rank_memories(run), exact_memories(run, lowered_schedule(run.config, run.stages)), strict=True
     ):
         for part in ("weights", "master", "gradients", "moments", "activations", "buffers"):
-            assert getattr(found, part) == getattr(exact, part), part
-        assert found.temporaries >= exact.temporaries
-        difference = abs(found.messages - exact.messages)
+            assert getattr(memory, part) == getattr(exact, part), part
+        assert memory.temporaries >= exact.temporaries
+        difference = abs(memory.messages - exact.messages)
         assert difference <= (2 * run.chunks * run.costs.stream if by_layer else 0)
 
 
@@ -97,8 +97,8 @@ def test_memory_of_a_search_equals_the_lowered_schedules(config: PretrainConfig)
 def test_whole_backwards_among_split_ones_count(config: PretrainConfig) -> None:
     run = lay_run(replace(config, zero=ZeroConfig()), machine())
     exact = exact_memories(run, lowered_schedule(run.config, run.stages))
-    for found, least in zip(rank_memories(run), exact, strict=True):
-        assert found.total >= least.total * (1 - 1e-3)
+    for memory, least in zip(rank_memories(run), exact, strict=True):
+        assert memory.total >= least.total * (1 - 1e-3)
 
 
 @pytest.mark.exhaustive

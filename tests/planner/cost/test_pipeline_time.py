@@ -60,12 +60,12 @@ def test_walks_of_orders_equal_simulations_of_schedules(name: str, data: st.Data
     stages = ranks * chunks
     costs = random_costs(seed, ranks, stages, layouts=2)._replace(after_backward=None)
     schedule = build(name, ranks, count, recompute=((range(1),),) * stages, **options)
-    (found,) = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
+    (seconds,) = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
     for layout in range(2):
         exact = simulated(schedule, costs, layout, 1 if schedule.flushes else 4)
         if not schedule.flushes:
             exact = (exact - simulated(schedule, costs, layout, 2)) / 2
-        assert found[layout] == pytest.approx(exact, rel=1e-12)
+        assert seconds[layout] == pytest.approx(exact, rel=1e-12)
 
 
 def simulated(schedule: Schedule, costs: OrderCosts, layout: int, steps: int) -> float:
@@ -89,8 +89,8 @@ def test_work_after_a_backward_delays_the_next_backward(name: str, data: st.Data
     ranks, chunks, count, options = data.draw(orders(name, 12))
     schedule, costs = order(name, ranks, count, **options), random_costs(seed, ranks, ranks * chunks)
     graph = OrderGraph(schedule, 1 if schedule.flushes else 3)
-    ((found,),) = graph.finish(graph.ends(costs), costs.after_backward)
-    assert found == pytest.approx(played(Table.unroll(schedule, 1 if schedule.flushes else 3), costs), rel=1e-12)
+    ((finish,),) = graph.finish(graph.ends(costs), costs.after_backward)
+    assert finish == pytest.approx(played(Table.unroll(schedule, 1 if schedule.flushes else 3), costs), rel=1e-12)
 
 
 def played(table: Table, costs: OrderCosts) -> float:
@@ -172,10 +172,10 @@ def test_groups_that_wait_for_each_other_are_refused() -> None:
 def check_long_steps(name: str, data: st.DataObject, seed: int, longest: int) -> None:
     ranks, chunks, count, options = data.draw(orders(name, longest))
     costs = random_costs(seed, ranks, ranks * chunks)
-    found = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
+    seconds = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline_time, "WALKED_PERIODS", ())
-        assert found == pytest.approx(step_seconds(name, options, costs, count), rel=1e-12)  # type: ignore[arg-type]
+        assert seconds == pytest.approx(step_seconds(name, options, costs, count), rel=1e-12)  # type: ignore[arg-type]
 
 
 LONG = [name for name in NAMES if name not in ("zb_auto", "v_auto")]
@@ -219,7 +219,7 @@ def test_waits_are_nonnegative_and_slower_stages_never_help(name: str, ranks: in
     if not order(name, ranks, count).flushes:  # the next step follows at once
         after *= 0
     for costs in (plain, slower):
-        found = waiting_of(name, {}, costs, count, work, after)
-        assert min(found) >= 0
-        totals.append(sum(found))
+        waiting = waiting_of(name, {}, costs, count, work, after)
+        assert min(waiting) >= 0
+        totals.append(sum(waiting))
     assert totals[1] >= totals[0]

@@ -51,7 +51,7 @@ def unit_seconds(elements: int, shards: int, stage: int) -> dict[Kind, float]:
 
 def expected(config: PretrainConfig) -> dict[tuple[int, int, int], float]:
     """Seconds by kind, stage and state unit, without tied weights."""
-    found, layout, zero = {}, StageLayout.of(config), config.zero
+    times, layout, zero = {}, StageLayout.of(config), config.zero
     tied = [name for names in tied_names(layout.layers) for name in names]
     for stage, members in enumerate(layout.ranges):
         units: list[tuple[int, int]] = []
@@ -63,8 +63,8 @@ def expected(config: PretrainConfig) -> dict[tuple[int, int, int], float]:
             units += [(whole - experts * apart, REPLICAS), *[(experts, zero.expert_shard_size or 1)] * apart]
         for unit, (elements, shards) in enumerate(units):
             for kind, seconds in unit_seconds(elements, shards, zero.stage).items():
-                found[int(kind), stage, unit] = seconds
-    return found
+                times[int(kind), stage, unit] = seconds
+    return times
 
 
 @settings(max_examples=40, deadline=None)

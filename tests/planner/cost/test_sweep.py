@@ -53,7 +53,7 @@ def drawn(numbers: random.Random, name: str) -> PretrainConfig:
 @pytest.mark.slow
 def test_layouts_at_random_come_out_as_simulated() -> None:
     """Fifteen of each schedule. Much too long is the worse error: a search drops such layouts."""
-    numbers, found = random.Random(5), list[float]()
+    numbers, ratios = random.Random(5), list[float]()
     for name in SCHEDULES:
         own = list[float]()
         while len(own) < 15:
@@ -64,8 +64,8 @@ def test_layouts_at_random_come_out_as_simulated() -> None:
                 continue
             own.append(closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds - 1)
         assert mean(abs(each) for each in own) < 0.09, name
-        found += own
-    sizes = [abs(each) for each in found]
+        ratios += own
+    sizes = [abs(each) for each in ratios]
     assert mean(sizes) < 0.03
     assert quantiles(sizes, n=20)[17] < 0.10  # nine of ten
-    assert -0.3 < min(found) < max(found) < 0.3
+    assert -0.3 < min(ratios) < max(ratios) < 0.3

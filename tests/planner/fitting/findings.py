@@ -53,9 +53,9 @@ class Layout:
     zero: bool = False
 
 
-def speed(found: Estimate) -> float:
+def speed(estimate: Estimate) -> float:
     """Executed TFLOP/s and device."""
-    return found.executed_flops / found.step_seconds / found.world_size / 1e12
+    return estimate.executed_flops / estimate.step_seconds / estimate.world_size / 1e12
 
 
 def run(shape: Shape, layout: Layout) -> Estimate:

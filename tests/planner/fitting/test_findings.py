@@ -30,10 +30,10 @@ def test_interleaving_gains_less_with_larger_batches() -> None:
 @pytest.mark.parametrize(("batch", "level"), [(32, 1.0), (128, 0.995)])
 def test_tensor_parallelism_within_nodes_and_pipelines_beyond_win(batch: int, level: float) -> None:
     """8 is best, as in figure 13; with the large batch, whose bubble is small, 4 is level with it."""
-    found = tensor_against_pipeline(batch)
-    assert found[8] >= level * max(found.values())
-    assert found[2] < found[4]
-    assert found[32] < found[16] < found[8]
+    speeds = tensor_against_pipeline(batch)
+    assert speeds[8] >= level * max(speeds.values())
+    assert speeds[2] < speeds[4]
+    assert speeds[32] < speeds[16] < speeds[8]
 
 
 def test_two_samples_are_the_best_micro_batch() -> None:
@@ -71,8 +71,8 @@ def test_zero_and_pipelines_are_as_fast_as_published(row: ZeroRow) -> None:
 def test_sharded_data_parallelism_gets_slower_as_gpus_double(name: str) -> None:
     """From near PTD-P to less than a third of it, published; the model's share is the published one to 0.18."""
     rows = [row for row in ZERO_ROWS if row.name == name]
-    found = [zero_against_pipeline(row) for row in rows]
-    shares = [sharded / together for sharded, together in found]
+    ratios = [zero_against_pipeline(row) for row in rows]
+    shares = [sharded / together for sharded, together in ratios]
     assert shares == sorted(shares, reverse=True)
     assert shares == pytest.approx([row.zero / row.ptd for row in rows], abs=0.18)
     assert shares[-1] < 0.4 * shares[0]

@@ -58,11 +58,11 @@ def made_up() -> list[MadeUp]:
 
 def test_the_truth_that_rows_were_made_with_is_found() -> None:
     """Speeds to 0.5%, also of a row that it was not fitted to."""
-    found = fit(made_up()[:5], load_hardware("a100-80"), made_up()[5:], leave_one_out=False)
+    result = fit(made_up()[:5], load_hardware("a100-80"), made_up()[5:], leave_one_out=False)
     for parameter in PARAMETERS:
-        assert getattr(found.efficiency, parameter.name) == pytest.approx(TRUTH[parameter.name], rel=0.03)
-    assert found.worst_error < 5e-3
-    assert abs(found.unfitted[0].error) < 5e-3
+        assert getattr(result.efficiency, parameter.name) == pytest.approx(TRUTH[parameter.name], rel=0.03)
+    assert result.worst_error < 5e-3
+    assert abs(result.unfitted[0].error) < 5e-3
 
 
 def test_the_three_free_parameters_are_shares() -> None:
@@ -103,10 +103,10 @@ def test_what_rows_are_assumed_to_be_runs_and_fits(name: str) -> None:
     """Interleaving where there is a pipeline, the sizes of the table, and the memory of its machine."""
     rows, predicted, hardware = runs_of(name)
     for run in (*rows, *predicted):
-        found = run.predict(hardware)
-        row, config = run, found.config
-        assert found.fits
-        assert found.world_size == row.devices
+        prediction = run.predict(hardware)
+        row, config = run, prediction.config
+        assert prediction.fits
+        assert prediction.world_size == row.devices
         assert (config.parallel.tensor, config.parallel.pipeline) == (row.tensor, row.pipeline)
         assert config.batch.global_size == row.batch
         assert config.schedule.name == ("interleaved_1f1b" if row.pipeline > 1 else "1f1b")
@@ -121,15 +121,15 @@ def test_a_row_that_fits_no_device_is_reported() -> None:
 
 
 def test_the_report_names_parameters_rows_and_errors() -> None:
-    found = fit(made_up()[:4], load_hardware("a100-80"), made_up()[4:5], leave_one_out=False)
-    lines = list(report_lines(found, "steps/s"))
+    result = fit(made_up()[:4], load_hardware("a100-80"), made_up()[4:5], leave_one_out=False)
+    lines = list(report_lines(result, "steps/s"))
     assert lines[0].startswith("3 free parameters of A100-80: ceiling 0.")
     assert [line.split()[:2] for line in lines[2:5]] == [[each.name, "unknown"] for each in PARAMETERS]
     assert "left out" in lines[5]
-    assert lines[10] == f"mean error {found.mean_error:.1%}, worst {found.worst_error:.1%}"
+    assert lines[10] == f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
     assert lines[11] == "not fitted, only predicted:"
     assert len(lines) == 13
-    as_json = found.as_json()
+    as_json = result.as_json()
     assert as_json["parameters"].keys() == as_json["standard_deviations"].keys() == {"ceiling", "memory", "links"}
     assert [row["leave_one_out_error"] for row in as_json["rows"]] == [None] * 4
     assert as_json["prior"] is as_json["leave_one_out_mean_error"] is as_json["leave_one_out_worst_error"] is None
@@ -137,14 +137,14 @@ def test_the_report_names_parameters_rows_and_errors() -> None:
 
 def test_the_report_names_priors_and_left_out_rows() -> None:
     prior = prior_of("a100-80")
-    found = fit(made_up()[:4], load_hardware("a100-80"), prior=prior)
-    lines = list(report_lines(found, "steps/s"))
+    result = fit(made_up()[:4], load_hardware("a100-80"), prior=prior)
+    lines = list(report_lines(result, "steps/s"))
     for line, (name, belief) in zip(lines[2:5], prior.beliefs.items(), strict=True):
         assert line.split()[:3] == [name, f"{belief.mean:.3f}", "+-"]
         assert line.endswith(belief.origin)
-    left_out = [abs(row.left_out or 0.0) for row in found.fitted]
+    left_out = [abs(row.left_out or 0.0) for row in result.fitted]
     assert lines[-1] == f"left out: mean error {sum(left_out) / 4:.1%}, worst {max(left_out):.1%}"
-    as_json = found.as_json()
+    as_json = result.as_json()
     assert as_json["leave_one_out_worst_error"] == max(left_out)
     assert as_json["prior"]["shares"]["memory"]["mean"] == prior.beliefs["memory"].mean
 
@@ -155,10 +155,10 @@ def test_a_share_that_rows_do_not_determine_is_named() -> None:
     alone = [
         MadeUp(f"batch {size}", config_of(SMALL, batch={"global_size": size}), truth) for size in (1, 2, 4, 8, 16)
     ]
-    found = fit(alone, load_hardware("a100-80"), leave_one_out=False)
-    assert np.isinf(found.spreads[2])
-    assert found.as_json()["standard_deviations"]["links"] is None
-    assert ", not determined" in list(report_lines(found, "steps/s"))[4]
+    result = fit(alone, load_hardware("a100-80"), leave_one_out=False)
+    assert np.isinf(result.spreads[2])
+    assert result.as_json()["standard_deviations"]["links"] is None
+    assert ", not determined" in list(report_lines(result, "steps/s"))[4]
     prior = prior_of("a100-80")
     known = fit(alone, load_hardware("a100-80"), prior=prior, leave_one_out=False)
     assert known.efficiency.links == pytest.approx(prior.beliefs["links"].mean, rel=1e-2)
@@ -174,13 +174,13 @@ def test_unknown_rows_are_refused() -> None:
 @pytest.mark.parametrize("name", TABLES)
 def test_presets_are_the_fit_and_predict_left_out_rows(name: str) -> None:
     """The goal for rows predicted from the others alone: on average within 4%, each within 8%."""
-    found = fitted(name)
+    result = fitted(name)
     preset = load_hardware(TABLES[name].hardware).groups[0].device.efficiency
     for parameter in PARAMETERS:
-        assert getattr(found.efficiency, parameter.name) == pytest.approx(getattr(preset, parameter.name), abs=0.01)
-    assert len(found.left_out_errors) == 5
-    assert sum(found.left_out_errors) / 5 <= 0.04
-    assert max(found.left_out_errors) <= 0.08
+        assert getattr(result.efficiency, parameter.name) == pytest.approx(getattr(preset, parameter.name), abs=0.01)
+    assert len(result.left_out_errors) == 5
+    assert sum(result.left_out_errors) / 5 <= 0.04
+    assert max(result.left_out_errors) <= 0.08
 
 
 @pytest.mark.exhaustive
@@ -189,11 +189,11 @@ def test_another_prior_predicts_left_out_rows_too(name: str) -> None:
     """Half as wide, and with all kernels as fast as a plain copy: nothing of the real one is tuned to the rows."""
     table = TABLES[name]
     beliefs = {**prior_of(table.hardware).beliefs, "memory": Belief(0.9, "a copy")}
-    found = fit(table.rows, load_hardware(table.hardware), prior=Prior(beliefs, WIDTH / 2))
-    assert found.worst_error <= 0.08
-    assert found.mean_error <= 0.04
-    assert max(found.left_out_errors) <= 0.08
-    assert sum(found.left_out_errors) / 5 <= 0.05
+    result = fit(table.rows, load_hardware(table.hardware), prior=Prior(beliefs, WIDTH / 2))
+    assert result.worst_error <= 0.08
+    assert result.mean_error <= 0.04
+    assert max(result.left_out_errors) <= 0.08
+    assert sum(result.left_out_errors) / 5 <= 0.05
 
 
 @pytest.mark.exhaustive
@@ -217,6 +217,6 @@ def test_rows_without_the_smallest_model_bound_memory(name: str, squares: tuple[
         point = fit_parameters(errors, others).point
         return float(np.sum(errors(point) ** 2)), machine(memory, point)
 
-    found = [best(memory) for memory in (0.5, 0.75, 1.0)]
-    assert [left for left, _ in found] == pytest.approx(squares, abs=1e-4)
-    assert judge(rows[0], found[-1][1]).error == pytest.approx(too_fast, abs=0.01)
+    losses = [best(memory) for memory in (0.5, 0.75, 1.0)]
+    assert [left for left, _ in losses] == pytest.approx(squares, abs=1e-4)
+    assert judge(rows[0], losses[-1][1]).error == pytest.approx(too_fast, abs=0.01)

@@ -18,19 +18,19 @@ def test_a_linear_problem_has_numpys_solution(seed: int) -> None:
     random = np.random.default_rng(seed)
     matrix = np.eye(8, 3) + 0.3 * random.standard_normal((8, 3))
     target = random.standard_normal(8)
-    found = fit_parameters(lambda point: matrix @ point - target, parameters()).point
+    solution = fit_parameters(lambda point: matrix @ point - target, parameters()).point
     expected, *_ = np.linalg.lstsq(matrix, target, rcond=None)
-    assert found == pytest.approx(expected, abs=1e-3)
+    assert solution == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_bent_valley_is_followed() -> None:
     """Rosenbrock's function as two errors; its least is at (1, 1)."""
-    found = fit_parameters(
+    result = fit_parameters(
         lambda point: np.array([1 - point[0], 3 * (point[1] - point[0] ** 2), point[2]]), parameters()
     ).point
-    assert found == pytest.approx([1, 1, 0], abs=0.02)
+    assert result == pytest.approx([1, 1, 0], abs=0.02)
 
 
 def test_bounds_hold() -> None:
-    found = fit_parameters(lambda point: point - np.array([5.0, -3.0, 0.25]), parameters(0.0, 1.0)).point
-    assert found == pytest.approx([1.0, 0.0, 0.25], abs=1e-6)
+    result = fit_parameters(lambda point: point - np.array([5.0, -3.0, 0.25]), parameters(0.0, 1.0)).point
+    assert result == pytest.approx([1.0, 0.0, 0.25], abs=1e-6)

@@ -68,8 +68,8 @@ def write(folder: Path, seconds: list[float], changes: dict[int, dict[str, objec
 def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[float]) -> None:
     found_rates = fit_rows(write(tmp_path, seconds), load_hardware("h100"))
     report = "\n".join(report_lines(found_rates, "tokens/s"))
-    found = {name: float(value) for name, value in re.findall(r"(ceiling|memory|links) (0\.\d+)", report)}
-    assert found == pytest.approx({"ceiling": 0.6, "memory": 0.5, "links": 0.7}, rel=0.03)
+    shares = {name: float(value) for name, value in re.findall(r"(ceiling|memory|links) (0\.\d+)", report)}
+    assert shares == pytest.approx({"ceiling": 0.6, "memory": 0.5, "links": 0.7}, rel=0.03)
     assert len(re.findall(r"^row \d.*%.*%", report, re.MULTILINE)) == 5  # in sample, and left out
     assert "tokens/s" in report
 

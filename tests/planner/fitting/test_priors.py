@@ -41,17 +41,17 @@ def test_rows_move_shares_as_in_the_closed_form(seed: int, rows: int, scale: flo
     slopes, start, prior = problem(seed, rows, scale)
     errors = errors_of(slopes, start, prior)
     mean, deviation = ridge(slopes, start, prior)
-    found = fit_parameters(errors, FREE)
-    assert np.log(found.point) == pytest.approx(mean, abs=0.02)
-    spreads = np.array(found.spreads(ROW_ERROR)) / found.point
+    result = fit_parameters(errors, FREE)
+    assert np.log(result.point) == pytest.approx(mean, abs=0.02)
+    spreads = np.array(result.spreads(ROW_ERROR)) / result.point
     assert spreads == pytest.approx(deviation, rel=0.02)
 
 
 def test_without_rows_the_prior_stays() -> None:
     prior = prior_of("a100-80")
-    found = fit_parameters(prior.errors, PARAMETERS)
-    assert found.point == pytest.approx([belief.mean for belief in prior.beliefs.values()], rel=1e-3)
-    assert np.array(found.spreads(ROW_ERROR)) / found.point == pytest.approx(WIDTH, rel=0.05)
+    result = fit_parameters(prior.errors, PARAMETERS)
+    assert result.point == pytest.approx([belief.mean for belief in prior.beliefs.values()], rel=1e-3)
+    assert np.array(result.spreads(ROW_ERROR)) / result.point == pytest.approx(WIDTH, rel=0.05)
 
 
 @pytest.mark.parametrize("name", [table.hardware for table in TABLES.values()])
@@ -71,14 +71,14 @@ def test_the_width_is_how_far_published_kernels_scatter() -> None:
 
 
 def test_a_parameter_without_influence_is_undetermined() -> None:
-    found = fit_parameters(lambda point: 2.0 * point[:2] - 1.0, FREE).spreads(0.1)
-    assert found[:2] == pytest.approx((0.05, 0.05))
-    assert found[2] == np.inf
+    spreads = fit_parameters(lambda point: 2.0 * point[:2] - 1.0, FREE).spreads(0.1)
+    assert spreads[:2] == pytest.approx((0.05, 0.05))
+    assert spreads[2] == np.inf
 
 
 def test_fewer_errors_than_parameters_determine_none_of_them() -> None:
-    found = fit_parameters(lambda point: point[:1] * point[1:2] - 0.25, FREE[:2])
-    assert found.spreads(0.1) == (np.inf, np.inf)
+    result = fit_parameters(lambda point: point[:1] * point[1:2] - 0.25, FREE[:2])
+    assert result.spreads(0.1) == (np.inf, np.inf)
 
 
 def test_parameters_that_matter_only_together_are_undetermined() -> None:

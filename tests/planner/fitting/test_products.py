@@ -15,9 +15,9 @@ def device(name: str) -> Device:
 
 
 def test_the_a100_has_the_law_of_its_products() -> None:
-    found, preset = law_of(device("a100-80"), "fp16", A100_FP16), device("a100-80").efficiency
-    assert preset.half_size == pytest.approx(found.half_size, abs=1.0)
-    assert preset.launch == pytest.approx(found.launch, abs=1e-7)
+    law, preset = law_of(device("a100-80"), "fp16", A100_FP16), device("a100-80").efficiency
+    assert preset.half_size == pytest.approx(law.half_size, abs=1.0)
+    assert preset.launch == pytest.approx(law.launch, abs=1e-7)
 
 
 def test_h100_has_its_own_half_size_and_a100s_launch() -> None:
@@ -29,8 +29,8 @@ def test_h100_has_its_own_half_size_and_a100s_launch() -> None:
 def test_the_law_predicts_the_products_it_was_fitted_to() -> None:
     """Within 6% on average; a constant rate, the best one, is 3 times as far off."""
     rates = np.array(list(A100_FP16.values()))
-    found = law_of(device("a100-80"), "fp16", A100_FP16)
-    machine = Device("a", {"fp16": 312e12}, 80e9, 2e12, found)
+    law = law_of(device("a100-80"), "fp16", A100_FP16)
+    machine = Device("a", {"fp16": 312e12}, 80e9, 2e12, law)
     predicted = [2 * n**3 / matrix_product_time(machine, n, n, n, "fp16").seconds / 1e12 for n in A100_FP16]
     off = np.abs(np.log(predicted / rates))
     constant = np.abs(np.log(rates / np.median(rates)))

@@ -64,7 +64,7 @@ def predicted(sequence: int, vocabulary: int) -> tuple[tuple[float, float], ...]
         tie_embeddings=False,
         activation="gelu_tanh",
     )
-    found = []
+    rows = []
     even = even_stages(8, 32)
     first, *others, last = redistributed(sequence, vocabulary)
     balanced = [first + 1, *others, last + 1]  # the embedding and the head count as layers
@@ -77,8 +77,8 @@ def predicted(sequence: int, vocabulary: int) -> tuple[tuple[float, float], ...]
         )
         answer = predict(config, SELENE, assumptions=Assumptions(megatron_kernels=True)).estimate
         mfu = answer.model_flops / answer.step_seconds / answer.world_size / PEAK
-        found.append((100 * mfu, answer.peak_bytes / 1e9))
-    return tuple(found)
+        rows.append((100 * mfu, answer.peak_bytes / 1e9))
+    return tuple(rows)
 
 
 def vocabulary_lines() -> Iterator[str]:

@@ -30,17 +30,17 @@ def measurements(hardware: Hardware) -> Measurements:
 
 
 def test_a_measured_layer_is_what_its_row_says() -> None:
-    found = MeasuredTimes(machine(), contended=False).of(run(batch={"micro_size": 4}), BLOCK)
-    assert found.forward == pytest.approx(5e-3)
-    assert found.backward_input + found.backward_weight == pytest.approx(10e-3)
-    assert found.recompute == 0.0
-    assert "measured 2026-01-31 on made up: tensor 1, context 1" in found.source
+    times = MeasuredTimes(machine(), contended=False).of(run(batch={"micro_size": 4}), BLOCK)
+    assert times.forward == pytest.approx(5e-3)
+    assert times.backward_input + times.backward_weight == pytest.approx(10e-3)
+    assert times.recompute == 0.0
+    assert "measured 2026-01-31 on made up: tensor 1, context 1" in times.source
 
 
 def test_halves_that_run_apart_are_slower_than_the_whole() -> None:
     config = run(batch={"micro_size": 4}, schedule={"name": "zb_h1"}, parallel={"pipeline": 2})
-    found = MeasuredTimes(machine(), contended=False).of(config, BLOCK)
-    assert (found.backward_input, found.backward_weight) == pytest.approx((7.5e-3, 5e-3))
+    times = MeasuredTimes(machine(), contended=False).of(config, BLOCK)
+    assert (times.backward_input, times.backward_weight) == pytest.approx((7.5e-3, 5e-3))
 
 
 def test_blocks_alone_run_again() -> None:
@@ -102,9 +102,9 @@ def test_ranks_update_their_tied_weight_once(schedule: str, pipeline: int, ranks
 def test_another_shape_is_the_rooflines_and_says_so(config, why) -> None:  # type: ignore[no-untyped-def]
     """The file's device is a quarter of a busy machine: a rank by itself is faster than that."""
     layer = model_layers(config.model)[1]
-    found, roofline = MeasuredTimes(machine(), contended=False).of(config, layer), RooflineTimes(DEVICE)
-    assert why in found.source
-    assert found.forward == pytest.approx(roofline.of(config, layer).forward / 2.3)
+    measured, roofline = MeasuredTimes(machine(), contended=False).of(config, layer), RooflineTimes(DEVICE)
+    assert why in measured.source
+    assert measured.forward == pytest.approx(roofline.of(config, layer).forward / 2.3)
 
 
 @pytest.mark.parametrize(
@@ -121,16 +121,16 @@ def test_another_shape_is_the_rooflines_and_says_so(config, why) -> None:  # typ
 def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer) -> None:  # type: ignore[no-untyped-def]
     """On a machine whose every layer takes three times its roofline forward, and five times backward."""
     times, exact = MeasuredTimes(in_proportion(3.0, 5.0), contended=False), RooflineTimes(DEVICE).of(config, layer)
-    found = times.of(config, layer)
+    measured = times.of(config, layer)
     # A layer that one rank has alone, or a head without recomputed logits, may have been measured all the same.
-    assert why in found.source or "measured 2026" in found.source
-    assert found.forward == pytest.approx(3 * exact.forward)
-    whole = found.backward_input + found.backward_weight
+    assert why in measured.source or "measured 2026" in measured.source
+    assert measured.forward == pytest.approx(3 * exact.forward)
+    whole = measured.backward_input + measured.backward_weight
     assert whole == pytest.approx(5 * (exact.backward_input + exact.backward_weight))
-    assert found.recompute == pytest.approx(3 * exact.recompute)
+    assert measured.recompute == pytest.approx(3 * exact.recompute)
     if layer is BLOCK:
-        assert why in found.source
-        assert "scaled by times measured" in found.source
+        assert why in measured.source
+        assert "scaled by times measured" in measured.source
 
 
 def in_proportion(forward: float, backward: float) -> Hardware:
@@ -163,8 +163,8 @@ def test_unmeasured_layouts_do_not_look_faster_to_a_search() -> None:
     space = SearchSpace(recompute=("selective", "none"), max_micro_size=4)
     times = MeasuredTimes(hardware)
     assert RooflineTimes(DEVICE).of(config, BLOCK).forward < 0.2 * times.of(config, BLOCK).forward
-    found = search(config, hardware, 4, space=space, times=times, effort=Effort(alternatives=False))
-    assert found.best.config.recompute.method == "none"
+    findings = search(config, hardware, 4, space=space, times=times, effort=Effort(alternatives=False))
+    assert findings.best.config.recompute.method == "none"
     pinned = frozenset({"parallel.tensor"})
     wide = run(parallel={"tensor": 4})
     of_two = search(run(parallel={"tensor": 2}), hardware, 4, pinned, space=space, times=times, effort=QUICK).best
@@ -217,9 +217,9 @@ def test_ranks_that_share_a_layer_wait_as_measured() -> None:
     layers, count = MODEL.num_layers + 2, 8
     alone = replace(machine(), measured=replace(measurements(machine()), contention=AT_EASE))
     waiting = replace(alone, measured=replace(measurements(alone), waits=WAITS))
-    for found in (estimate(config, waiting), predict(config, waiting).estimate):
-        assert found.seconds_of("tensor") == pytest.approx(count * layers * 6e-3)
-        assert [term.source for term in found.terms if term.name == "tensor"] == [MEASURED_WAITS]
+    for result in (estimate(config, waiting), predict(config, waiting).estimate):
+        assert result.seconds_of("tensor") == pytest.approx(count * layers * 6e-3)
+        assert [term.source for term in result.terms if term.name == "tensor"] == [MEASURED_WAITS]
     assert estimate(config, alone).seconds_of("tensor") != pytest.approx(count * layers * 6e-3)
 
 
@@ -245,9 +245,9 @@ def test_waits_count_in_the_dimension_that_shares_layers() -> None:
     rows = tuple(replace(row, tensor=1, context=2) for row in measurements(machine()).layers if row.tensor == 2)
     waits = tuple(replace(row, tensor=1, context=2) for row in WAITS)
     hardware = machine(layers=rows, waits=waits, contention=AT_EASE)
-    found = estimate(run(parallel={"context": 2}), hardware)
-    assert found.seconds_of("tensor") == 0.0
-    assert found.seconds_of("context") == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
+    result = estimate(run(parallel={"context": 2}), hardware)
+    assert result.seconds_of("tensor") == 0.0
+    assert result.seconds_of("context") == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
 def test_waits_of_ranks_are_divided_by_tensor_and_context() -> None:
@@ -256,8 +256,8 @@ def test_waits_of_ranks_are_divided_by_tensor_and_context() -> None:
     waits = tuple(replace(row, context=2) for row in WAITS)
     hardware = machine(layers=rows, waits=waits, contention=AT_EASE)
     config = run(parallel={"tensor": 2, "context": 2})
-    found = estimate(config, hardware)
-    tensor, context = found.seconds_of("tensor"), found.seconds_of("context")
+    result = estimate(config, hardware)
+    tensor, context = result.seconds_of("tensor"), result.seconds_of("context")
     assert min(tensor, context) > 0.0
     assert tensor + context == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 

@@ -76,12 +76,12 @@ def test_a_transition_moves_what_a_device_lacks_both_ways() -> None:
     outer, inner = Strategy(1, (("data", 2), ("tensor", 2))), Strategy(1, (("tensor", 2), ("data", 2)))
     base, hardware = run(), machine(node=2, nodes=2)
     costs = OpCosts(base, hardware, 4, slowest_times(base, hardware, 1))
-    found = costs.transitions([data, sharded, tensor, outer, inner], 8)
+    seconds = costs.transitions([data, sharded, tensor, outer, inner], 8)
     whole = 8 * 128 * 256 * 2 / 5e8  # the micro-batch's boundary over a device's share of the slow link
-    assert found[0].tolist() == pytest.approx([0, 0, 0.75 * whole, 0.25 * whole, found[4, 0]])
-    assert found[2, 2] == 0
-    assert found[3, 4] == pytest.approx(whole)
-    assert (found == found.T).all()
+    assert seconds[0].tolist() == pytest.approx([0, 0, 0.75 * whole, 0.25 * whole, seconds[4, 0]])
+    assert seconds[2, 2] == 0
+    assert seconds[3, 4] == pytest.approx(whole)
+    assert (seconds == seconds.T).all()
 
 
 def test_machines_are_judged_by_their_worst_node() -> None:

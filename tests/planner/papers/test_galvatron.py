@@ -79,8 +79,8 @@ def test_an_iteration_of_equal_stages_is_the_simulated(stages: int, microbatches
         assert iteration_seconds(*passes, extra, microbatches) == pytest.approx(
             simulated(*passes, extra, microbatches), rel=1e-12
         )
-    found = iteration_seconds(*passes, [0.0] * stages, microbatches)
-    assert found == pytest.approx(3.0 * (microbatches + stages - 1))
+    seconds = iteration_seconds(*passes, [0.0] * stages, microbatches)
+    assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -59,12 +59,12 @@ def nested_seconds(layers: list[Layer], first: int, last: int, levels: list[Leve
 @pytest.mark.parametrize(("num_layers", "workers"), [(1, 3), (5, 1), (6, 4), (8, 4)])
 def test_the_flat_partition_is_that_of_brute_force(seed: int, num_layers: int, workers: int) -> None:
     layers, bandwidth = profile(seed, num_layers), 10.0
-    found = flat(layers, workers, bandwidth)
+    partition = flat(layers, workers, bandwidth)
     best = min(flat_seconds(layers, stages, bandwidth) for stages in partitions(0, num_layers, workers))
-    assert found.seconds == pytest.approx(best, rel=1e-12)
-    own = [(stage.first, stage.last, stage.workers) for stage in found.stages]
+    assert partition.seconds == pytest.approx(best, rel=1e-12)
+    own = [(stage.first, stage.last, stage.workers) for stage in partition.stages]
     assert flat_seconds(layers, own, bandwidth) == pytest.approx(best, rel=1e-12)
-    assert sum(stage.workers for stage in found.stages) == workers
+    assert sum(stage.workers for stage in partition.stages) == workers
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -72,9 +72,9 @@ def test_the_flat_partition_is_that_of_brute_force(seed: int, num_layers: int, w
 def test_the_hierarchical_partition_is_that_of_brute_force(seed: int, widths: tuple[int, ...]) -> None:
     layers = profile(seed, 5)
     levels = [Level(width, 30.0 / 3**index) for index, width in enumerate(widths)]
-    found = hierarchical(layers, levels)
-    assert found.seconds == pytest.approx(nested_seconds(layers, 0, len(layers), levels), rel=1e-12)
-    check_nested(found.stages, 0, len(layers), list(widths))
+    partition = hierarchical(layers, levels)
+    assert partition.seconds == pytest.approx(nested_seconds(layers, 0, len(layers), levels), rel=1e-12)
+    check_nested(partition.stages, 0, len(layers), list(widths))
 
 
 def check_nested(stages: tuple[PartitionStage, ...], first: int, last: int, widths: list[int]) -> None:
@@ -94,10 +94,10 @@ def test_weightless_compute_is_replicated_and_heavy_weights_are_isolated() -> No
     """VGG16's "7-1": convolutions on seven workers, the fully connected layers on one."""
     convolutions = [Layer(7.0, 0.1, 0.0) for _ in range(4)]
     connected = Layer(4.0, 0.1, 500.0)
-    found = flat([*convolutions, connected], 8, 10.0)
-    assert [(stage.first, stage.last, stage.workers) for stage in found.stages] == [(0, 4, 7), (4, 5, 1)]
-    assert found.seconds == 4.0
-    assert found.in_flight == 2
+    partition = flat([*convolutions, connected], 8, 10.0)
+    assert [(stage.first, stage.last, stage.workers) for stage in partition.stages] == [(0, 4, 7), (4, 5, 1)]
+    assert partition.seconds == 4.0
+    assert partition.in_flight == 2
 
 
 def test_straight_pipelines_keep_one_mini_batch_per_stage() -> None:
@@ -109,10 +109,10 @@ def test_straight_pipelines_keep_one_mini_batch_per_stage() -> None:
 def test_straight_pipeline_seconds_equal_the_schedules_walk(seed: int) -> None:
     """Seconds are those of a mini-batch in a full pipeline, where transfers take no time."""
     layers = [Layer(each.seconds, 0.0, 1e9) for each in profile(seed, 5)]
-    found = flat(layers, 5, 1.0)
-    times = np.array([[sum(layer.seconds for layer in layers[each.first : each.last]) for each in found.stages]])
+    partition = flat(layers, 5, 1.0)
+    times = np.array([[sum(layer.seconds for layer in layers[each.first : each.last]) for each in partition.stages]])
     none, links = np.zeros_like(times), np.zeros((1, times.size, times.size))
     costs = OrderCosts(none, times / 3, none, times * 2 / 3, none, none, links, links)
     ((walked,),) = step_seconds("pipedream", {}, costs, 64)
-    assert [each.workers for each in found.stages] == [1] * 5
-    assert walked / 64 == pytest.approx(found.seconds, rel=1e-9)
+    assert [each.workers for each in partition.stages] == [1] * 5
+    assert walked / 64 == pytest.approx(partition.seconds, rel=1e-9)

@@ -31,9 +31,9 @@ def test_the_tree_has_every_nesting_of_distinct_methods_once(devices: int) -> No
             group = math.prod(degree for _, degree in levels)
             if len({method for method, _ in levels}) == count and group <= devices:
                 expected.add(Strategy(devices // group, levels))
-    found = strategies(devices, pruned=False)
-    assert len(found) == len(set(found))
-    assert set(found) == expected
+    tree = strategies(devices, pruned=False)
+    assert len(tree) == len(set(tree))
+    assert set(tree) == expected
     assert set(strategies(devices)) == {
         each for each in expected if not {"data", "sharded"} <= dict(each.levels).keys()
     }

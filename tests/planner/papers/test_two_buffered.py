@@ -138,10 +138,10 @@ def test_the_plan_is_that_of_brute_force(seed: int) -> None:
             rates.append(sequences_per_second(model, machine, batch, width, depth, size, execution))
             space.add((width, depth, execution))
     assert plan(model, machine, batch).sequences_per_second == pytest.approx(max(rates), rel=1e-12)
-    found = list(configurations(model, machine, batch))
-    assert {(each.width, each.depth, each.execution) for each in found} == space
-    assert all(each.memory_bytes <= machine.memory_bytes for each in found)
-    assert all(each.microbatches >= each.depth for each in found if each.execution != "no_pipelining")
+    plans = list(configurations(model, machine, batch))
+    assert {(each.width, each.depth, each.execution) for each in plans} == space
+    assert all(each.memory_bytes <= machine.memory_bytes for each in plans)
+    assert all(each.microbatches >= each.depth for each in plans if each.execution != "no_pipelining")
 
 
 def test_throughput_is_the_cost_model_by_hand() -> None:

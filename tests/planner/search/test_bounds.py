@@ -232,9 +232,9 @@ def test_no_rank_holds_fewer_micro_batches(
     assert generator.held is not None
     least = generator.held(pipeline, count, chunks, options)
     assert least.shape == (pipeline, chunks)
-    found = order(schedule, pipeline, count, **options)
-    for rank, rows in enumerate(found.expand(found.prologue_steps or 1)):
-        own, in_flight = found.header.stages_on(rank), np.zeros((len(rows), chunks))
+    compute = order(schedule, pipeline, count, **options)
+    for rank, rows in enumerate(compute.expand(compute.prologue_steps or 1)):
+        own, in_flight = compute.header.stages_on(rank), np.zeros((len(rows), chunks))
         for row, (kind, stage) in enumerate(rows[:, [KIND, STAGE]].tolist()):
             in_flight[row, own.index(stage)] = (kind == Kind.FORWARD) - (kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT))
         assert (in_flight.cumsum(axis=0) >= least[rank]).all(axis=1).any()

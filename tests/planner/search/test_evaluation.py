@@ -72,18 +72,18 @@ def test_a_search_holds_the_assumptions_that_it_is_given(assumptions: Assumption
     base, hardware = run(num_layers=6), machine()
     space = SearchSpace(max_micro_size=2, max_chunks=2)
     effort = Effort(keep=3, actions=0, alternatives=False)
-    found = search_speed(base, hardware, 4, space=space, effort=effort, assumptions=assumptions)
+    findings = search_speed(base, hardware, 4, space=space, effort=effort, assumptions=assumptions)
     own = search_speed(base, hardware, 4, space=space, effort=effort)
-    for each in (*found.ranked, *found.pareto):
+    for each in (*findings.ranked, *findings.pareto):
         again = estimate(each.config, hardware, assumptions=assumptions)
         assert each.estimate.step_seconds == pytest.approx(again.step_seconds)
-    assert found.best.estimate.step_seconds != own.best.estimate.step_seconds
+    assert findings.best.estimate.step_seconds != own.best.estimate.step_seconds
     every = [
         estimate(layout.applied(base), hardware, assumptions=assumptions)
         for layout in Layouts(base, 4, frozenset(), space)
     ]
     best = min(each.step_seconds for each in every if each.fits)
-    assert found.best.estimate.step_seconds <= best * (1 + 1e-9)
+    assert findings.best.estimate.step_seconds <= best * (1 + 1e-9)
     effort = replace(effort, actions=10_000)
     simulated = search_speed(base, hardware, 4, space=space, effort=effort, assumptions=assumptions).best
     exact = predict(simulated.config, hardware, assumptions=assumptions).estimate

@@ -27,7 +27,7 @@ def brute_force(base: PretrainConfig, devices: int, pinned: frozenset[str], spac
         return [own] if path in pinned else tried
 
     sizes = range(1, devices + 1)
-    parallel, found = base.parallel, set()
+    parallel, layouts = base.parallel, set()
     chunks = range(2, (space.max_chunks or 99) + 1)
     for tensor, pipeline, context, micro_size, name, number, sequence, zero, recompute in product(
         values("parallel.tensor", parallel.tensor, sizes),
@@ -49,8 +49,8 @@ def brute_force(base: PretrainConfig, devices: int, pinned: frozenset[str], spac
             continue  # one stage a rank has no number, several always one
         config = layout.applied(base)
         if not config.problems() and not run_problems(config, devices):
-            found.add(layout)
-    return found
+            layouts.add(layout)
+    return layouts
 
 
 @settings(max_examples=12, deadline=None)

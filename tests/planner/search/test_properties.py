@@ -25,10 +25,10 @@ SPACE = SearchSpace(max_micro_size=4, max_chunks=3)
 def seconds(base: PretrainConfig, devices: int, **hardware: float) -> float:
     """Return the seconds of the best layout; infinite where nothing fits."""
     try:
-        found = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
+        findings = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
     except ConfigError:  # nothing fits, or nothing can run
         return float("inf")
-    return found.best.estimate.step_seconds
+    return findings.best.estimate.step_seconds
 
 
 @settings(max_examples=5, deadline=None)
@@ -69,14 +69,14 @@ def test_plans_stay_within_memory_and_can_start(
 ) -> None:
     effort = Effort(actions=300, alternatives=False)
     try:
-        found = search_speed(base, machine(memory), devices, frozenset(pinned), space=SPACE, effort=effort)
+        findings = search_speed(base, machine(memory), devices, frozenset(pinned), space=SPACE, effort=effort)
     except NothingFits:
         return
     except ConfigError:
         if list(Layouts(base, devices, frozenset(pinned), SPACE)):
             raise  # only where no layout can run
         return
-    proposed = (*found.ranked, *found.pareto)
+    proposed = (*findings.ranked, *findings.pareto)
     for each in proposed:
         assert each.estimate.peak_bytes <= memory
         assert run_problems(each.config, devices) == []
@@ -104,15 +104,15 @@ def test_the_best_is_as_fast_as_the_authors_layout(name: str) -> None:
     )
     base = replace(theirs.config, parallel=replace(theirs.config.parallel, layers_per_stage=None, data=None))
     base = replace(base, data=replace(base.data, prefix="corpus"))
-    found = search_speed(base, hardware, row.devices, effort=replace(CLOSED, slowest=0, keep=1))
-    best = found.best.estimate
+    findings = search_speed(base, hardware, row.devices, effort=replace(CLOSED, slowest=0, keep=1))
+    best = findings.best.estimate
     assert best.step_seconds <= theirs.step_seconds
     assert "faster in tokens per second" in faster_or_slower(best, theirs)
     assert any(line.startswith("recompute") and line.endswith("less") for line in term_differences(best, theirs))
 
 
 def test_findings_count_every_layout_once() -> None:
-    found: Findings = search_speed(run(), machine(3e7), 4, space=SPACE, effort=CLOSED)
-    assert found.examined + sum(found.pruned.values()) == found.layouts
-    assert found.pruned["memory"] > 0
-    assert found.ranked[0].estimate.step_seconds == found.pareto[0].estimate.step_seconds
+    findings: Findings = search_speed(run(), machine(3e7), 4, space=SPACE, effort=CLOSED)
+    assert findings.examined + sum(findings.pruned.values()) == findings.layouts
+    assert findings.pruned["memory"] > 0
+    assert findings.ranked[0].estimate.step_seconds == findings.pareto[0].estimate.step_seconds

@@ -97,11 +97,15 @@ def base_of(asked: Asked, prefix: str, bert: Any) -> PretrainConfig:
     return config
 
 
-def proposals(found: Findings) -> Iterator[Estimate]:
+def proposals(findings: Findings) -> Iterator[Estimate]:
     """Each layout once: ranked ones, the front, alternatives that fit."""
     seen = set()
-    others = [each.estimate for each in found.alternatives if each.estimate is not None and each.estimate.fits]
-    for each in [*(ranked.estimate for ranked in found.ranked), *(front.estimate for front in found.pareto), *others]:
+    others = [each.estimate for each in findings.alternatives if each.estimate is not None and each.estimate.fits]
+    for each in [
+        *(ranked.estimate for ranked in findings.ranked),
+        *(front.estimate for front in findings.pareto),
+        *others,
+    ]:
         name = json.dumps(each.as_json()["layout"])
         if name not in seen:
             seen.add(name)
@@ -132,10 +136,10 @@ def losses_alone(config: PretrainConfig) -> list[float]:
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 def test_proposals_match_one_process_and_predicted_bytes(corpora: tuple[str, Any], asked: Asked) -> None:
     hardware = machine(asked.devices, asked.memory)
-    found = search_speed(
+    findings = search_speed(
         base_of(asked, *corpora), hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3)
     )
-    checked = list(proposals(found))
+    checked = list(proposals(findings))
     assert checked
     expected = {each.config.schedule.name: each.config for each in checked}
     losses = {name: losses_alone(config) for name, config in expected.items()}
@@ -171,10 +175,10 @@ def test_proposals_of_each_kind_are_started(tmp_path: Path) -> None:
     seen: dict[str, set[Any]] = {}
     for asked in ASKED.values():
         hardware, base = machine(asked.devices, asked.memory), base_of(asked, *files)
-        found = search_speed(
+        findings = search_speed(
             base, hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3, actions=0)
         )
-        for each in proposals(found):
+        for each in proposals(findings):
             for name, value in each.as_json()["layout"].items():
                 seen.setdefault(name, set()).add(value)
     assert seen["data"] >= {1, 2, 4}

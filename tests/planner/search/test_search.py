@@ -24,8 +24,8 @@ CLOSED = Effort(actions=0, alternatives=False, stages=False)
 
 def everything(base: PretrainConfig, hardware: Hardware, devices: int) -> float:
     """Most tokens per second of any layout that fits, 0 where none does."""
-    found = (estimate(each.applied(base), hardware) for each in Layouts(base, devices, frozenset(), SPACE))
-    return max((each.tokens_per_second for each in found if each.fits), default=0.0)
+    estimates = (estimate(each.applied(base), hardware) for each in Layouts(base, devices, frozenset(), SPACE))
+    return max((each.tokens_per_second for each in estimates if each.fits), default=0.0)
 
 
 def test_cost_and_time_are_best_over_device_counts() -> None:
@@ -51,13 +51,13 @@ def test_cost_and_time_are_best_over_device_counts() -> None:
 @pytest.mark.slow
 def test_size_is_the_largest_of_the_family_that_fits() -> None:
     base, hardware = run(), machine(4e7)
-    found = search(base, hardware, 4, objective="size", space=SPACE, effort=CLOSED)
+    result = search(base, hardware, 4, objective="size", space=SPACE, effort=CLOSED)
     models = family(base)
     assert list(models) == sorted(models, key=lambda each: each.parameters)
     assert all(each.model.head_dim == base.model.head_dim and not each.model.problems() for each in models)
     fits = [each for each in models if everything(replace(base, model=each.model), hardware, 4)]
-    assert found.best.config.model == fits[-1].model
-    assert found.trials[len(fits) - 1].value == fits[-1].parameters
+    assert result.best.config.model == fits[-1].model
+    assert result.trials[len(fits) - 1].value == fits[-1].parameters
     given = [("small", models[0].model), ("huge", models[-1].model)]
     assert search(base, hardware, 4, objective="size", models=given, space=SPACE, effort=QUICK).best.config.model == (
         models[0].model
@@ -105,23 +105,23 @@ def test_alternatives_say_why_they_lose(judged: Findings) -> None:
 
 
 def test_findings_are_ready_for_json(judged: Findings) -> None:
-    found = judged.as_json()
-    assert found["best"]["step_time_s"] == judged.best.estimate.step_seconds
-    assert found["best"]["price_per_million_tokens"] == pytest.approx(
+    report = judged.as_json()
+    assert report["best"]["step_time_s"] == judged.best.estimate.step_seconds
+    assert report["best"]["price_per_million_tokens"] == pytest.approx(
         16.0 / 3600 / judged.best.estimate.tokens_per_second * 1e6
     )
-    assert [each["name"] for each in found["alternatives"]] == [each.name for each in judged.alternatives]
+    assert [each["name"] for each in report["alternatives"]] == [each.name for each in judged.alternatives]
 
 
 def test_the_best_are_simulated_and_ordered_by_that() -> None:
     base, hardware = run(num_layers=6), machine(1e9, inside=1e9, outside=2e8)
     pinned = frozenset({"parallel.pipeline", "parallel.tensor"})
     base = replace(base, parallel=replace(base.parallel, pipeline=4))
-    found = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(alternatives=False, stages=False))
-    assert [each.simulated for each in found.ranked] == [True] * 5
-    steps = [each.estimate.step_seconds for each in found.ranked]
+    result = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(alternatives=False, stages=False))
+    assert [each.simulated for each in result.ranked] == [True] * 5
+    steps = [each.estimate.step_seconds for each in result.ranked]
     assert steps == sorted(steps)
-    assert steps[0] == predict(found.best.config, hardware).estimate.step_seconds
+    assert steps[0] == predict(result.best.config, hardware).estimate.step_seconds
     # Each takes 2 x 8 micro-batches x 4 stages or more: there is time for one of them.
     some = search(base, hardware, 4, pinned, space=SPACE, effort=Effort(actions=130, alternatives=False))
     assert [each.simulated for each in some.ranked].count(True) == 1
@@ -134,10 +134,10 @@ def test_the_best_are_simulated_and_ordered_by_that() -> None:
 def test_much_faster_schedules_without_bubbles_are_found() -> None:
     """On slow links only a pipeline pays, and with two micro-batches per rank its bubble is large."""
     base, hardware = run(num_layers=8, tie_embeddings=False), machine(inside=1e8, outside=1e8, node=1, nodes=4)
-    found = search(base, hardware, 4, space=SearchSpace())
-    assert found.best.config.schedule.name == "zb_h2"
+    result = search(base, hardware, 4, space=SearchSpace())
+    assert result.best.config.schedule.name == "zb_h2"
     without = search(base, hardware, 4, space=SearchSpace(other_schedules=()))
-    assert found.best.estimate.tokens_per_second > 1.3 * without.best.estimate.tokens_per_second
+    assert result.best.estimate.tokens_per_second > 1.3 * without.best.estimate.tokens_per_second
 
 
 def test_layers_move_between_stages_where_their_times_say_so() -> None:
@@ -145,8 +145,8 @@ def test_layers_move_between_stages_where_their_times_say_so() -> None:
     base = run(num_layers=10, vocabulary_size=8000, hidden_size=128)
     base = replace(base, parallel=replace(base.parallel, pipeline=4))
     pinned = frozenset({"parallel.pipeline", "schedule.name"})
-    found = search(base, machine(), 4, pinned, effort=Effort(actions=0, alternatives=False))
-    moved = [each.estimate for each in found.ranked if each.config.parallel.layers_per_stage is not None]
+    result = search(base, machine(), 4, pinned, effort=Effort(actions=0, alternatives=False))
+    moved = [each.estimate for each in result.ranked if each.config.parallel.layers_per_stage is not None]
     assert moved
     for each in moved:
         assert sum(each.config.parallel.layers_per_stage or ()) == 12
@@ -163,7 +163,7 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
     hardware = replace(machine(node=1), link_matrix=rows)
     base = run(num_layers=6)
     base = replace(base, parallel=replace(base.parallel, pipeline=4))
-    found = search(
+    result = search(
         base,
         hardware,
         4,
@@ -171,11 +171,11 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
         space=SearchSpace(schedules=("1f1b",), max_micro_size=2),
         effort=Effort(alternatives=False, slowest=0),
     )
-    order = found.best.node_order
+    order = result.best.node_order
     assert order is not None
     assert all({a, b} != {0, 1} for a, b in pairwise(order))
     assert Placement(hardware, {"pipeline": 4}, order).node_order == order
-    assert found.best.estimate.step_seconds < estimate(found.best.config, hardware).step_seconds
+    assert result.best.estimate.step_seconds < estimate(result.best.config, hardware).step_seconds
 
 
 def test_impossible_searches_are_refused_with_the_fix() -> None:
@@ -210,14 +210,14 @@ def test_schedule_files_are_used_where_they_fit_the_run(tmp_path: Path) -> None:
     path = tmp_path / "own.txt"
     path.write_text(dumps(order("gpipe", 2, 8, units_per_stage=[3, 3])))
     base = replace(run(), schedule=replace(run().schedule, name=str(path)))
-    found = search(base, machine(), 2, effort=CLOSED)
-    assert {(each.config.parallel.pipeline, each.config.batch.micro_size) for each in found.ranked} == {(2, 1)}
-    assert found.best.config.schedule.file == str(path)
+    result = search(base, machine(), 2, effort=CLOSED)
+    assert {(each.config.parallel.pipeline, each.config.batch.micro_size) for each in result.ranked} == {(2, 1)}
+    assert result.best.config.schedule.file == str(path)
     path.write_text(GENERATORS["gpipe"].text)  # for any mesh
     for ranks in (2, 3):
         split = replace(base, parallel=replace(base.parallel, pipeline=ranks))
-        found = search(split, machine(), ranks, frozenset({"parallel.pipeline"}), effort=CLOSED)
-        assert {each.config.parallel.pipeline for each in found.ranked} == {ranks}
+        result = search(split, machine(), ranks, frozenset({"parallel.pipeline"}), effort=CLOSED)
+        assert {each.config.parallel.pipeline for each in result.ranked} == {ranks}
     other = tmp_path / "other.txt"
     other.write_text(dumps(build("gpipe", 2, 8)))  # lowered, for one layer a stage
     base = replace(base, schedule=replace(base.schedule, file=str(other)))
@@ -234,6 +234,6 @@ def test_a_bert_is_planned_too() -> None:
         training=TrainingConfig(precision="bf16"),
     )
     hardware = machine(5e7)
-    found = search(base, hardware, 4, space=SPACE, effort=CLOSED)
-    assert isinstance(found.best.config, BertPretrainConfig)
-    assert found.best.estimate.tokens_per_second == pytest.approx(everything(base, hardware, 4))
+    result = search(base, hardware, 4, space=SPACE, effort=CLOSED)
+    assert isinstance(result.best.config, BertPretrainConfig)
+    assert result.best.estimate.tokens_per_second == pytest.approx(everything(base, hardware, 4))

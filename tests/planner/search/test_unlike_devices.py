@@ -71,8 +71,8 @@ def test_the_best_is_that_of_estimating_everything(
     fitting = sorted((each for each in everything if each.fits), key=order)
     times = slowest_times(base, hardware, devices)
     costs = Evaluation(base, hardware, times)
-    found = Explorer(layouts, LayoutBounds(costs, devices), costs, max(first, second)).fastest(3)
-    assert [order(each) for each in found] == [order(each) for each in fitting[:3]]
+    fastest = Explorer(layouts, LayoutBounds(costs, devices), costs, max(first, second)).fastest(3)
+    assert [order(each) for each in fastest] == [order(each) for each in fitting[:3]]
 
 
 @settings(max_examples=4, deadline=None)
@@ -89,12 +89,12 @@ def test_budgets_hold_and_more_memory_never_slows_the_best(
     def best(sizes: tuple[float, float]) -> float:
         hardware = two_groups(*sizes)
         try:
-            found = search_speed(
+            findings = search_speed(
                 base, hardware, devices, space=SPACE, effort=Effort(actions=0, alternatives=False, stages=False)
             )
         except NothingFits:
             return float("inf")
-        for each in (*found.ranked, *found.pareto):
+        for each in (*findings.ranked, *findings.pareto):
             answer = each.estimate
             sizes_of = {"data": answer.config.parallel.data or 1, "pipeline": answer.config.parallel.pipeline}
             sizes_of |= {"context": answer.config.parallel.context, "tensor": answer.config.parallel.tensor}
@@ -102,7 +102,7 @@ def test_budgets_hold_and_more_memory_never_slows_the_best(
             for rank in range(devices):
                 needed = answer.memory[rank // inner % sizes_of["pipeline"]].total
                 assert needed <= placement.device_of(rank).memory_bytes
-        return found.best.estimate.step_seconds
+        return findings.best.estimate.step_seconds
 
     larger = tuple(each * (more if at == group else 1.0) for at, each in enumerate(memory))
     assert best(larger) <= best(memory) * (1 + 1e-9)  # type: ignore[arg-type]

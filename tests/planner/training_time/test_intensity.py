@@ -16,18 +16,18 @@ A100 = 312e12
 
 @pytest.mark.parametrize(("size", "parameters"), [(160, 1.258e12), (108, 176e9), (64, 12.9e9), (32, 403e6)])
 def test_the_family_has_its_sizes(size: int, parameters: float) -> None:
-    found = Transformer(size, size**2, size, 16 * size).parameters
-    assert found == 12 * size**5
-    assert found == pytest.approx(parameters, rel=3e-3)
+    num_parameters = Transformer(size, size**2, size, 16 * size).parameters
+    assert num_parameters == 12 * size**5
+    assert num_parameters == pytest.approx(parameters, rel=3e-3)
 
 
 @pytest.mark.parametrize(
     ("bytes_per_second", "threshold"), [(300e9, 1040), (31.5e9, 9905), (25e9, 12480), (3.125e9, 99840)]
 )
 def test_thresholds_of_an_a100(bytes_per_second: float, threshold: float) -> None:
-    found = Cluster(A100, 80e9, bytes_per_second, 2 * bytes_per_second, 8).thresholds
-    assert round(found["inside"]) == threshold
-    assert found["outside"] == found["inside"] / 2
+    thresholds = Cluster(A100, 80e9, bytes_per_second, 2 * bytes_per_second, 8).thresholds
+    assert round(thresholds["inside"]) == threshold
+    assert thresholds["outside"] == thresholds["inside"] / 2
 
 
 def test_intensities_of_one_sequence_and_five_micro_batches() -> None:
