@@ -20,9 +20,8 @@ from megapipe.checkpoint.storage import read_json
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Config, kind_of, parse_as
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import ParallelConfig, ScheduleConfig
+from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.errors import DataError
 from megapipe.data.manifest import read_manifest, tokenizer_of_shard

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.scheduling import read_schedule, schedule_options

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.command_line import Report
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.stage import Stage, TensorSpec, described, unit_states

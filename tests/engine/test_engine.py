@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.engine.errors import EngineError
 from megapipe.engine.step import StepInput
 from megapipe.parallel.groups import ReduceOperation, SoloGroup, Work

@@ -14,7 +14,7 @@ from megapipe.config import command_line
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.transfers import Boundary, receive_slots
