@@ -15,7 +15,7 @@ from megapipe.config.command_line import bytes_text, progress_bar
 from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import write_whole
 from megapipe.layout.hardware.description import Hardware, hardware_device_type, with_named_precision
 from megapipe.layout.hardware.files import written

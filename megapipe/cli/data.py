@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from megapipe.config.command_line import OneLineParser, exit_status, natural, not_empty, positive, tool_parser
 from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number, whole_number
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig

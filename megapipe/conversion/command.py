@@ -167,7 +167,7 @@ def _is_told(error: Exception) -> bool:
     from megapipe.checkpoint.errors import CheckpointError
     from megapipe.config.errors import ConfigError
     from megapipe.conversion.formats import UnknownFormatError
-    from megapipe.data.errors import DataError
+    from megapipe.data import DataError
 
     return isinstance(error, (CheckpointError, ConfigError, DataError, UnknownFormatError))
 

@@ -32,7 +32,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.tokenizer_files import copied_files, token_ids
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.manifest import tokenizer_of_shard
 from megapipe.spec.layers import model_layers

@@ -12,7 +12,7 @@ from megapipe.checkpoint.hugging_face import CONFIG
 from megapipe.checkpoint.storage import inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from megapipe.data.tokenizers.model_files import SentencePieceTokenizer, TiktokenTokenizer

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.field_types import real_number
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import check_ids, open_shards
 from megapipe.data.shards import IndexedDataset
 from megapipe.random.sampling import KeyedPermutation

@@ -23,7 +23,7 @@ from megapipe.config.load import Config, kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest, tokenizer_of_shard
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_stream

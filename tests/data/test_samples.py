@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.megatron_order import MegatronSamples
 from megapipe.data.packed_samples import PackedSamples
 from megapipe.data.samples import SPLIT_NAMES, GptSamples, parse_shares, split_documents

@@ -12,8 +12,8 @@ import pytest
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.conversion.tokenizer_files import LETTERS
+from megapipe.data import DataError
 from megapipe.data.bert_samples import BertSamples
-from megapipe.data.errors import DataError
 from megapipe.data.manifest import manifest_path, read_manifest, store_tokenizer, tokenizer_of_shard
 from megapipe.data.preprocess.command import main
 from megapipe.data.shard_tools import merge, split

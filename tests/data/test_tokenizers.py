@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.tokenizers import hugging_face, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import (

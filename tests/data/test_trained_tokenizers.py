@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import GPT2Tokenizer
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess.command import main
 from megapipe.data.preprocess.documents import SampledTexts

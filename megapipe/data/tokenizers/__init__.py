@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers.hugging_face import open_bert_vocabulary, open_gpt2_files, open_tokenizer_json
 from megapipe.data.tokenizers.model_files import ENCODINGS, OPENERS, TiktokenTokenizer, encoding_of
 from megapipe.data.tokenizers.protocol import ByteTokenizer, Tokenizer

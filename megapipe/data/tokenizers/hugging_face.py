@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from megapipe.config.untrusted import read_json
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
 
 if TYPE_CHECKING:

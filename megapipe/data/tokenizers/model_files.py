@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS, word_piece
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megapipe.checkpoint.errors import CheckpointError
 from megapipe.config.errors import ConfigError
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.engine.compute import WHOLE, SavedGraph
 from megapipe.engine.errors import EngineError
 from megapipe.engine.stage import Stage, unit_states

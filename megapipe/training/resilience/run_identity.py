@@ -38,7 +38,7 @@ from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import sampled_checksum
 from megapipe.data.identity import shard_identity
 from megapipe.kernels.preferences import VARIABLE as PREFERENCES
