@@ -15,8 +15,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.data import DataError
 from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.data.tokenizers.model_files import SentencePieceTokenizer, TiktokenTokenizer
-from megapipe.data.tokenizers.protocol import ByteTokenizer
+from megapipe.data.tokenizers.model_files import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -5,8 +5,14 @@ from typing import NamedTuple
 
 from megapipe.data import DataError
 from megapipe.data.tokenizers.hugging_face import open_bert_vocabulary, open_gpt2_files, open_tokenizer_json
-from megapipe.data.tokenizers.model_files import ENCODINGS, OPENERS, TiktokenTokenizer, encoding_of
-from megapipe.data.tokenizers.protocol import ByteTokenizer, Tokenizer
+from megapipe.data.tokenizers.model_files import (
+    ENCODINGS,
+    OPENERS,
+    ByteTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    encoding_of,
+)
 
 __all__ = ["Tokenizer", "open_tokenizer"]
 

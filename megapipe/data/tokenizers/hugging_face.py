@@ -11,7 +11,7 @@ import numpy as np
 
 from megapipe.config.untrusted import read_json
 from megapipe.data import DataError
-from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
+from megapipe.data.tokenizers.model_files import Tokenizer, fingerprint_of_files
 
 if TYPE_CHECKING:
     import tokenizers
