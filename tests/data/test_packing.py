@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megapipe.data import DataError
 from megapipe.data.batches import MicrobatchSource
-from megapipe.data.packed_samples import PackedSamples, best_fit
+from megapipe.data.samples import PackedSamples, best_fit
 from tests.data.shards import Document, write_shard
 
 
