@@ -13,10 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.correspondence import Correspondence, correspondences
 from megapipe.checkpoint.directory import FreshFolder
 from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.hugging_face import CONFIG, INDEX, SINGLE, HuggingFaceFolder, fields_of_config, read_family
+from megapipe.checkpoint.hugging_face import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Correspondence,
+    HuggingFaceFolder,
+    correspondences,
+    fields_of_config,
+    read_family,
+)
 from megapipe.checkpoint.storage import on_failure
 from megapipe.checkpoint.tensor_file import DTYPES, TensorReader, TensorStream
 from megapipe.config.model import ModelConfig

@@ -17,9 +17,9 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megapipe.checkpoint.correspondence import Join, rotary_last
 from megapipe.checkpoint.directory import FreshFolder
 from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face import Join, rotary_last
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.storage import on_failure
 from megapipe.config.model import ModelConfig
