@@ -17,9 +17,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError, agreed
 from megapipe.checkpoint.shards import shards_of
-from megapipe.checkpoint.storage import check_counts, check_safetensors, inside, read_json
+from megapipe.checkpoint.storage import CheckpointError, agreed, check_counts, check_safetensors, inside, read_json
 from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import DECODING_ERRORS

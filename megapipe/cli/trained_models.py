@@ -455,7 +455,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 def _is_for_user(error: Exception) -> bool:
     # Imported here because torch takes a second, and --help or a misspelt flag should not wait for it.
-    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.checkpoint.storage import CheckpointError
     from megapipe.inference.trained_model import PromptError
     from megapipe.parallel.groups import LaunchError
 

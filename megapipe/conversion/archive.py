@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.storage import DISK, explained, on_failure, writing
+from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError, explained, on_failure, writing
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES, bytes_of, open_to_read, read_into
 from megapipe.conversion.sandbox import Sandbox, TensorPlace
 

@@ -164,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_told(error: Exception) -> bool:
-    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.checkpoint.storage import CheckpointError
     from megapipe.config.errors import ConfigError
     from megapipe.conversion.formats import UnknownFormatError
     from megapipe.data import DataError
@@ -223,7 +223,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.checkpoint.storage import CheckpointError
     from megapipe.conversion.operations import checkpoints_of, problems_of
 
     damaged = False

@@ -33,10 +33,19 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megapipe.checkpoint.directory import FreshFolder
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.shards import Extent, box_of, overlaps, tiling_problem
-from megapipe.checkpoint.storage import DISK, inside, on_failure, read_json, write_all, write_file, writing
+from megapipe.checkpoint.storage import (
+    DISK,
+    CheckpointError,
+    DamagedCheckpointError,
+    inside,
+    on_failure,
+    read_json,
+    write_all,
+    write_file,
+    writing,
+)
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.errors import nearest
 from megapipe.config.untrusted import DECODING_ERRORS

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.directory import FreshFolder
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import (
     CONFIG,
     INDEX,
@@ -25,7 +24,7 @@ from megapipe.checkpoint.hugging_face import (
     fields_of_config,
     read_family,
 )
-from megapipe.checkpoint.storage import on_failure
+from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES, TensorReader, TensorStream
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.archive import PickledTensors

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.field_types import Size, in_words, is_value_of
 from megapipe.config.model import ModelConfig

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.storage import DISK, on_failure, writing
+from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError, on_failure, writing
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.archive import DTYPE_NAMES, Archive, ArchiveWriter, Slot

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.config.untrusted import DECODING_ERRORS, decode_json
 from megapipe.conversion import confined
 from megapipe.conversion.confined import DTYPES

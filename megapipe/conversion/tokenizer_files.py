@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG
-from megapipe.checkpoint.storage import inside, read_json
+from megapipe.checkpoint.storage import CheckpointError, inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.data import DataError

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import on_failure, read_json
+from megapipe.checkpoint.storage import CheckpointError, on_failure, read_json
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.archive import Archive, ArchiveWriter

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.directory import newest_whole
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG, is_hugging_face, load_hugging_face
 from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
-from megapipe.checkpoint.storage import read_json
+from megapipe.checkpoint.storage import CheckpointError, read_json
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Config, kind_of, parse_as

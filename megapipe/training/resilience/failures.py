@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.errors import ConfigError
 from megapipe.data import DataError
 from megapipe.engine.compute import WHOLE, SavedGraph

@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion import confined
 from megapipe.conversion import sandbox as sandbox_module
