@@ -20,9 +20,8 @@ from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.untrusted import decode_json
-from megapipe.conversion.archive import Archive
+from megapipe.conversion.archive import Archive, Sandbox
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
-from megapipe.conversion.sandbox import Sandbox
 from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary
 from megapipe.data.manifest import ShardManifest, manifest_path

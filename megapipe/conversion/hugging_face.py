@@ -27,10 +27,9 @@ from megapipe.checkpoint.hugging_face import (
 from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES, TensorReader, TensorStream
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.archive import PickledTensors
+from megapipe.conversion.archive import PickledTensors, Sandbox
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import check_layers, model_of
-from megapipe.conversion.sandbox import Sandbox
 from megapipe.conversion.tokenizer_files import exported_tokenizer
 from megapipe.spec.family import FamilyError, exporting_family, family_of
 

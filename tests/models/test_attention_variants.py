@@ -19,8 +19,8 @@ from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.model import ModelConfig, Reach
 from megapipe.config.rope import RopeScaling
+from megapipe.conversion.archive import InertObject
 from megapipe.conversion.megatron_arguments import arguments_of, model_of_arguments
-from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.rotary import attention_factor, inverse_frequencies
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind, bind_model, make_context, small_model

@@ -23,10 +23,9 @@ import torch
 
 from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.config.untrusted import DECODING_ERRORS
+from megapipe.conversion import archive as archive_module
 from megapipe.conversion import confined
-from megapipe.conversion import sandbox as sandbox_module
-from megapipe.conversion.archive import Archive
-from megapipe.conversion.sandbox import InertObject, Sandbox
+from megapipe.conversion.archive import Archive, InertObject, Sandbox
 
 
 class Harm:
@@ -214,9 +213,9 @@ GOOD = {"dtype": "float32", "start": 64, "num_bytes": 16, "crc32": 0, "offset": 
     ids=str,
 )
 def test_the_parent_checks_every_place(change: dict[str, Any]) -> None:
-    assert sandbox_module._decoded({"tensor": dict(GOOD)}, 100).shape == (4,)
+    assert archive_module._decoded({"tensor": dict(GOOD)}, 100).shape == (4,)
     with pytest.raises(DECODING_ERRORS):
-        sandbox_module._decoded({"tensor": GOOD | change}, 100)
+        archive_module._decoded({"tensor": GOOD | change}, 100)
 
 
 def framed(text: bytes) -> bytes:
@@ -244,7 +243,7 @@ def test_a_wrong_reply_is_one_error(reply: bytes, told: str, monkeypatch: pytest
         time.sleep(60 if told.startswith("took") else 0)
         os._exit(0)
 
-    monkeypatch.setattr(sandbox_module, "REPLY_SECONDS", 0.2 if told.startswith("took") else 20.0)
+    monkeypatch.setattr(archive_module, "REPLY_SECONDS", 0.2 if told.startswith("took") else 20.0)
     monkeypatch.setattr(confined, "serve", serve)
     taken = Sandbox(True, tmp_path)
     with pytest.raises(CheckpointError, match=told):
