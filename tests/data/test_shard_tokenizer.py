@@ -18,8 +18,7 @@ from megapipe.data.manifest import manifest_path, read_manifest, store_tokenizer
 from megapipe.data.preprocess.command import main
 from megapipe.data.shard_tools import merge, split
 from megapipe.data.shards import IndexedDataset
-from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.training import TRAINERS
+from megapipe.data.tokenizers import TRAINERS, Tokenizer, open_tokenizer
 from tests.data.preprocess_runs import write_json_lines
 
 CORPUS = [
