@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links import Edge, LinkEnd
 from megapipe.parallel.pipeline_links import LinkKind, make_links

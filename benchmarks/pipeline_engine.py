@@ -33,7 +33,7 @@ from pipeline_contest.orders import RACES
 from pipeline_contest.race import Size, Track
 from pipeline_contest.report import REACHES, show_bubble, show_gpt, show_race
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.launch import connected_mesh
 
 

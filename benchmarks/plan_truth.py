@@ -27,7 +27,7 @@ from megapipe.calibration.layers import samples_for
 from megapipe.calibration.machine import on_ranks, profile
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layout.hardware.description import Hardware, load_hardware

@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.engine.step import StepInput

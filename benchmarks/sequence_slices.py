@@ -25,8 +25,8 @@ from pipeline_contest.sleeping import Meter
 
 from megapipe.calibration.layers import samples_for
 from megapipe.calibration.machine import on_ranks
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.transfers import LinkPool

@@ -20,11 +20,10 @@ from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.untrusted import decode_json
-from megapipe.conversion.archive import Archive
+from megapipe.conversion.archive import Archive, Sandbox
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
-from megapipe.conversion.sandbox import Sandbox
+from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary
-from megapipe.data.errors import DataError
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.preprocess.run import Journal, read_journal

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from gloo_ranks import in_ranks
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 

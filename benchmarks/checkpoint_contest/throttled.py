@@ -11,7 +11,7 @@ from megapipe.checkpoint import RunState
 from megapipe.checkpoint.background import BackgroundSaver
 from megapipe.checkpoint.frequency import SaveTimer
 from megapipe.checkpoint.storage import StorageWriter
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.mesh import Mesh
 
 from .state import make_states

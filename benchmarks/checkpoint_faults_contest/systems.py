@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from megapipe.checkpoint import DamagedCheckpointError, RunState, load_weights, newest_valid, save
 from megapipe.checkpoint.directory import quarantine
 from megapipe.checkpoint.storage import StorageWriter
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh

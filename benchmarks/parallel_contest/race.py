@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from gloo_ranks import joined
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.device import keep_freed_memory

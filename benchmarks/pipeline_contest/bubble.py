@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from megapipe.config.mesh_shape import MeshShape, Partition
+from megapipe.config.parallel import MeshShape, Partition
 from megapipe.engine.transfers import LinkPool
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build

@@ -10,8 +10,8 @@ import torch
 from plain_gpt import PlainGpt, Shape
 from torch import Tensor, nn
 
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layers.context import MicrobatchContext

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megapipe.calibration.layers import Cell, LayerRun
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, Network, NodeGroup
 from megapipe.layout.hardware.measured import MeasuredCollective, Transport

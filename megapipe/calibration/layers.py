@@ -18,8 +18,7 @@ import torch
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import MeshShape
-from megapipe.config.parallel import ScheduleConfig
+from megapipe.config.parallel import MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder

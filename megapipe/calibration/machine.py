@@ -34,7 +34,7 @@ from megapipe.calibration.layers import (
 from megapipe.calibration.planning import memory_bytes
 from megapipe.config.command_line import end_with_parent
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data.files import write_whole
 from megapipe.layout.hardware.description import (

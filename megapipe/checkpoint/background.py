@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.directory import partial_folder, step_folder
-from megapipe.checkpoint.errors import CheckpointError, agreed, as_all_ranks_raise_it, on_first_rank
 from megapipe.checkpoint.manifest import Manifest, RunState, encoded, read_manifest_file
 from megapipe.checkpoint.save_and_load import (
     Content,
@@ -38,7 +37,16 @@ from megapipe.checkpoint.save_and_load import (
     write_share,
 )
 from megapipe.checkpoint.shards import Shard, shards_to_write
-from megapipe.checkpoint.storage import DISK, StorageWriter, write_file, writing
+from megapipe.checkpoint.storage import (
+    DISK,
+    CheckpointError,
+    StorageWriter,
+    agreed,
+    as_all_ranks_raise_it,
+    on_first_rank,
+    write_file,
+    writing,
+)
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 

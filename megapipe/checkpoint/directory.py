@@ -16,9 +16,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.manifest import check_files, read_manifest
-from megapipe.checkpoint.storage import DISK, StorageWriter, explained, remove_tree, write_file, writing
+from megapipe.checkpoint.storage import (
+    DISK,
+    CheckpointError,
+    DamagedCheckpointError,
+    StorageWriter,
+    explained,
+    remove_tree,
+    write_file,
+    writing,
+)
 from megapipe.config.untrusted import DECODING_ERRORS, read_json
 
 _STEP = re.compile(r"step-([0-9]{8,})")

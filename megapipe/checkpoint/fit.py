@@ -10,8 +10,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import Manifest
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.model import ACTIVATIONS, ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import DataIdentity

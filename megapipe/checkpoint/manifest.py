@@ -18,8 +18,8 @@ from typing import Any
 
 import xxhash
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.shards import Extent
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
 from megapipe.config import untrusted
 from megapipe.data.identity import DataIdentity

@@ -18,7 +18,6 @@ from torch import Tensor
 
 import megapipe
 from megapipe.checkpoint.directory import partial_folder, remove_leftovers, step_folder
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError, agreed, gathered, on_first_rank
 from megapipe.checkpoint.manifest import MANIFEST, Chunk, Manifest, RunState, check_files, encoded, read_manifest
 from megapipe.checkpoint.shards import (
     WEIGHTS,
@@ -32,7 +31,18 @@ from megapipe.checkpoint.shards import (
     shards_to_write,
     tiling_problem,
 )
-from megapipe.checkpoint.storage import DISK, StorageWriter, remove_tree, write_file, writing
+from megapipe.checkpoint.storage import (
+    DISK,
+    CheckpointError,
+    DamagedCheckpointError,
+    StorageWriter,
+    agreed,
+    gathered,
+    on_first_rank,
+    remove_tree,
+    write_file,
+    writing,
+)
 from megapipe.checkpoint.tensor_file import FileTensor, TensorFile, write_tensors
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState

@@ -23,9 +23,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.storage import (
     DISK,
+    CheckpointError,
+    DamagedCheckpointError,
     StorageWriter,
     check_safetensors,
     on_failure,

@@ -19,7 +19,7 @@ from megapipe.config.command_line import (
 )
 from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig

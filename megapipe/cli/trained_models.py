@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number, whole_number
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
@@ -455,7 +455,7 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
 
 def _is_for_user(error: Exception) -> bool:
     # Imported here because torch takes a second, and --help or a misspelt flag should not wait for it.
-    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.checkpoint.storage import CheckpointError
     from megapipe.inference.trained_model import PromptError
     from megapipe.parallel.groups import LaunchError
 

@@ -165,9 +165,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _is_told(error: Exception) -> bool:
-    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.checkpoint.storage import CheckpointError
     from megapipe.conversion.formats import UnknownFormatError
-    from megapipe.data.errors import DataError
+    from megapipe.data import DataError
 
     return isinstance(error, (CheckpointError, ConfigError, DataError, UnknownFormatError))
 
@@ -232,7 +232,7 @@ def _inspect(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from megapipe.checkpoint.errors import CheckpointError
+    from megapipe.checkpoint.storage import CheckpointError
     from megapipe.conversion.operations import checkpoints_of, problems_of
 
     damaged = False

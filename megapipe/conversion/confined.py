@@ -1,4 +1,4 @@
-"""The confined process that reads pickles for `sandbox.py`, which forks it.
+"""The confined process that reads pickles for `archive.py`, which forks it.
 
 Each request is an open file and a range of its bytes. Each reply is the length of a JSON text and the text, which
 describes the content of the pickle. torch's own weights-only loader reads archives of torch.save on the meta device:

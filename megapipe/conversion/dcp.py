@@ -1,7 +1,7 @@
 """torch.distributed.checkpoint: its files, and a plain state dict in them as a source and as a target.
 
 `.metadata` is a pickle that describes every tensor's chunks; each chunk is an archive of torch.save in a `.distcp`
-file. Both are written with torch's own classes. They are read by the confined process of `sandbox.py`, because torch
+file. Both are written with torch's own classes. They are read by the confined process of `archive.py`, because torch
 would run code in `.metadata` when it reads the file.
 
 The state dict has `model.NAME` for weights and `optimizer.state.NAME.KIND` for moments, as torch's get_state_dict
@@ -33,17 +33,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megapipe.checkpoint.directory import FreshFolder
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.shards import Extent, box_of, overlaps, tiling_problem
-from megapipe.checkpoint.storage import DISK, inside, on_failure, read_json, write_all, write_file, writing
+from megapipe.checkpoint.storage import (
+    DISK,
+    CheckpointError,
+    DamagedCheckpointError,
+    inside,
+    on_failure,
+    read_json,
+    write_all,
+    write_file,
+    writing,
+)
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.errors import nearest
 from megapipe.config.untrusted import DECODING_ERRORS
-from megapipe.conversion.archive import Archive
+from megapipe.conversion.archive import Archive, InertObject, Sandbox, TensorPlace
 from megapipe.conversion.formats import METADATA, WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import model_of, parameters_of
-from megapipe.conversion.sandbox import InertObject, Sandbox, TensorPlace
 from megapipe.spec.parameters import Box
 
 _DATA = "__0_0.distcp"

@@ -13,17 +13,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.correspondence import Correspondence, correspondences
 from megapipe.checkpoint.directory import FreshFolder
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.hugging_face import CONFIG, INDEX, SINGLE, HuggingFaceFolder, fields_of_config, read_family
-from megapipe.checkpoint.storage import on_failure
+from megapipe.checkpoint.hugging_face import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    Correspondence,
+    HuggingFaceFolder,
+    correspondences,
+    fields_of_config,
+    read_family,
+)
+from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES, TensorReader, TensorStream
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.archive import PickledTensors
+from megapipe.conversion.archive import PickledTensors, Sandbox
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import check_layers, model_of
-from megapipe.conversion.sandbox import Sandbox
 from megapipe.conversion.tokenizer_files import exported_tokenizer
 from megapipe.spec.family import FamilyError, exporting_family, family_of
 

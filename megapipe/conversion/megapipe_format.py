@@ -11,11 +11,10 @@ from torch import Tensor
 
 import megapipe
 from megapipe.checkpoint.directory import FreshFolder, newest_whole
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG
 from megapipe.checkpoint.manifest import MANIFEST, Chunk, Manifest, RunState, check_files, encoded, read_manifest
 from megapipe.checkpoint.shards import Extent, Overlap, box_of, overlaps, tiling_problem
-from megapipe.checkpoint.storage import inside, on_failure
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError, inside, on_failure
 from megapipe.checkpoint.tensor_file import (
     DTYPES,
     PIECE_BYTES,
@@ -32,7 +31,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.tokenizer_files import copied_files, token_ids
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.manifest import tokenizer_of_shard
 from megapipe.spec.layers import model_layers

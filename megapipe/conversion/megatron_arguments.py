@@ -8,15 +8,15 @@ from typing import Any, Literal
 
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.field_types import Size, in_words, is_value_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling, yarn_growth
+from megapipe.conversion.archive import InertObject
 from megapipe.conversion.formats import Contents
 from megapipe.conversion.megapipe_format import model_of
 from megapipe.conversion.megatron_model import VOCABULARY_DIVISOR, models_of_layers, padded_rows, window_of
-from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.attention import EPSILON
 from megapipe.layers.embedding import attention_factor
 from megapipe.spec.decoder_family import layer_fields

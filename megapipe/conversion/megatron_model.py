@@ -17,11 +17,10 @@ from typing import Literal
 
 from torch import Tensor, nn
 
-from megapipe.checkpoint.correspondence import Join, rotary_last
 from megapipe.checkpoint.directory import FreshFolder
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.hugging_face import Join, rotary_last
 from megapipe.checkpoint.manifest import RunState
-from megapipe.checkpoint.storage import on_failure
+from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.formats import RELEASE, TRACKER, LayerNames
 from megapipe.conversion.megapipe_format import parameters_of

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.storage import DISK, on_failure, writing
+from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError, on_failure, writing
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.archive import DTYPE_NAMES, Archive, ArchiveWriter, Slot
+from megapipe.conversion.archive import DTYPE_NAMES, Archive, ArchiveWriter, InertObject, Sandbox, Slot, TensorPlace
 from megapipe.conversion.formats import (
     ARCHIVE,
     WEIGHTS,
@@ -54,7 +53,6 @@ from megapipe.conversion.megatron_model import (
     padded_rows,
     places,
 )
-from megapipe.conversion.sandbox import InertObject, Sandbox, TensorPlace
 from megapipe.spec.parameters import ParameterSpec
 
 _RANK = re.compile(r"mp_rank_([0-9]{2})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")

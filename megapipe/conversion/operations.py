@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.directory import steps
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import on_failure
+from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.command_line import tracked
 from megapipe.conversion.formats import WEIGHTS, Contents, Format, Source, StoredTensor, Target

@@ -7,16 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG
-from megapipe.checkpoint.storage import inside, read_json
+from megapipe.checkpoint.storage import CheckpointError, inside, read_json
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from megapipe.data.tokenizers.model_files import SentencePieceTokenizer, TiktokenTokenizer
-from megapipe.data.tokenizers.protocol import ByteTokenizer
+from megapipe.data.tokenizers.model_files import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 if TYPE_CHECKING:
     import tokenizers

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError
-from megapipe.checkpoint.storage import on_failure, read_json
+from megapipe.checkpoint.storage import CheckpointError, on_failure, read_json
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.archive import Archive, ArchiveWriter
+from megapipe.conversion.archive import Archive, ArchiveWriter, Sandbox
 from megapipe.conversion.dcp import DcpFiles, DcpWriter
 from megapipe.conversion.formats import (
     COMMON,
@@ -45,7 +44,6 @@ from megapipe.conversion.megatron_model import (
     places,
     stateful_modules,
 )
-from megapipe.conversion.sandbox import Sandbox
 
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}

@@ -8,7 +8,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.samples import SampleSet
 
 

@@ -23,7 +23,7 @@ import numpy as np
 
 from megapipe.config.bert import SPECIAL_TOKENS, BertDataConfig, masking_budget
 from megapipe.config.untrusted import DECODING_ERRORS, read_bytes, read_json
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.samples import SplitName, split_documents
 from megapipe.data.shards import IndexedDataset
 from megapipe.random.sampling import Draws, KeyedPermutation

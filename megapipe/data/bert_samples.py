@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.bert import BertDataConfig
+from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary, Masked, Masking, Parts, SentencePairs
-from megapipe.data.errors import DataError
 from megapipe.data.manifest import ShardManifest, check_one_tokenizer, open_shards, tokenizer_of_shard
 from megapipe.data.mixing import Blend, BlendOrder
 from megapipe.data.samples import SplitName

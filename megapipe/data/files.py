@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 
 def flush_to_disk(file: BinaryIO) -> None:

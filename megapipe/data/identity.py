@@ -15,8 +15,8 @@ import xxhash
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.run import DataConfig
+from megapipe.data import DataError
 from megapipe.data.bert_samples import vocabulary_of
-from megapipe.data.errors import DataError
 from megapipe.data.files import sampled_checksum
 from megapipe.data.manifest import open_shards, read_manifest
 from megapipe.data.shards import bin_path, idx_path

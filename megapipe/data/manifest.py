@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_type_hints
 import numpy as np
 
 from megapipe.config import untrusted
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file, flush_folder, write_whole
 from megapipe.data.shards import IndexedDataset, bin_path, idx_path
 from megapipe.data.tokenizers import definition_of, kind_and_path

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import check_ids, open_shards
 from megapipe.data.samples import SplitName, split_documents
 

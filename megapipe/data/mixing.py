@@ -27,7 +27,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.samples import SampleSet
 
 

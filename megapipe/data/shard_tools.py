@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from megapipe.config.field_types import real_number
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import ShardManifest, carry_tokenizer, read_manifest, tokenizer_of_shard
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path

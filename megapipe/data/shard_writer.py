@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import HashedFile, flush_folder, write_whole
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.shards import CODE_OF_DTYPE, IndexedDataset, bin_path, idx_path, pack_header

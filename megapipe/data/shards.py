@@ -23,7 +23,7 @@ from typing import Literal
 
 import numpy as np
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1

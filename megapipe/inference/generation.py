@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.tokenizers import Tokenizer
 from megapipe.inference.trained_model import LoadedModel, Passes, PromptError, is_utf8
 from megapipe.layers.context import BertContext

@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.directory import newest_whole
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import CONFIG, is_hugging_face, load_hugging_face
 from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
-from megapipe.checkpoint.storage import read_json
+from megapipe.checkpoint.storage import CheckpointError, read_json
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import Config, kind_of, parse_as
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import ParallelConfig, ScheduleConfig
+from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest, tokenizer_of_shard
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_stream

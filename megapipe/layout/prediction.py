@@ -12,7 +12,7 @@ from typing import cast
 
 import numpy as np
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts, merged, repeated, scalar_exchanges
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_ranges, stage_layers

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
-from megapipe.config.parallel import is_fp8, recompute_method, strategy_of, zero_stage_of
+from megapipe.config.parallel import DIMENSIONS, MeshShape, is_fp8, recompute_method, strategy_of, zero_stage_of
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.scheduling import read_schedule, schedule_options, stage_ranks

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapipe.config.mesh_shape import MeshShape, Partition
+from megapipe.config.parallel import MeshShape, Partition
 from megapipe.parallel.groups import CommunicationError, Group, ReduceOperation, Work
 from megapipe.parallel.links import Edge, LinkEnd, Transfer
 from megapipe.parallel.mesh import Mesh

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from megapipe.config.field_types import whole_number
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
+from megapipe.config.parallel import DIMENSIONS, MeshShape, Partition
 from megapipe.parallel.groups import DistributedGroup, Group, LaunchError
 from megapipe.parallel.mesh import WORLD, Mesh
 from megapipe.parallel.rendezvous import Start, connect

@@ -1,6 +1,6 @@
 """The process mesh: this rank's coordinate in each parallel dimension, and its groups.
 
-`config.mesh_shape` numbers the ranks. A `Mesh` is passed as an argument, and is never a global variable.
+`config.parallel.MeshShape` numbers the ranks. A `Mesh` is passed as an argument, and is never a global variable.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape, Partition
+from megapipe.config.parallel import DIMENSIONS, MeshShape, Partition
 from megapipe.parallel.groups import Group, SilentGroup, SoloGroup
 
 COMBINATIONS = (("data", "context"), ("pipeline", "tensor"))

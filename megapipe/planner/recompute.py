@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megapipe.config.errors import ConfigError
 from megapipe.config.memory import OffloadConfig, RecomputeConfig, RecomputedPart
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Device, Hardware, hardware_device_type, with_named_precision
 from megapipe.layout.prediction import predict_rank

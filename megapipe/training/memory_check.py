@@ -17,8 +17,7 @@ import torch
 
 from megapipe.config.command_line import bytes_text
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
-from megapipe.config.parallel import ScheduleConfig
+from megapipe.config.parallel import DIMENSIONS, MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
 from megapipe.engine.trace import this_host

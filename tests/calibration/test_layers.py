@@ -16,8 +16,8 @@ from megapipe.calibration.layers import (
 )
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, layers_of
 from megapipe.layout.units import Unit, UnitCosts

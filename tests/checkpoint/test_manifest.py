@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.manifest import (
     MANIFEST,
     Chunk,
@@ -19,6 +18,7 @@ from megapipe.checkpoint.manifest import (
     read_manifest,
 )
 from megapipe.checkpoint.shards import Extent
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.data.identity import DataIdentity, ShardIdentity
 from megapipe.spec.parameters import Box
 

@@ -10,8 +10,7 @@ import torch
 import xxhash
 
 from megapipe.checkpoint import tensor_file
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
-from megapipe.checkpoint.storage import DISK
+from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.tensor_file import FileTensor, TensorFile, write_tensors
 
 PIECE = 64

@@ -21,9 +21,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.megapipe_format import TOKENIZER
 from megapipe.conversion.tokenizer_files import LETTERS, ExportedTokenizer, exported_tokenizer
-from megapipe.data.tokenizers import Tokenizer, open_tokenizer
+from megapipe.data.tokenizers import TRAINERS, Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.model_files import ENCODINGS, SentencePieceTokenizer
-from megapipe.data.tokenizers.training import TRAINERS
 
 CORPUS = [
     "def add(one, other):\n    return one + other\n\n\nclass Sum:\n\tpass  # tabs\n",

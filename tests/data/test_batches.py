@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.data import DataError
 from megapipe.data.batches import MicrobatchSource, Prefetcher, document_starts, microbatch_ordinals
-from megapipe.data.errors import DataError
 from megapipe.data.samples import GptSamples
 from tests.data.shards import numbered_documents, write_shard
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.bert import BertDataConfig, masking_budget
+from megapipe.data import DataError
 from megapipe.data.bert_parts import NOTHING, BertVocabulary, Masking, Parts, SentencePairs
 from megapipe.data.bert_samples import BertSamples
-from megapipe.data.errors import DataError
 from megapipe.data.shards import IndexedDataset
 from megapipe.random.sampling import Draws
 from tests.data.bert_shards import SPECIAL, random_documents, write_sentences, write_vocabulary

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import ShardManifest, manifest_path, read_manifest
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_writer import ShardWriter

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest
 from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, samples_wanted
 from megapipe.data.samples import SPLIT_NAMES, GptSamples, split_documents

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.bert import BertDataConfig
+from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary
 from megapipe.data.bert_samples import BertBatch, BlendedBertSamples, open_bert_samples
-from megapipe.data.errors import DataError
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.mixing import (
     LONGEST_PERIOD,

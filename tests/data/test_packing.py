@@ -7,9 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megapipe.data import DataError
 from megapipe.data.batches import MicrobatchSource
-from megapipe.data.errors import DataError
-from megapipe.data.packed_samples import PackedSamples, best_fit
+from megapipe.data.samples import PackedSamples, best_fit
 from tests.data.shards import Document, write_shard
 
 

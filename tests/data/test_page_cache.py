@@ -9,8 +9,7 @@ import pytest
 
 from megapipe.data import files
 from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
-from megapipe.data.packed_samples import PackedSamples
-from megapipe.data.samples import GptSamples
+from megapipe.data.samples import GptSamples, PackedSamples
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import IndexedDataset, bin_path, idx_path
 from tests.data.shards import write_shard

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess import inputs, run, tables
 from megapipe.data.preprocess.documents import read_documents

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.preprocess import command as program
 from megapipe.data.preprocess import run as preprocess_run
 from megapipe.data.preprocess.inputs import find_inputs

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from megapipe.data.batches import MicrobatchSource
 from megapipe.data.megatron_order import MegatronSamples
 from megapipe.data.mixing import BlendedSamples, BlendOrder, FillInTheMiddle, FillInTheMiddleRule
-from megapipe.data.packed_samples import PackedSamples
-from megapipe.data.samples import GptSamples, SampleSet
+from megapipe.data.samples import GptSamples, PackedSamples, SampleSet
 from tests.data.shards import numbered_documents, write_shard
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))  # data size, micro size, micro-batches

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.megatron_order import MegatronSamples
-from megapipe.data.packed_samples import PackedSamples
-from megapipe.data.samples import SPLIT_NAMES, GptSamples, parse_shares, split_documents
+from megapipe.data.samples import SPLIT_NAMES, GptSamples, PackedSamples, parse_shares, split_documents
 from tests.data.shards import numbered_documents, write_shard
 
 fresh_files = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

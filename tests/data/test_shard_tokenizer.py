@@ -12,14 +12,13 @@ import pytest
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.conversion.tokenizer_files import LETTERS
+from megapipe.data import DataError
 from megapipe.data.bert_samples import BertSamples
-from megapipe.data.errors import DataError
 from megapipe.data.manifest import manifest_path, read_manifest, store_tokenizer, tokenizer_of_shard
 from megapipe.data.preprocess.command import main
 from megapipe.data.shard_tools import merge, split
 from megapipe.data.shards import IndexedDataset
-from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.training import TRAINERS
+from megapipe.data.tokenizers import TRAINERS, Tokenizer, open_tokenizer
 from tests.data.preprocess_runs import write_json_lines
 
 CORPUS = [

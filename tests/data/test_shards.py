@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import DTYPE_OF_CODE, IndexedDataset, token_dtype
 from megapipe.training.loop.batches import open_samples

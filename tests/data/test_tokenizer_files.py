@@ -12,12 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import BertWordPieceTokenizer
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS
+from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS, train_byte_level_bpe, train_word_piece
 from megapipe.data.tokenizers.model_files import ENCODINGS
-from megapipe.data.tokenizers.training import train_byte_level_bpe, train_word_piece
 
 any_text = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=60),

@@ -15,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.tokenizers import hugging_face, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import (
@@ -211,8 +211,8 @@ def test_the_library_encodes_what_the_core_does_not_know(
 
 
 def test_the_core_runs_on_one_thread() -> None:
-    code = "import sys, os, json, threading\nfrom megapipe.data.tokenizers.hugging_face import FastCore\n"
-    code += "from megapipe.data.tokenizers.training import train_byte_level_bpe\n"
+    code = "import sys, os, json, threading\n"
+    code += "from megapipe.data.tokenizers.hugging_face import FastCore, train_byte_level_bpe\n"
     code += "core = FastCore(train_byte_level_bpe(['some text of words'] * 9, 262, []).decode())\n"
     code += "before = len(os.listdir('/proc/self/task')); core('some text ' * 100000)\n"
     code += "assert len(os.listdir('/proc/self/task')) == before"

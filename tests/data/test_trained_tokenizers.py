@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import GPT2Tokenizer
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess.command import main
 from megapipe.data.preprocess.documents import SampledTexts
 from megapipe.data.preprocess.inputs import InputFile, find_inputs
 from megapipe.data.shards import IndexedDataset
-from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.training import TRAINERS
+from megapipe.data.tokenizers import TRAINERS, Tokenizer, open_tokenizer
 
 SOURCES = ["--input", "python-stdlib", "--include", "arg*.py", "textwrap.py", "json/*.py"]
 VOCABULARY = 500

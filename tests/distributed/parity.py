@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import Contents, StoredTensor, TargetOptions
 from megapipe.conversion.hugging_face import HuggingFaceSource, HuggingFaceTarget

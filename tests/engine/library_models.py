@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import connected_mesh

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.groups import ReduceOperation, SoloGroup, Work
 from megapipe.parallel.in_process import in_process_meshes

@@ -12,7 +12,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.host_memory import ThreadCopies
 from megapipe.engine.reductions import Reductions

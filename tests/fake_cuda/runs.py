@@ -21,8 +21,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.checkpoint.tensor_file import TensorFile
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
 from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
 from megapipe.engine.pipeline import Pipeline

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig
-from megapipe.config.mesh_shape import DIMENSIONS
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.layout import costs
 from megapipe.layout.prediction import predict_rank

@@ -15,7 +15,7 @@ import torch
 
 from megapipe.checkpoint import newest_valid
 from megapipe.checkpoint.directory import set_aside
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import connected_mesh
 from megapipe.training.loop import checkpoints

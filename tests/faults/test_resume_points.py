@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_writer import ShardWriter

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.tokenizers.protocol import ByteTokenizer
+from megapipe.data.tokenizers.model_files import ByteTokenizer
 from megapipe.inference import generation
 from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, Text, generate
 from megapipe.inference.trained_model import LoadedModel

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.protocol import ByteTokenizer
+from megapipe.data.tokenizers.model_files import ByteTokenizer
 from megapipe.inference.generation import NewText, StopStrings, generate
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.parallel.mesh import Mesh

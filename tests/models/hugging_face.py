@@ -13,7 +13,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from megapipe.checkpoint.correspondence import correspondences
+from megapipe.checkpoint.hugging_face import correspondences
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.family import family_of

@@ -16,11 +16,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.model import ModelConfig, Reach
 from megapipe.config.rope import RopeScaling
+from megapipe.conversion.archive import InertObject
 from megapipe.conversion.megatron_arguments import arguments_of, model_of_arguments
-from megapipe.conversion.sandbox import InertObject
 from megapipe.layers.embedding import attention_factor, inverse_frequencies
 from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind, bind_model, make_context, small_model

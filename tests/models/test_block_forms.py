@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig, Reach
 from megapipe.conversion.megatron_arguments import _fields, arguments_of

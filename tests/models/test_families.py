@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from megapipe.checkpoint.correspondence import correspondences
+from megapipe.checkpoint.hugging_face import correspondences
 from megapipe.spec.family import FamilyError, family_of
 from tests.layers.bound import all_gradients, bind_model, load, make_context, run
 from tests.models.hugging_face import CONFIGS, Case, case_of, gradients_of, opened

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import Reach
 from megapipe.config.run import PretrainConfig

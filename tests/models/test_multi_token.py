@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNorm
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.hugging_face import HuggingFaceFolder
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.checkpoint.tensor_file import TensorReader
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.groups import CommunicationError, DistributedGroup
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import CommunicationError, Group, SoloGroup
 from megapipe.parallel.in_process import in_process_meshes, run_in_process

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel import launch
 from megapipe.parallel.groups import CommunicationError, DistributedGroup, LaunchError, SoloGroup
 from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown

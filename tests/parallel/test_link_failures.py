@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links import Edge, LinkEnd, Transfer

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.parallel.launch import device_mesh
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh

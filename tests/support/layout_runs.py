@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import GradientReduction

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megapipe.config.bert import BertDataConfig
-from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from tests.schedules.support import TRAINED
 from tests.support.bert_runs import PRE_NORM, make_bert_config

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
 from megapipe.parallel.launch import connected_mesh
 from tests.support.ranks import run_ranks

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain

@@ -6,8 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
-from megapipe.config.parallel import ZeroConfig
+from megapipe.config.parallel import MeshShape, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.layers.context import MicrobatchContext

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.launch import connected_mesh

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.errors import ConfigError
 from megapipe.kernels.ops import OPS

@@ -10,7 +10,7 @@ import pytest
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.training.loop.batches import split_samples
 from tests.data.shards import numbered_documents, write_shard

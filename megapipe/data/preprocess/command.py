@@ -10,16 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from megapipe.config.command_line import ProgressBar, exit_status, not_empty, positive, tool_parser, with_hyphens
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import write_whole
 from megapipe.data.preprocess.documents import SAMPLE_BYTES, SampledTexts
 from megapipe.data.preprocess.inputs import InputFile, find_inputs, idle_workers
 from megapipe.data.preprocess.run import Journal, preprocess
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
 from megapipe.data.shard_writer import ShardWriter
-from megapipe.data.tokenizers import open_tokenizer
+from megapipe.data.tokenizers import RESERVED_TOKENS, TRAINERS, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import CHECKED_BYTES, is_byte_level_bpe, why_no_fast_core
-from megapipe.data.tokenizers.training import RESERVED_TOKENS, TRAINERS
 
 TRAIN_TOKENIZER = "train-tokenizer"
 

@@ -14,7 +14,7 @@ from typing import BinaryIO, Literal, Protocol, cast
 
 import numpy as np
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.preprocess.inputs import FileRange, InputFile, cut_into_parts
 from megapipe.data.preprocess.tables import arrow_batches, dataset_batches, parquet_batches, rows_of, type_in_words
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 import xxhash
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file
 from megapipe.data.preprocess.tables import (
     DATASET_PREFIX,

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 from megapipe.config.command_line import end_with_parent
 from megapipe.config.untrusted import DECODING_ERRORS, read_json
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import write_whole
 from megapipe.data.manifest import ShardManifest, store_tokenizer
 from megapipe.data.preprocess.inputs import PART_BYTES, InputFile, SourceChecksums, cut_into_parts

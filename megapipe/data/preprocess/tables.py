@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 
 if TYPE_CHECKING:
     import pyarrow

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import xxhash
 
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.preprocess.documents import Document, read_documents
 from megapipe.data.preprocess.inputs import Part
 from megapipe.data.shard_writer import ShardWriter

@@ -1,12 +1,29 @@
-"""Tokenizers with one protocol, opened by a name."""
+"""Tokenizers with one protocol, opened by a name, or learned from texts."""
 
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from megapipe.data.errors import DataError
-from megapipe.data.tokenizers.hugging_face import open_bert_vocabulary, open_gpt2_files, open_tokenizer_json
-from megapipe.data.tokenizers.model_files import ENCODINGS, OPENERS, TiktokenTokenizer, encoding_of
-from megapipe.data.tokenizers.protocol import ByteTokenizer, Tokenizer
+from megapipe.data import DataError
+from megapipe.data.tokenizers.hugging_face import (
+    BERT_SPECIAL_TOKENS,
+    END_OF_DOCUMENT,
+    open_bert_vocabulary,
+    open_gpt2_files,
+    open_tokenizer_json,
+    train_byte_level_bpe,
+    train_word_piece,
+)
+from megapipe.data.tokenizers.model_files import (
+    ENCODINGS,
+    OPENERS,
+    ByteTokenizer,
+    TiktokenTokenizer,
+    Tokenizer,
+    encoding_of,
+    train_sentence_piece,
+)
 
 __all__ = ["Tokenizer", "open_tokenizer"]
 
@@ -102,3 +119,17 @@ def kind_and_path(spec: str) -> tuple[str, Path]:
 def _gpt2_pair(path: Path) -> tuple[Path, Path]:
     stem = path.name.removesuffix("vocab.json").removesuffix("merges.txt")
     return path.with_name(f"{stem}vocab.json"), path.with_name(f"{stem}merges.txt")
+
+
+Trainer = Callable[[Iterable[str], int, Sequence[str]], bytes]
+
+TRAINERS: dict[str, tuple[str, Trainer]] = {
+    "sentencepiece-bpe": (".model", partial(train_sentence_piece, model_type="bpe")),
+    "sentencepiece-unigram": (".model", partial(train_sentence_piece, model_type="unigram")),
+    "byte-level-bpe": (".json", train_byte_level_bpe),
+    "wordpiece-uncased": (".json", partial(train_word_piece, lowercase=True)),
+    "wordpiece-cased": (".json", partial(train_word_piece, lowercase=False)),
+}
+"""For each kind of tokenizer: the suffix of its file, and the function that trains it and returns the content."""
+
+RESERVED_TOKENS = (END_OF_DOCUMENT, *BERT_SPECIAL_TOKENS, "<unk>", "</s>")

@@ -1,4 +1,7 @@
-"""Tokenizers of the Hugging Face library: tokenizer.json, GPT-2's vocab.json with merges.txt, BERT's vocab.txt."""
+"""Tokenizers of the Hugging Face library: tokenizer.json, GPT-2's vocab.json with merges.txt, BERT's vocab.txt.
+
+Byte-level BPE and WordPiece can also be learned from texts. A byte-level BPE can use a faster core to encode.
+"""
 
 import json
 import os
@@ -10,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 
 from megapipe.config.untrusted import read_json
-from megapipe.data.errors import DataError
-from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
+from megapipe.data import DataError
+from megapipe.data.tokenizers.model_files import Tokenizer, fingerprint_of_files, too_few_texts
 
 if TYPE_CHECKING:
     import tokenizers
@@ -154,6 +157,75 @@ def word_piece(vocabulary: dict[str, int], special_tokens: Sequence[str], lowerc
     tokenizer.decoder = tokenizers.decoders.WordPiece()
     tokenizer.add_special_tokens(list(special_tokens))
     return tokenizer
+
+
+END_OF_DOCUMENT = "<|endoftext|>"
+"""Name of the token that ends documents in byte-level BPE from this module (in SentencePiece models: </s>)."""
+
+
+def train_byte_level_bpe(texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str]) -> bytes:
+    """Return a tokenizer.json of exactly `vocabulary_size` tokens, which splits texts like GPT-2.
+
+    Id 0 is END_OF_DOCUMENT; the special tokens follow. Raises DataError if there is too little text for the
+    vocabulary.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary_size,
+        special_tokens=[END_OF_DOCUMENT, *special_tokens],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _checked(tokenizer, vocabulary_size, "all bytes")
+
+
+def train_word_piece(
+    texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], lowercase: bool
+) -> bytes:
+    """Return BERT's WordPiece as a tokenizer.json of exactly `vocabulary_size` tokens, BERT's special tokens first.
+
+    Without `lowercase`, case and accents are kept. Raises DataError if there is too little text for the vocabulary.
+    """
+    names = [*BERT_SPECIAL_TOKENS, *special_tokens]
+    # The library numbers continuing characters in the order of its hash table, which differs in every run, and breaks
+    # ties by number. The numbers are fixed if the characters are passed to it as the first tokens.
+    alphabet = _train_word_piece(texts, 0, names, lowercase)
+    characters = sorted(token for token in alphabet if len(token) == 3 and token.startswith("##"))
+    vocabulary = _train_word_piece(texts, vocabulary_size, [*names, *characters], lowercase)
+    tokenizer = word_piece(vocabulary, names, lowercase)
+    return _checked(tokenizer, vocabulary_size, "the single characters of the input")
+
+
+def _train_word_piece(
+    texts: Iterable[str], vocabulary_size: int, first_tokens: Sequence[str], lowercase: bool
+) -> dict[str, int]:
+    from tokenizers import trainers
+
+    tokenizer = word_piece({}, [], lowercase)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary_size, special_tokens=list(first_tokens), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    vocabulary: dict[str, int] = tokenizer.get_vocab()
+    return vocabulary
+
+
+def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: str) -> bytes:
+    learned = tokenizer.get_vocab_size()
+    if learned < vocabulary_size:
+        raise too_few_texts(vocabulary_size, learned)
+    if learned > vocabulary_size:
+        raise DataError(
+            f"a vocabulary of {vocabulary_size} is too small for {smallest}, which need {learned}; raise "
+            "--vocabulary-size"
+        )
+    content: str = tokenizer.to_str(pretty=True)
+    return content.encode()
 
 
 def _eos_token(config: Path) -> str | None:

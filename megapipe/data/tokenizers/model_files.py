@@ -1,15 +1,90 @@
-"""Tokenizers from the model files of SentencePiece (.model) and of OpenAI's tiktoken (.tiktoken)."""
+"""The protocol of tokenizers, and those without the Hugging Face library: one token per byte, the model files of
+SentencePiece (.model), which can also be learned from texts, and those of OpenAI's tiktoken (.tiktoken).
+
+A tokenizer of another kind of file is a class here, and an entry of `OPENERS`.
+"""
 
 import base64
+import hashlib
+import io
 import math
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from megapipe.data.errors import DataError
-from megapipe.data.tokenizers.protocol import Tokenizer, fingerprint_of_files
+from megapipe.data import DataError
+
+
+class Tokenizer(Protocol):
+    """Converts text to token ids and back. Neither direction adds or interprets tokens for the beginning or end of a
+    text."""
+
+    spec: str
+    """A name with which `open_tokenizer` opens the tokenizer: `bytes`, a path, or a path with a kind before it."""
+    vocabulary_size: int
+    """Every id is below this number, which is the number of embedding rows that a model needs."""
+    end_of_document: int | None
+    """Id of the token that ends a document; None if the vocabulary has no such token."""
+
+    special_tokens: dict[str, int]
+    """Names and ids of tokens that do not represent text, for example [MASK]."""
+    fingerprint: str
+    """`sha256:<hex>` of the definition. Equal fingerprints give equal ids."""
+
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        """Set whether the name of a special token in a text becomes that token, or is tokenized like any other text.
+
+        By default, tokenizers of Hugging Face read names as tokens, and all others read them as text. Raises DataError
+        if the tokenizer does not support the setting.
+        """
+
+    def encode(self, text: str) -> list[int]:
+        """Return the ids of a text, which must not contain lone surrogates."""
+
+    def encode_array(self, text: str) -> np.ndarray:
+        """Return the ids of a text as an integer array [number of tokens]. This uses the fast core if there is one."""
+        return np.array(self.encode(text), dtype=np.int64)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of ids without the end of a document. Bytes that are not UTF-8 become U+FFFD."""
+
+
+def fingerprint_of_files(*paths: Path, extra: str = "") -> str:
+    """Return `sha256:<hex>` of the text `extra` followed by the files' bytes."""
+    digest = hashlib.sha256(extra.encode())
+    for path in paths:
+        digest.update(path.read_bytes())
+    return f"sha256:{digest.hexdigest()}"
+
+
+_END_OF_DOCUMENT = 256
+
+
+class ByteTokenizer:
+    """Ids 0 to 255 are bytes; 256 ends a document."""
+
+    spec = "bytes"
+    vocabulary_size = 257
+    end_of_document: int | None = _END_OF_DOCUMENT
+    fingerprint = f"sha256:{hashlib.sha256(b'bytes, 256 ends a document').hexdigest()}"
+
+    def __init__(self) -> None:
+        self.special_tokens: dict[str, int] = {}
+
+    def read_special_tokens(self, as_tokens: bool) -> None:
+        """Do nothing, because no special token has a name."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def encode_array(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), dtype=np.uint8)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(token for token in ids if token != _END_OF_DOCUMENT).decode("utf-8", errors="replace")
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -89,6 +164,68 @@ class SentencePieceTokenizer(Tokenizer):
         if self._processor.id_to_piece(token) != name:  # unknown names have the id of the unknown piece
             raise DataError(f"{self.spec} has no piece {name!r} to end documents with; name one that it has")
         return token
+
+
+def train_sentence_piece(
+    texts: Iterable[str], vocabulary_size: int, special_tokens: Sequence[str], model_type: Literal["bpe", "unigram"]
+) -> bytes:
+    """Return a SentencePiece .model of exactly `vocabulary_size` pieces, from which decoding restores every text.
+
+    Important settings: texts are not normalized, trimmed or prefixed; line ends are separate pieces, and sequences of
+    spaces may be pieces (without these two settings, source code has over 50% more tokens); characters without a piece
+    are split into bytes. Raises DataError if there is too little text for the vocabulary.
+    """
+    import sentencepiece
+
+    model = io.BytesIO()
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=_lines(texts),
+            model_writer=model,
+            model_type=model_type,
+            vocab_size=vocabulary_size,
+            byte_fallback=True,
+            normalization_rule_name="identity",
+            add_dummy_prefix=False,
+            remove_extra_whitespaces=False,
+            allow_whitespace_only_pieces=True,
+            user_defined_symbols=["\n"],
+            control_symbols=list(special_tokens),
+            max_sentence_length=2**30,
+            bos_id=-1,
+            pad_id=-1,
+            num_threads=16,  # fixed, because the number changes the sums of unigram training, and so the model
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        raise _sentence_piece_error(error, vocabulary_size) from error
+    return model.getvalue()
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        yield from filter(None, text.split("\n"))
+
+
+def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataError:
+    """Return a clear error for the library's errors about sizes, and any other error unchanged."""
+    if largest := re.search(r"value <= (\d+)", str(error)):
+        return too_few_texts(vocabulary_size, int(largest[1]))
+    if smallest := re.search(r"required_chars. \d+ vs (\d+)", str(error)):
+        return DataError(
+            f"a vocabulary of {vocabulary_size} is too small for the single characters of the input, which need "
+            f"{smallest[1]}; raise --vocabulary-size"
+        )
+    if "sentences_.empty()" in str(error):
+        return DataError("the input contains no text to learn from: check --input")
+    return DataError(f"SentencePiece cannot train on this input: {error}")
+
+
+def too_few_texts(vocabulary_size: int, largest: int) -> DataError:
+    return DataError(
+        f"the input is too small for a vocabulary of {vocabulary_size}: it allows at most {largest}; lower "
+        "--vocabulary-size or add more text"
+    )
 
 
 OPENERS: dict[str, Callable[[Path, str | None], Tokenizer]] = {".model": SentencePieceTokenizer}

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.errors import ConfigError, nearest
-from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.parallel import DIMENSIONS
 from megapipe.layout.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, NodeGroup
 from megapipe.spec.ops import Operation

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.prediction import RankPrediction, predict_rank

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from megapipe.config.command_line import bytes_text
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import DIMENSIONS
-from megapipe.config.parallel import ScheduleConfig
+from megapipe.config.parallel import DIMENSIONS, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.validation import run_problems

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, cast
 
 from megapipe.config.command_line import Report
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import MeshShape
 from megapipe.config.model import ModelConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.hardware.description import Hardware

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.field_types import PositiveInt, bound_problems
-from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_problems
 from megapipe.layout.stages import cached_method

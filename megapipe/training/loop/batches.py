@@ -14,8 +14,7 @@ from megapipe.data.bert_samples import BertSamples, BlendedBertSamples, open_ber
 from megapipe.data.manifest import ShardManifest, check_one_tokenizer
 from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, samples_wanted
 from megapipe.data.mixing import BlendedSamples, BlendOrder, FillInTheMiddle, FillInTheMiddleRule
-from megapipe.data.packed_samples import PackedSamples
-from megapipe.data.samples import GptSamples, SampleSet, SplitName
+from megapipe.data.samples import GptSamples, PackedSamples, SampleSet, SplitName
 from megapipe.engine.step import Counts, tensor_on
 from megapipe.layers.attention import block_lists, document_blocks
 from megapipe.layers.context import BertContext, MicrobatchContext

@@ -20,13 +20,12 @@ from megapipe.checkpoint.directory import (
     step_folder,
     steps,
 )
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError, agreed, on_first_rank
 from megapipe.checkpoint.fit import RunFit, check_model, check_run, model_differences
 from megapipe.checkpoint.frequency import SaveTimer
 from megapipe.checkpoint.hugging_face import is_hugging_face, load_hugging_face
 from megapipe.checkpoint.manifest import MANIFEST, DataChange, Manifest, RunState, read_manifest
 from megapipe.checkpoint.save_and_load import load, load_weights, save
-from megapipe.checkpoint.storage import explained
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError, agreed, explained, on_first_rank
 from megapipe.config.run import CheckpointConfig, PretrainConfig
 from megapipe.data.identity import DataIdentity, data_identity
 from megapipe.parallel.mesh import Mesh

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import RunState
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import Counts, StepInput, StepResult, tensor_on
 from megapipe.layout.batch_plan import BatchPlan

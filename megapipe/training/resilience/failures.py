@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe.checkpoint.errors import CheckpointError
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.errors import ConfigError
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.engine.stage import WHOLE, SavedGraph, Stage, unit_states
 from megapipe.engine.step import EngineError, StepState
 from megapipe.optim.scaling import LossScaleError

@@ -33,12 +33,12 @@ import yaml
 
 import megapipe
 from megapipe.checkpoint.directory import DirectoryLock, word_in
-from megapipe.checkpoint.errors import CheckpointError
 from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
-from megapipe.data.errors import DataError
+from megapipe.data import DataError
 from megapipe.data.files import sampled_checksum
 from megapipe.data.identity import shard_identity
 from megapipe.kernels.preferences import VARIABLE as PREFERENCES

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.manifest import RunState
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import FORMATS, format_of
 from tests.conversion.foreign.weights import MODELS, drawn, opened, write

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling

@@ -21,12 +21,11 @@ import numpy as np
 import pytest
 import torch
 
-from megapipe.checkpoint.errors import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.config.untrusted import DECODING_ERRORS
+from megapipe.conversion import archive as archive_module
 from megapipe.conversion import confined
-from megapipe.conversion import sandbox as sandbox_module
-from megapipe.conversion.archive import Archive
-from megapipe.conversion.sandbox import InertObject, Sandbox
+from megapipe.conversion.archive import Archive, InertObject, Sandbox
 
 
 class Harm:
@@ -214,9 +213,9 @@ GOOD = {"dtype": "float32", "start": 64, "num_bytes": 16, "crc32": 0, "offset": 
     ids=str,
 )
 def test_the_parent_checks_every_place(change: dict[str, Any]) -> None:
-    assert sandbox_module._decoded({"tensor": dict(GOOD)}, 100).shape == (4,)
+    assert archive_module._decoded({"tensor": dict(GOOD)}, 100).shape == (4,)
     with pytest.raises(DECODING_ERRORS):
-        sandbox_module._decoded({"tensor": GOOD | change}, 100)
+        archive_module._decoded({"tensor": GOOD | change}, 100)
 
 
 def framed(text: bytes) -> bytes:
@@ -246,7 +245,7 @@ def test_a_wrong_reply_is_one_error(
         time.sleep(60 if message.startswith("took") else 0)
         os._exit(0)
 
-    monkeypatch.setattr(sandbox_module, "REPLY_SECONDS", 0.2 if message.startswith("took") else 20.0)
+    monkeypatch.setattr(archive_module, "REPLY_SECONDS", 0.2 if message.startswith("took") else 20.0)
     monkeypatch.setattr(confined, "serve", serve)
     taken = Sandbox(True, tmp_path)
     with pytest.raises(CheckpointError, match=message):

@@ -4,7 +4,7 @@ import re
 import runpy
 from functools import partial
 
-from megapipe.config.mesh_shape import DIMENSIONS, MeshShape
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from tests.docs.figures import ROOT, files
 
 

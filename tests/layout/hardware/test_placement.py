@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.errors import ConfigError
-from megapipe.config.mesh_shape import DIMENSIONS
+from megapipe.config.parallel import DIMENSIONS
 from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import (
     Device,

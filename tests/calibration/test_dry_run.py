@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megapipe.calibration.commands import run_dry_run
+from megapipe.calibration import commands
+from megapipe.calibration.commands import ShapeError, dry_run, run_dry_run
 from megapipe.config import command_line
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
-from megapipe.config.mesh_shape import MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.transfers import Boundary, receive_slots
@@ -25,8 +26,6 @@ from megapipe.parallel.groups import SilentGroup
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.planner.command.main import main
 from megapipe.schedules import Schedule
-from megapipe.training import dry_run as module
-from megapipe.training.dry_run import ShapeError, dry_run
 from megapipe.training.loop.loader import HeldTokens
 from megapipe.training.loop.replica import Replica
 from tests.distributed.test_covering import CASES
@@ -130,7 +129,7 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     ).header
     for stage, each in enumerate(report.coordinates):
         slots = (stages.activation_slots[stage] if stage else 0) + (stages.gradient_slots[stage] if stage < 3 else 0)
-        specs = [module.TensorSpec((1, 1024, 768), torch.float32)]
+        specs = [commands.TensorSpec((1, 1024, 768), torch.float32)]
         boundary = Boundary(SimpleNamespace(lends=False), specs)
         buffers = receive_slots(boundary, slots, torch.device("meta"))._buffers
         assert each.message_bytes == sum(t.numel() * t.element_size() for slot in buffers for t in slot)
@@ -150,7 +149,7 @@ def stages_of(config):
     shape = MeshShape({"pipeline": 2})
     layout = StageLayout.of(config)
     schedule = build_schedule(config, 64, layout, replicas=1)
-    mesh = silent_mesh(shape, 0, module.META)
+    mesh = silent_mesh(shape, 0, commands.META)
     model = ModelTable.of(config, layout, mesh)
     return Assembly(model, Holding(), mesh, schedule.header).stages, mesh, layout, schedule
 
@@ -160,7 +159,7 @@ def test_a_stage_that_hands_on_another_shape_is_found() -> None:
     stages, _, _, _ = stages_of(config)
     twice = replace(config, batch=replace(config.batch, micro_size=2))
     with pytest.raises(ShapeError, match=r"stage 0 returns \[2, 1024, 768\] float32, but \[1, 1024, 768\] float32"):
-        module._run_shapes(twice, stages, HeldTokens())
+        commands._run_shapes(twice, stages, HeldTokens())
 
 
 def test_buffers_that_differ_from_formulas_are_noticed() -> None:
@@ -169,7 +168,7 @@ def test_buffers_that_differ_from_formulas_are_noticed() -> None:
     other = replace(config, training=replace(config.training, precision="bf16"))
     other = replace(other, parallel=replace(other.parallel, data=1))
     with pytest.raises(ShapeError, match=r"bytes of weights, but the formulas predict"):
-        module._coordinate(predict_rank(other, schedule, 0), mesh, stages, layout)
+        commands._coordinate(predict_rank(other, schedule, 0), mesh, stages, layout)
 
 
 def test_collectives_of_absent_ranks_give_shapes() -> None:
