@@ -93,7 +93,7 @@ def test_every_rank_gets_the_reason_of_a_refusal(budget: float, hardware: str | 
 
 
 def test_formats_without_a_peak_use_the_fastest_peak() -> None:
-    """The CPU's preset has fp32 alone; what runs again is chosen by comparison."""
+    """The CPU's preset has fp32 alone; recomputation is chosen by comparison."""
     config = gpt()
     config.training = replace(config.training, precision="bf16")
     (choice, _), _ = run_threads({"pipeline": 2}, chosen, auto(config, 0.9 * peak_bytes(config, "cpu")))
@@ -133,8 +133,8 @@ def budgeted(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig, Layou
 
 @pytest.mark.exhaustive
 def test_real_ranks_stay_within_budget_and_train_the_same(tmp_path: Path) -> None:
-    """Two gloo ranks, every tensor counted. The more memory, the less runs again; no loss and no gradient differs by
-    a bit from those of a run that recomputes nothing."""
+    """Two gloo ranks, every tensor counted. The more memory, the less recomputation; no loss and no gradient
+    differs by a bit from those of a run that recomputes nothing."""
     config = gpt(write_shard(tmp_path))
     everything = peak_bytes(config, "cpu")
     plain = run_mesh({"pipeline": 2}, run_layout, config)
@@ -156,7 +156,7 @@ def test_real_ranks_stay_within_budget_and_train_the_same(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 def test_runs_report_their_choice_and_resumes_choose_again(tmp_path: Path) -> None:
-    """Six steps at once and with nothing run again; or three on one rank within a budget, and three more on two ranks
+    """Six steps at once without recomputation; or three on one rank within a budget, and three more on two ranks
     of a pipeline within another one."""
     prefix = write_shard(tmp_path)
     model = ["--model.num_layers=6", "--batch.micro_size=2", f"--data.prefix={prefix}", "--training.log_every=1"]

@@ -19,11 +19,11 @@ from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.training.validation import validate
-from tests.support.bert_runs import MODERN, POST_NORM, write_corpus
+from tests.support.bert_runs import MODERN, POST_NORM, write_corpora
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case, completed, covering_array, possible_pairs
 from tests.support.equality import check_bits, check_close, check_gradients, check_weights
-from tests.support.gpt_runs import RankRun, assembled, write_shard
+from tests.support.gpt_runs import RankRun, assembled
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.layouts import (
     AXES,
@@ -341,9 +341,7 @@ def name_of(case: Mapping[str, str]) -> str:
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
-    folder = tmp_path_factory.mktemp("corpora")
-    (folder / "bert").mkdir()
-    return write_shard(folder), write_corpus(folder / "bert")
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 @pytest.fixture(scope="module")

@@ -18,10 +18,10 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import predict_rank
 from megapipe.training.validation import validate
 from tests.distributed.test_covering import CASES, Corpora, check_costs, check_equal, name_of, predicted_and_counted
-from tests.support.bert_runs import write_corpus
+from tests.support.bert_runs import write_corpora
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case
-from tests.support.gpt_runs import RankRun, write_shard
+from tests.support.gpt_runs import RankRun
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.layouts import BASE, adds_in_one_order, config_of, oracle_of, sizes_of, world_size
 from tests.support.meshes import run_mesh, run_threads
@@ -81,9 +81,7 @@ EVEN = [
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
-    folder = tmp_path_factory.mktemp("corpora")
-    (folder / "bert").mkdir()
-    return write_shard(folder), write_corpus(folder / "bert")
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 def with_experts(kind: str, case: Case, corpora: Corpora, choices: int = 2) -> PretrainConfig:

@@ -27,7 +27,7 @@ def train(mesh: Mesh, case: Case, steps: int, drain_after: Collection[int] = ())
 
 @dataclass(frozen=True)
 class Saved:
-    """All that a run goes on from: of every state its weights by copy, their numbering and its moments."""
+    """State that a run resumes from: weights of every state by copy, their version numbers and moments."""
 
     weights: dict[str, list[Tensor]]
     newest: dict[str, int]

@@ -208,7 +208,7 @@ def test_what_a_layer_shares_within_itself_stays_shared(schedule: str) -> None:
 
 
 class Listed(nn.Module):
-    """Computes with its parameters out of a list that torch does not know of."""
+    """Computes with parameters from a list that torch does not know of."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,9 +20,9 @@ from megapipe.schedules.actions import Kind
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.distributed.test_covering import CASES, name_of
-from tests.support.bert_runs import write_corpus
+from tests.support.bert_runs import write_corpora
 from tests.support.covering import Case
-from tests.support.gpt_runs import Shard, shards, write_shard
+from tests.support.gpt_runs import Shard, shards
 from tests.support.layouts import config_of, sizes_of, world_size
 from tests.support.meshes import run_mesh, run_threads
 
@@ -32,9 +32,7 @@ FAST = [next(case for case in PIPELINES if case["schedule"] == name) for name in
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertDataConfig]:
-    folder = tmp_path_factory.mktemp("corpora")
-    (folder / "bert").mkdir()
-    return write_shard(folder), write_corpus(folder / "bert")
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 def marked(case: Case) -> Any:

@@ -269,7 +269,7 @@ def pretrain_and_resume(fake: FakeRank, config: PretrainConfig, *ports: int) -> 
 @on_fake_device
 def generate_texts(fake: FakeRank, config: PretrainConfig, prompts: Sequence[Sequence[int]]) -> None:
     """Continue prompts as `megapipe generate` does; decoding is counted as phase `generate`."""
-    # Stages in a line that only run forwards: whoever waits for a receive holds up no rank that it waits for.
+    # Stages in a line that only run forwards: a rank that waits for a receive does not block the sender.
     fake.timeline.loads_wait = False
     mesh = fake.mesh({name: getattr(config.parallel, name) or 1 for name in DIMENSIONS})
     model = LoadedModel(config, mesh, lambda states: None)

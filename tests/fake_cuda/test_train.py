@@ -16,9 +16,9 @@ from tests.distributed.test_covering import CASES, name_of
 from tests.fake_cuda import runs
 from tests.fake_cuda.communicators import check_logs
 from tests.fake_cuda.server import run_fake
-from tests.support.bert_runs import MODERN, POST_NORM, make_bert_config, write_corpus
+from tests.support.bert_runs import MODERN, POST_NORM, make_bert_config, write_corpora
 from tests.support.covering import Case
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
 from tests.support.layouts import OTHER_ORDERS, config_of, sizes_of, world_size
 from tests.support.ranks import free_port
 
@@ -117,9 +117,7 @@ EXPERTS = "megapipe/layers/feed_forward.py"
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, BertDataConfig]:
-    folder = tmp_path_factory.mktemp("corpora")
-    (folder / "bert").mkdir()
-    return write_shard(folder), write_corpus(folder / "bert")
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 def config_with(name: str, prefix: str, data: BertDataConfig) -> PretrainConfig:

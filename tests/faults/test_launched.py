@@ -1,4 +1,4 @@
-"""Faults of whole processes under torchrun: who is named, the exit status, that nothing is left, that it goes on."""
+"""Faults of whole processes under torchrun: the named rank, the exit status, no leftovers, and the resumed run."""
 
 import itertools
 import json

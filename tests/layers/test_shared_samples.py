@@ -165,7 +165,7 @@ def shared_attention(mesh: InProcessMesh, case: Case) -> list[Tensor]:
 
 
 def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
-    """Tensors of whole samples out of every rank's."""
+    """Return tensors of whole samples from those of every rank."""
     numbers = [token_numbers(case.order, rank, case.size, case.length) for rank in range(case.size)]  # type: ignore
     place = torch.cat([torch.from_numpy(each) for each in numbers]).argsort()
     whole = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]

@@ -33,7 +33,7 @@ def exchange(mesh: Mesh, kind: LinkKind, receive_first: bool) -> None:
     for dtype in DTYPES:
         buffers = {link: [torch.zeros(3, 5, dtype=dtype) for _ in range(10)] for link in incoming}
         receives = [link.receive(buffers[link][n]) for n in range(10) for link in incoming] if receive_first else []
-        # Without posted receives a sender may be ahead by one message per slot.
+        # Without posted receives a sender may have sent one unread message per slot.
         for numbers in (range(4), range(4, 8), range(8, 10)):
             sends = [link.send(message(100 * link.edge.source + n, dtype)) for n in numbers for link in outgoing]
             if not receive_first:

@@ -92,7 +92,7 @@ def test_small_budgets_are_refused_with_bytes_and_fixes() -> None:
 
 
 def test_measured_layers_decide_where_there_are_some() -> None:
-    """By the roofline a block's parts are cheaper to make again than blocks; on a machine where whole blocks run again
+    """By the roofline a block's parts are cheaper to recompute than blocks; on a machine where whole blocks recompute
     in no time the blocks are taken."""
     config = replace(measured_run(parallel={"data": None}), recompute=RecomputeConfig(method="auto"))
     known = replace(config, recompute=RecomputeConfig(), parallel=replace(config.parallel, data=1))

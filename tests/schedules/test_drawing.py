@@ -1,8 +1,6 @@
 """The drawings hold what was simulated, and the page shows it in a browser."""
 
 import json
-import os
-import shutil
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
@@ -11,6 +9,7 @@ import pytest
 from megapipe.schedules import GENERATORS, Kind, Link, Offload, build, rank_costs, simulate
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.drawing.bars import activation_curves, bars_of
+from tests.support.browser import browser_path
 
 
 def run_of(name, ranks=4, microbatches=8, steps=1, **costs):
@@ -138,11 +137,6 @@ def test_page_is_self_contained():
     assert "@DATA@" not in page
     assert "@TITLE@" not in page
     assert "http" not in page
-
-
-def browser_path():
-    named = os.environ.get("MEGAPIPE_BROWSER")
-    return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def test_hovering_an_action_describes_it(tmp_path):

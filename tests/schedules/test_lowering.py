@@ -30,9 +30,9 @@ def test_tied_weights_are_reduced_and_updated_once_per_rank():
     assert words(one_rank, 0).endswith("B0.0 DT0/1.0 DS.0 U0/0.0 U0/1.0")
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 5])
-def test_receives_are_posted_that_many_compute_actions_early(ahead):
-    schedule = build("gpipe", 2, 8, receive_ahead=ahead)
+@pytest.mark.parametrize("distance", [1, 2, 5])
+def test_receives_are_posted_that_many_compute_actions_early(distance):
+    schedule = build("gpipe", 2, 8, receive_ahead=distance)
     actions = list(schedule.actions("body", 1))
     compute = 0
     posted, used = {}, {}
@@ -43,12 +43,12 @@ def test_receives_are_posted_that_many_compute_actions_early(ahead):
             if action.kind == Kind.FORWARD:
                 used[action.microbatch] = compute
             compute += 1
-    assert all(posted[k] == max(used[k] - ahead, used[max(k - 1, 0)]) for k in range(8))
+    assert all(posted[k] == max(used[k] - distance, used[max(k - 1, 0)]) for k in range(8))
 
 
 def test_slots_are_as_few_as_the_order_allows():
     header = build("1f1b", 4, 16).header
-    assert header.activation_slots == (0, 4, 3, 2)  # kept until the backward, and one receive ahead
+    assert header.activation_slots == (0, 4, 3, 2)  # kept until the backward, and one early receive
     assert header.gradient_slots == (2, 2, 2, 0)
     assert build("gpipe", 2, 16, mode="forward").header.activation_slots == (0, 2)
 

@@ -18,8 +18,8 @@ from megapipe.schedules.measured.traces import read_rank, read_run, write_rank
 from megapipe.schedules.simulation import CostPlace
 from megapipe.schedules.states import StateTable, StateUnit
 from tests.schedules.support import TRAINED
-from tests.schedules.test_drawing import browser_path
 from tests.schedules.traces import STEP_APART, pause, write_trace
+from tests.support.browser import browser_path
 
 ROOT = Path(__file__).parents[2]
 TIMES = {"forward": 4.0, "backward_input": 5.0, "backward_weight": 3.0, "update": 1.0, "reduce_scalars": 0.75}

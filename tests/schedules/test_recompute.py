@@ -1,4 +1,4 @@
-"""Recomputation: what runs again, where, and what a rank keeps then."""
+"""Recomputation: recomputed units, their places, and the kept activations of a rank."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_running_everything_again_takes_a_forward_more():
     plain = simulate(build("1f1b", 4, 8), rank_costs(schedule.header))
     again = simulate(schedule, rank_costs(schedule.header))
     assert (plain.ideal, again.ideal) == (24.0, 32.0)
-    # A rank that waits for its gradient has run again by the time it comes: no more than one's own rounds are added.
+    # A rank that waits for its gradient has recomputed before it arrives: only one rank's rounds are added.
     assert again.finish <= plain.finish + 8.0
     assert simulate(schedule, rank_costs(schedule.header, recompute=2.0)).ideal == 40.0
 

@@ -130,9 +130,9 @@ def any_order(draw: st.DrawFn) -> Schedule:
 
 
 @settings(max_examples=60, deadline=None)
-@given(order=any_order(), ahead=st.integers(1, 3))
-def test_runnable_compute_orders_lower_to_orders_for_one_queue(order: Schedule, ahead: int) -> None:
-    schedule = lower(order, receive_ahead=ahead)
+@given(order=any_order(), distance=st.integers(1, 3))
+def test_runnable_compute_orders_lower_to_orders_for_one_queue(order: Schedule, distance: int) -> None:
+    schedule = lower(order, receive_ahead=distance)
     validate(schedule)
     assert not hangs(schedule, one_queue)
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from tests.data.bert_shards import random_documents, write_sentences
+from tests.support.gpt_runs import write_shard
 
 VOCABULARY = 61
 
@@ -35,6 +36,12 @@ def write_corpus(folder: Path, documents: int = 60) -> BertDataConfig:
     """Random sentences in the shape of a small corpus."""
     content = random_documents(np.random.default_rng(0), documents, VOCABULARY)
     return write_sentences(folder, content, VOCABULARY, sequence_length=24, split="80,20,0")
+
+
+def write_corpora(folder: Path) -> tuple[str, BertDataConfig]:
+    """Write a small corpus of a GPT and one of a BERT. Return the first one's prefix, and the second one."""
+    (folder / "bert").mkdir()
+    return write_shard(folder), write_corpus(folder / "bert")
 
 
 def make_bert_config(

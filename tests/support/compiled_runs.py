@@ -16,6 +16,6 @@ def run_compiled(mesh: Mesh, config: PretrainConfig, compiler: str | None, steps
     counter = CompileCounterWithBackend(compiler)
     assembly.CompiledForward = lambda **options: CompiledForward(backend=counter, **options)  # type: ignore[misc, assignment]
     run = run_gpt(mesh, config, steps, timeout=200.0)
-    # What runs again is first run without a graph, which is a frame of its own.
+    # Recomputed code is first run without a graph, which is a frame of its own.
     assert counter.frame_count == (2 if config.recompute.method == "full" else 1)
     return run

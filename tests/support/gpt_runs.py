@@ -138,7 +138,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
 
 
 def assembled(parts: Sequence[list[Shard]]) -> dict[str, Tensor]:
-    """Whole tensors by name out of every rank's shards; copies of one shard must agree bit for bit."""
+    """Return whole tensors by name from every rank's shards; copies of one shard must agree bit for bit."""
     tensors: dict[str, Tensor] = {}
     seen: dict[str, Tensor] = {}
     for shard in (shard for part in parts for shard in part):

@@ -1,11 +1,18 @@
-"""Records for tests of whoever listens to a run."""
+"""Records of runs for tests, made up or read."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 from megapipe.training.observe.records import EvaluationRecord, StepRecord
 
 TIMES = ("time", "seconds", "data_seconds", "mfu")
 """Fields of records that differ between two equal runs."""
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def step_record(step: int, **fields: Any) -> StepRecord:

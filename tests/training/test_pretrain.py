@@ -1,6 +1,5 @@
 """The loop of one process from its configuration: ramp, evaluation, checkpoints, resumption, files, words."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.failures import OutOfMemory
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
-from tests.training.records import TIMES
+from tests.training.records import TIMES, records
 
 RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
 SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
@@ -45,10 +44,6 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
 
 def run(config: PretrainConfig) -> int:
     return pretrain(config, LaunchEnvironment())
-
-
-def records(directory: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def steps(directory: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """A BERT run from its configuration: what it prints, evaluates and saves, and how its program starts."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -18,6 +17,7 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from megapipe.training.validation import kernel_choices
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
+from tests.training.records import records
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,10 +42,6 @@ def configuration(corpus: BertDataConfig, directory: Path, **training: object) -
 
 def run(config: BertPretrainConfig) -> int:
     return pretrain(config, LaunchEnvironment())
-
-
-def records(directory: Path) -> list[dict]:
-    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_reports_both_terms_and_accuracies_and_resumes(

@@ -1,7 +1,5 @@
 """The report's pictures hold what was estimated, and the page works in a browser, light and dark."""
 
-import os
-import shutil
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 
@@ -27,6 +25,7 @@ from megapipe.planner.command.reports import (
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.model import predict
 from tests.planner.command.plan import LAYOUT, output
+from tests.support.browser import browser_path
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -156,11 +155,6 @@ def test_plain_tables_align_numbers_to_the_right():
 def test_a_layout_in_a_line(prediction):
     assert layout_text(prediction.estimate.config) == "data 4, pipeline 2, tensor 2, 1f1b, micro-batch 1"
     assert layout_text(parse([])) == "one rank, micro-batch 1"
-
-
-def browser_path():
-    named = os.environ.get("MEGAPIPE_BROWSER")
-    return named or next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Times of layers out of rows: exact where measured, straight lines between, the roofline and a word elsewhere."""
+"""Times of layers from rows: exact where measured, interpolated between, the roofline with a note elsewhere."""
 
 from dataclasses import replace
 

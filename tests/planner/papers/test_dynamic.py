@@ -11,7 +11,7 @@ from megapipe.planner.papers.galvatron import Tables, choose
 
 
 def brute_force(tables: Tables, budget: float) -> float:
-    """Seconds of the fastest row of strategies within the budget; endless where there is none."""
+    """Return the seconds of the fastest row of strategies within the budget; infinite without one."""
     layers, count = tables.seconds.shape
     best = float("inf")
     for row in product(range(count), repeat=layers):

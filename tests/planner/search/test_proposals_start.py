@@ -24,7 +24,7 @@ from megapipe.planner.search.findings import Findings
 from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import SearchSpace
 from megapipe.training.validation import validate
-from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
+from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpora, write_corpus
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config, write_shard
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.meshes import run_mesh, run_threads
@@ -72,9 +72,7 @@ ASKED = {
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
-    folder = tmp_path_factory.mktemp("corpora")
-    (folder / "bert").mkdir()
-    return write_shard(folder), write_corpus(folder / "bert")
+    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 def machine(devices: int, memory: float) -> Hardware:
