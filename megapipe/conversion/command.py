@@ -161,10 +161,10 @@ def main(argv: Sequence[str]) -> int:
         "diff": _diff,
         "average": _average,
     }
-    return exit_status(lambda: commands[arguments.command](arguments), _is_told, "nothing was written")
+    return exit_status(lambda: commands[arguments.command](arguments), _is_for_user, "nothing was written")
 
 
-def _is_told(error: Exception) -> bool:
+def _is_for_user(error: Exception) -> bool:
     from megapipe.checkpoint.storage import CheckpointError
     from megapipe.conversion.formats import UnknownFormatError
     from megapipe.data import DataError

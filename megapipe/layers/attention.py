@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -46,6 +46,7 @@ from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_in_backwa
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
+from megapipe.spec.ops import AttentionPath
 from megapipe.spec.token_order import Share
 
 BLOCK = 128
@@ -125,9 +126,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: 
 def _compiled() -> Any:
     """Return flex_attention compiled, because the uncompiled one computes all scores, masked or not."""
     return torch.compile(flex_attention)
-
-
-AttentionPath = Literal["sdpa", "unfused"]
 
 
 def choose_path(device: str, dtype: torch.dtype, num_tokens: int) -> AttentionPath:

@@ -239,7 +239,7 @@ def test_hugging_face_folders_are_copied_file_by_file(tmp_path: Path) -> None:
         "bos_token_id": 5,
         "eos_token_id": [0, 7],
         "pad_token_id": 1,
-    }  # 4000 is no row of the model
+    }  # the model has no row 4000
 
 
 @pytest.mark.parametrize("middle", ["megapipe", "hf"])

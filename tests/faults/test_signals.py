@@ -86,7 +86,7 @@ def test_before_training_a_job_ends_at_once(
 
 
 def test_a_second_signal_ends_a_job_stuck_saving(tmp_path: Path, corpus: str) -> None:
-    """The first one is noted, and the save goes on; there is no checkpoint then, and the next run starts at step 1."""
+    """After the first signal the save goes on. The second one leaves no checkpoint: the next run starts at step 1."""
     arguments = [f"--data.prefix={corpus}", "--training.steps=3", "--checkpoint.every=2"]
     job = Job(tmp_path, Fault("save", 0), *arguments, "--checkpoint.asynchronous=false", ranks=1)
     job.wait_for(MARK)
