@@ -32,7 +32,7 @@ from megapipe.calibration.layers import (
     waits,
 )
 from megapipe.calibration.planning import memory_bytes
-from megapipe.config.command_line import end_with_parent
+from megapipe.config.command_line import end_with_parent, unwritable
 from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
@@ -425,7 +425,7 @@ def output_problems(out: Path) -> list[str]:
     if out.is_dir() or out.suffix not in (".yaml", ".yml"):
         problems.append(f"{out} is not a name of a hardware file; choose one that ends in .yaml, such as machine.yaml")
     folder = next(each for each in out.resolve().parents if each.exists())
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
+    if not folder.is_dir() or unwritable(folder) is not None:
         problems.append(f"{out} cannot be written: {folder} is not a writable folder; choose another file")
     return problems
 

@@ -3,7 +3,6 @@ read them, and the progress bar of slow commands."""
 
 import argparse
 import errno
-import math
 import os
 import re
 import sys
@@ -96,10 +95,10 @@ def with_hyphens(argv: Sequence[str]) -> list[str]:
 
 
 def finite(text: str) -> float:
-    """Parse a finite number of at least 0; for use as the `type` of an argument."""
+    """Parse a number from 0 to 1e100, whose sums and products are finite; for use as the `type` of an argument."""
     number = real_number(text)
-    if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f"is {text}, but must be a finite number of at least 0")
+    if not 0 <= number <= 1e100:
+        raise argparse.ArgumentTypeError(f"is {text}, but must be a finite number of at least 0 and at most 1e100")
     return number
 
 
@@ -181,8 +180,24 @@ def check_folders(*paths: Path | None) -> None:
         if not path.parent.is_dir()
     ]
     problems += [f"{path} is a folder; choose a file name" for path in given if path.is_dir()]
+    problems += [
+        f"{path} cannot be written: {reason}; choose a file in a writable folder"
+        for path in given
+        if path.parent.is_dir() and (reason := unwritable(path.parent)) is not None
+    ]
     if problems:
         raise ConfigError(problems)
+
+
+def unwritable(folder: Path) -> str | None:
+    """Return why no file can be created in a folder, after an attempt that leaves nothing behind; None if one can."""
+    from tempfile import TemporaryFile  # most commands do not need it
+
+    try:
+        with TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def bytes_text(count: float) -> str:

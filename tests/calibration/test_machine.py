@@ -65,6 +65,7 @@ def test_a_device_multiplies_and_copies() -> None:
         ({"tensor_sizes": [3]}, "3"),
         ({"context_sizes": [3]}, r"data\.sequence_length 16 is not divisible by 6"),
         ({"out": Path(__file__) / "machine.yaml"}, "is not a writable folder; choose another file"),
+        ({"out": Path("/proc/machine.yaml")}, "/proc is not a writable folder; choose another file"),
         ({"out": Path("machine")}, r"machine is not a name of a hardware file; choose one that ends in \.yaml"),
     ],
 )

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from math import isfinite
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args
 
@@ -14,7 +13,7 @@ from jsonargparse import ArgumentParser
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.errors import ConfigError, nearest
-from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, PositiveInt, Probability, bound_of
+from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, PositiveInt, Probability, Size, outside
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import Given, build_parser, kind_of, parse_given
 from megapipe.config.run import PretrainConfig
@@ -31,6 +30,8 @@ Ranks = Annotated[int, Bound(1, 1024)]
 Megabytes = Annotated[float, Bound(1e-6, 1e6, words="from 0.000001, a byte, to 1,000,000")]
 Duration = Annotated[float, Bound(1e-9, 1e12, words="from 1e-9 to 1e12")]
 """A time between failures, or of a save. With these limits, the time between saves neither overflows nor becomes 0."""
+Amount = Annotated[float, Bound(1, 1e18, words="from 1 to 1e18")]
+"""Number of tokens or parameters."""
 MEMORY_RESERVE = 0.05
 """Fraction of a device's memory that plans keep free by default; 4 GB of 80 GB, for a CUDA context (0.5 GB), NCCL's
 buffers (1 to 2 GB) and fragmentation."""
@@ -114,7 +115,7 @@ _TRAINING = (
     _flag(
         "--tokens",
         "tokens to train on, such as 300e9; also prints the number of steps, the days and the price",
-        PositiveFloat,
+        Amount,
     ),
     _flag(
         "--price_per_hour",
@@ -157,10 +158,10 @@ _SEARCH = (
     _flag("--write_config", "write the best layout as a configuration to train", Path, metavar="FILE"),
 )
 _TRAIN_TIME = (
-    _flag("--tokens", "tokens that the model is trained on", PositiveFloat),
+    _flag("--tokens", "tokens that the model is trained on", Amount),
     _flag("--achieved_tflops", "measured TFLOP/s of each device, instead of --hardware: 8 T P / (n X)", PositiveFloat),
     _flag("--bounds", "also print the lower bounds of Lamy-Poirier's analysis", bool),
-    _flag("--parameters", "number of parameters of the model (default: those of --model)", PositiveFloat),
+    _flag("--parameters", "number of parameters of the model (default: those of --model)", Amount),
     _flag("--least_efficiency", "with --bounds: minimum share of peak FLOP/s (default 0.5)", Probability, default=0.5),
 )
 _FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="+")
@@ -171,9 +172,9 @@ _DRY_RUN = (
 _PROFILE = (
     _flag("--output", "hardware file to write", Path, required=True),
     _flag("--ranks", "number of processes that run at the same time (default 2)", Ranks, default=2),
-    _flag("--tensor_sizes", "sizes of parallel.tensor to measure, such as [1,2]", list[int], default=[1]),
-    _flag("--context_sizes", "sizes of parallel.context to measure, such as [1,2]", list[int], default=[1]),
-    _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[int], default=[1, 2, 4]),
+    _flag("--tensor_sizes", "sizes of parallel.tensor to measure, such as [1,2]", list[Size], default=[1]),
+    _flag("--context_sizes", "sizes of parallel.context to measure, such as [1,2]", list[Size], default=[1]),
+    _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[Size], default=[1, 2, 4]),
 )
 _LINKS = (
     _flag("--hardware", f"hardware file that describes a node, or one of {', '.join(PRESETS)}"),
@@ -242,12 +243,11 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *files])
     parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
     given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
-    problems = []
-    for name, more in COMMANDS[command].flags:
-        bound, value = bound_of(more.get("type")), given.flags[name.removeprefix("--")]
-        if bound is not None and value is not None and not bound.holds(value):
-            finite = "" if isfinite(value) else " and finite"
-            problems.append(f"{name} is {value:,.15g}; it must be {bound}{finite}")
+    problems = [
+        f"{place} is {number:,.15g}; it must be {rule}"
+        for name, more in COMMANDS[command].flags
+        for place, number, rule in outside(more.get("type"), given.flags[name.removeprefix("--")], name)
+    ]
     if problems:
         raise ConfigError(problems)
     return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)

@@ -60,8 +60,8 @@ def test_searches_report_budgets_and_rank_by_the_given_price(capsys):
 @pytest.mark.parametrize(
     ("flag", "words"),
     [
-        ("--tokens=0", "--tokens is 0; it must be above 0"),
-        ("--tokens=-5e9", "--tokens is -5,000,000,000; it must be above 0"),
+        ("--tokens=0", "--tokens is 0; it must be from 1 to 1e18"),
+        ("--tokens=-5e9", "--tokens is -5,000,000,000; it must be from 1 to 1e18"),
         ("--price-per-hour=-1", "--price_per_hour is -1; it must be at least 0"),
     ],
 )

@@ -57,6 +57,21 @@ def test_wrong_input_exits_with_status_2():
     assert finished.stderr == "error: --devices is 0; it must be at least 1 and at most 1,000,000\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["profile", "--output=a.yaml", "--micro_sizes=[2,2000000]"],
+            "--micro_sizes[1] is 2,000,000; it must be from 1 to",
+        ),
+        (["search", *LAYOUT, "--write_config=/proc/a.yaml"], "/proc/a.yaml cannot be written: "),
+    ],
+)
+def test_wrong_values_are_refused_before_any_work(capsys, arguments, message):
+    (line,) = refusal(capsys, *arguments)
+    assert message in line
+
+
 @pytest.mark.slow
 def test_a_dry_run_of_a_thousand_ranks():
     file = ROOT / "examples" / "parallel" / "three_d.yaml"

@@ -58,7 +58,9 @@ def test_the_one_time_is_the_search_s(capsys):
     ("flags", "words"),
     [
         ([], "--tokens is missing"),
-        (["--tokens=-1"], "--tokens is -1; it must be above 0"),
+        (["--tokens=-1"], "--tokens is -1; it must be from 1 to 1e18"),
+        (["--tokens=1e300"], "--tokens is 1e+300; it must be from 1 to 1e18"),
+        (["--tokens=inf"], "--tokens is inf, but must be a number from 1 to 1e18"),
         (["--tokens=1e9"], "no speed is given: pass --devices with --hardware"),
         (["--tokens=1e9", "--achieved_tflops=100"], "--devices is missing"),
         (["--tokens=1e9", "--achieved_tflops=100", "--devices=0"], "--devices is 0"),
