@@ -6,8 +6,7 @@ from megapipe.schedules.actions import COMPUTE_KINDS, Action, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import of_states
 from megapipe.schedules.schedule import SECTIONS, Schedule
-from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import failure, missing
+from megapipe.schedules.table import Table, failure, missing
 from megapipe.schedules.validation.fields import check_places, check_units
 from megapipe.schedules.validation.waits import check_compute_order
 

@@ -19,8 +19,7 @@ from megapipe.schedules.actions import (
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import STATE_KINDS, of_states
 from megapipe.schedules.schedule import Header, Origin
-from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import failure
+from megapipe.schedules.table import Table, failure
 
 
 def check_header(header: Header, origin: Origin | None = None) -> None:
