@@ -31,7 +31,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import Hardware, load_hardware

@@ -17,7 +17,7 @@ import torch
 from megapipe.checkpoint import CheckpointError, newest_whole
 from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.untrusted import decode_json
 from megapipe.conversion.archive import Archive, Sandbox

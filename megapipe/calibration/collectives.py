@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.calibration.layers import Cell, LayerRun
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, Network, NodeGroup

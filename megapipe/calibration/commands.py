@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.calibration.machine import check_output, profile
+from megapipe.config import ConfigError
 from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar
-from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig

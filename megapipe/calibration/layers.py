@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput

@@ -32,8 +32,8 @@ from megapipe.calibration.layers import (
     waits,
 )
 from megapipe.calibration.planning import memory_bytes
+from megapipe.config import ConfigError
 from megapipe.config.command_line import end_with_parent
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data.files import write_whole

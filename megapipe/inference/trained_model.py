@@ -16,8 +16,8 @@ from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import CheckpointError, read_json
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import Config, kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 from megapipe.checkpoint.directory import DirectoryLock
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.mixing import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput

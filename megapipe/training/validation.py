@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import apex_backend, preferences
 from megapipe.kernels.ops import OPS

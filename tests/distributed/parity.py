@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import Contents, StoredTensor, TargetOptions

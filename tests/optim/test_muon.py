@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.optimizer import MuonConfig, OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.units import Unit, UnitCosts

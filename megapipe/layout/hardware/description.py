@@ -13,7 +13,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Literal
 
-from megapipe.config.errors import ConfigError, nearest
+from megapipe.config import ConfigError, nearest
 from megapipe.config.field_types import Bound, NaturalFloat, Share
 from megapipe.config.load import read_dataclass, written_dataclass
 from megapipe.config.run import PretrainConfig

@@ -19,7 +19,7 @@ from functools import cache, cached_property
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.config.errors import ConfigError, nearest
+from megapipe.config import ConfigError, nearest
 from megapipe.config.parallel import DIMENSIONS
 from megapipe.layout.hardware.collectives import CollectiveTime, GroupLinks, collective_time
 from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, NodeGroup

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text, check_folders, progress_bar, seconds_text
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig

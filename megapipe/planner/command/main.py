@@ -12,8 +12,8 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from jsonargparse import ArgumentParser
 
+from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, PositiveInt, Probability, bound_of
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import Given, build_parser, kind_of, parse_given

@@ -15,8 +15,8 @@ from typing import Any, Literal, NamedTuple, Union
 import numpy as np
 import numpy.typing as npt
 
+from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.field_types import PositiveFloat, PositiveInt
 from megapipe.config.load import parse_as, read_dataclass
 from megapipe.config.memory import RecomputeConfig

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig, ZeroConfig, is_fp8
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts

@@ -13,7 +13,7 @@ from itertools import product
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ScheduleConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig

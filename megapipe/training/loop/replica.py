@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pair_overlap

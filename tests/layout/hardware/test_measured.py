@@ -7,7 +7,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware, read_hardware, written
 from megapipe.layout.hardware.measured import (
     LAYER_KINDS,

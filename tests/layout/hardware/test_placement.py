@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import DIMENSIONS
 from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate

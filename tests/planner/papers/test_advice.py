@@ -7,7 +7,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ZeroConfig
 from megapipe.config.run import PretrainConfig
