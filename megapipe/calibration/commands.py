@@ -41,7 +41,7 @@ from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.layout.scheduling import schedule_name
 from megapipe.layout.stages import StageLayout, slice_ranges
 from megapipe.layout.table import LayoutTable, lowered_schedule
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh, silent_mesh

@@ -50,7 +50,7 @@ from megapipe.layout.hardware.description import (
 from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.layout.validation import context_problems
-from megapipe.models.families import DTYPES
+from megapipe.models import DTYPES
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.launch import connected_mesh, shutdown
 from megapipe.parallel.mesh import Mesh

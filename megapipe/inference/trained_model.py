@@ -29,7 +29,7 @@ from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_str
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
 from megapipe.layout.stages import StageLayout, lay_out
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from megapipe.parallel.launch import DeviceChoice, initialize, shutdown
 from megapipe.parallel.mesh import Mesh

@@ -27,7 +27,7 @@ from megapipe.engine.step import StepInput
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.layers.context import BertContext, MicrobatchContext
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.batches import open_loader, open_samples
