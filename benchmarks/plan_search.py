@@ -37,7 +37,7 @@ from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, Trainin
 from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting.fit import A100, PublishedRun
-from megapipe.planner.papers.two_buffered import two_buffered_plan
+from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.search.findings import faster_or_slower, term_differences
 from megapipe.planner.search.plan import QUICK, Effort, search_speed
 

@@ -40,7 +40,7 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
 from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines
 from megapipe.planner.papers.galvatron import per_layer
-from megapipe.planner.papers.two_buffered import two_buffered_plan
+from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.recompute import limited, resolved
 from megapipe.planner.search.findings import Findings, Found
 from megapipe.planner.search.plan import Effort, search

@@ -14,7 +14,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.papers.galvatron import Method, OpCosts, Strategy, iteration_seconds, per_layer
-from megapipe.planner.papers.two_buffered import Machine, two_buffered_plan, uniform_run
+from megapipe.planner.papers.pipedream import Machine, two_buffered_plan, uniform_run
 from megapipe.planner.search.plan import slowest_times
 from tests.planner.search.runs import machine, run
 
