@@ -29,7 +29,7 @@ from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.preprocess.run import Journal, read_journal
 from megapipe.data.shards import IndexedDataset
 from megapipe.layout.hardware.description import load_hardware
-from megapipe.planner.fitting.fit import read_rows
+from megapipe.planner.fitting import read_rows
 from megapipe.schedules import ScheduleError, build, dumps, rank_costs
 from megapipe.schedules.build import load_file
 from megapipe.schedules.measured.traces import read_rank

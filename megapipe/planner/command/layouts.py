@@ -38,7 +38,7 @@ from megapipe.planner.command.planning import (
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
-from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines
+from megapipe.planner.fitting import FitResult, find_table, fit_rows, fit_table, report_lines
 from megapipe.planner.papers.galvatron import per_layer
 from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.recompute import limited, resolved

@@ -264,7 +264,7 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     )
     for name, arguments in about.flags:
         if name == "--published":
-            from megapipe.planner.fitting.fit import TABLES  # imports the cost model, which most commands do not need
+            from megapipe.planner.fitting import TABLES  # imports the cost model, which most commands do not need
 
             arguments = {**arguments, "choices": tuple(TABLES)}
         parser.add_argument(name, **arguments)
