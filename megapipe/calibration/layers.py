@@ -22,7 +22,7 @@ from megapipe.config.parallel import MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
-from megapipe.layout.hardware.measured import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
+from megapipe.layout.hardware.description import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind

@@ -38,16 +38,18 @@ from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data.files import write_whole
 from megapipe.layout.hardware.description import (
+    Contention,
     Device,
     Hardware,
     HostLink,
     IntraNodeLink,
+    MeasuredLayer,
+    Measurements,
     Network,
     NodeGroup,
     read_hardware,
     written,
 )
-from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.layout.validation import context_problems
 from megapipe.models import DTYPES
