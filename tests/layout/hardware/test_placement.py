@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
 from megapipe.config.parallel import DIMENSIONS
-from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import (
     Device,
     Efficiency,
@@ -20,7 +19,7 @@ from megapipe.layout.hardware.description import (
     NodeGroup,
     load_hardware,
 )
-from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.placement import GroupLinks, Placement
 
 FITTED = load_hardware("a100-80")
 _DEVICE = replace(FITTED.groups[0].device, efficiency=Efficiency())
