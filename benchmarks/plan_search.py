@@ -31,13 +31,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import A100, PublishedRun
-from megapipe.planner.papers.two_buffered import two_buffered_plan
+from megapipe.planner.fitting import A100, PublishedRun
+from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.search.findings import faster_or_slower, term_differences
 from megapipe.planner.search.plan import QUICK, Effort, search_speed
 

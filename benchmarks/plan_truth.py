@@ -25,7 +25,7 @@ import torch
 
 from megapipe.calibration.layers import samples_for
 from megapipe.calibration.machine import on_ranks, profile
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig

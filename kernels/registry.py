@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megapipe.config.errors import nearest
+from megapipe.config import nearest
 from megapipe.kernels.preferences import Preferences
 
 REFERENCE = "reference"

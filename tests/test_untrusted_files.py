@@ -17,7 +17,7 @@ import torch
 from megapipe.checkpoint import CheckpointError, newest_whole
 from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.untrusted import decode_json
 from megapipe.conversion.archive import Archive, Sandbox
@@ -29,7 +29,7 @@ from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.preprocess.run import Journal, read_journal
 from megapipe.data.shards import IndexedDataset
 from megapipe.layout.hardware.description import load_hardware
-from megapipe.planner.fitting.fit import read_rows
+from megapipe.planner.fitting import read_rows
 from megapipe.schedules import ScheduleError, build, dumps, rank_costs
 from megapipe.schedules.build import load_file
 from megapipe.schedules.measured.traces import read_rank

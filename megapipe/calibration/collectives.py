@@ -20,11 +20,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megapipe.calibration.layers import Cell, LayerRun
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware, Network, NodeGroup
-from megapipe.layout.hardware.measured import MeasuredCollective, Transport
+from megapipe.layout.hardware.description import Hardware, MeasuredCollective, Network, NodeGroup, Transport
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
 from megapipe.parallel.launch import connected_mesh

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.calibration.machine import check_output, profile
+from megapipe.config import ConfigError
 from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar
-from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
@@ -41,7 +41,7 @@ from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.layout.scheduling import schedule_name
 from megapipe.layout.stages import StageLayout, slice_ranges
 from megapipe.layout.table import LayoutTable, lowered_schedule
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh, silent_mesh

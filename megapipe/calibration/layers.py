@@ -16,13 +16,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
-from megapipe.layout.hardware.measured import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
+from megapipe.layout.hardware.description import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind

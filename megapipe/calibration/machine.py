@@ -32,25 +32,27 @@ from megapipe.calibration.layers import (
     waits,
 )
 from megapipe.calibration.planning import memory_bytes
+from megapipe.config import ConfigError
 from megapipe.config.command_line import end_with_parent, unwritable
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data.files import write_whole
 from megapipe.layout.hardware.description import (
+    Contention,
     Device,
     Hardware,
     HostLink,
     IntraNodeLink,
+    MeasuredLayer,
+    Measurements,
     Network,
     NodeGroup,
     read_hardware,
     written,
 )
-from megapipe.layout.hardware.measured import Contention, MeasuredLayer, Measurements
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.layout.validation import context_problems
-from megapipe.models.families import DTYPES
+from megapipe.models import DTYPES
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.launch import connected_mesh, shutdown
 from megapipe.parallel.mesh import Mesh

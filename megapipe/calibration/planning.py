@@ -7,8 +7,8 @@ from typing import cast
 
 import torch
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import seconds_text
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
 from megapipe.layers.attention import has_amx

@@ -15,13 +15,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
 from megapipe.data.shards import bin_path, idx_path
 from megapipe.engine.step import StepInput
-from megapipe.models.families import ModelFamily, family_of
+from megapipe.models import ModelFamily, family_of
 from megapipe.parallel.launch import initialize
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.device import with_precision

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import (
     OneLineParser,
     check_folders,
@@ -17,7 +18,6 @@ from megapipe.config.command_line import (
     positive,
     tool_parser,
 )
-from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number
 from megapipe.data import DataError
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megapipe.cli.train import parser_of
+from megapipe.config import ConfigError
 from megapipe.config.command_line import natural, positive
-from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import NaturalInt, PositiveInt, in_words
 from megapipe.config.help_format import as_yaml, file_of, invocation, packaged_files, type_of
 from megapipe.config.load import KINDS

@@ -13,7 +13,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, NoReturn, cast
 
 from megapipe import __version__
-from megapipe.config.errors import nearest
+from megapipe.config import nearest
 
 if TYPE_CHECKING:
     from megapipe.planner.command.main import Request

@@ -13,6 +13,7 @@ from typing import Any
 
 from megapipe.cli import run_curves as curves
 from megapipe.cli.run_reader import RATE_STEPS, Run, find_runs, is_run, read_run
+from megapipe.config import ConfigError
 from megapipe.config.command_line import (
     OneLineParser,
     bytes_text,
@@ -23,7 +24,6 @@ from megapipe.config.command_line import (
     tool_parser,
     with_hyphens,
 )
-from megapipe.config.errors import ConfigError
 from megapipe.training.observe.metrics import RUNNING, finite
 from megapipe.training.observe.records import TIME_PARTS, print_error, print_line
 

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from jsonargparse import ArgumentParser
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import OneLineParser, natural, positive
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import KINDS, Given, build_parser, kind_of, parse_given
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig

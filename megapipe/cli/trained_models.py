@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
-from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import real_number, whole_number
 from megapipe.data import DataError
 

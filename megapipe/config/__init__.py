@@ -1,1 +1,18 @@
-"""Typed, documented configuration and its validation. Imports no torch."""
+"""Typed, documented configuration and its validation; and the error for an invalid one. Imports no torch."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class ConfigError(ValueError):
+    """An invalid configuration. The message names each wrong value, the rule that it breaks, and how to fix it."""
+
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        self.problems = [problems] if isinstance(problems, str) else list(problems)
+        super().__init__("\n".join(self.problems))
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a suffix such as `; did you mean 'hidden_size'?`, or an empty string if no known name is close."""
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

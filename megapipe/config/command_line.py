@@ -16,7 +16,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.field_types import real_number, whole_number
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import ProseFormatter
-from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import base_of, rule_of
 
 FOLDER = Path(__file__).resolve().parents[1] / "examples"

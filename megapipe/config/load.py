@@ -26,8 +26,8 @@ from typing import Any, Generic, Literal, NoReturn, TypeVar, get_args, get_origi
 import yaml
 from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_settings
 
+from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.field_types import base_of, bound_problems, has_other_digits, in_words, outside, type_hints
 from megapipe.config.help_format import (
     FieldHelpFormatter,

@@ -8,7 +8,7 @@ first. `WITHOUT_FIELD` has options that are no field here, and why. The tables o
 
 from collections.abc import Collection
 
-from megapipe.config.errors import nearest
+from megapipe.config import nearest
 
 OTHER_NAMES = {
     "Megatron-LM": {

@@ -8,8 +8,8 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import exit_status, finite, positive, tool_parser, with_hyphens
-from megapipe.config.errors import ConfigError
 from megapipe.conversion.formats import FORMATS, SHARD_BYTES, TargetOptions, format_of
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ from megapipe.checkpoint.storage import (
     writing,
 )
 from megapipe.checkpoint.tensor_file import DTYPES
-from megapipe.config.errors import nearest
+from megapipe.config import nearest
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.archive import Archive, InertObject, Sandbox, TensorPlace
 from megapipe.conversion.formats import METADATA, WEIGHTS, Contents, Index, StoredTensor, TargetOptions

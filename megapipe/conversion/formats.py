@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megapipe.config.errors import nearest
+from megapipe.config import nearest
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import read_bytes
 

@@ -41,7 +41,7 @@ from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_ranges
 from megapipe.layout.table import LayerChoice, LayoutTable
 from megapipe.layout.units import tied_unit
-from megapipe.models.families import DTYPES, family_of
+from megapipe.models import DTYPES, family_of
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.scaling import clip_coefficient
 from megapipe.parallel.groups import DistributedGroup, Group

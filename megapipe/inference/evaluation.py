@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.data import DataError
 from megapipe.data.tokenizers import Tokenizer
 from megapipe.inference.generation import CHUNK, Limits, SamplingSettings, StopStrings, generate

@@ -16,8 +16,8 @@ from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import CheckpointError, read_json
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import Config, kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig
@@ -29,7 +29,7 @@ from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_str
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
 from megapipe.layout.stages import StageLayout, lay_out
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from megapipe.parallel.launch import DeviceChoice, initialize, shutdown
 from megapipe.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import yaml
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import DIMENSIONS, MeshShape, is_fp8, recompute_method, strategy_of, zero_stage_of
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches

@@ -4,7 +4,7 @@ An update is the momentum with its singular values brought near 1 by Newton and 
 of AdamW's updates (Liu et al. 2025, "Muon is scalable for LLM training", 2502.16982, section 2.2). It needs whole
 matrices: tensor ranks gather their shards of the momentum; each orthogonalises the whole matrix and keeps its own
 part. If replicas shard the state, most matrices are whole on one replica; for those that are cut
-(`layout.whole_matrices`), replicas gather the momentum too.
+(`layout.units.place`), replicas gather the momentum too.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,7 +7,7 @@ from math import prod
 
 from torch import Tensor
 
-from megapipe.layout.whole_matrices import place
+from megapipe.layout.units import place
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Box, ParameterSpec
 
 
@@ -35,7 +35,7 @@ class SegmentTable:
     """Segments of one unit, in an order in which each optimizer group is one contiguous range: `matrices`, the other
     `decayed` parameters, then the `undecayed` ones.
 
-    With whole matrices, the matrices come last, each within one shard if `layout.whole_matrices` finds room for it;
+    With whole matrices, the matrices come last, each within one shard if `layout.units.place` finds room for it;
     `cut` names the others.
     """
 

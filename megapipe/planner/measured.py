@@ -11,8 +11,7 @@ from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import BASE_KIND, ModelConfig
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware, IntraNodeLink
-from megapipe.layout.hardware.measured import LayerRow, Measurements
+from megapipe.layout.hardware.description import Hardware, IntraNodeLink, LayerRow, Measurements
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT

@@ -17,8 +17,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
+from megapipe.config import nearest
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.errors import nearest
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.spec.layers import model_layers

@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import underscored
 from megapipe.config.untrusted import read_json
 from megapipe.spec.family import FamilyError, family_of

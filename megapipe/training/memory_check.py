@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import DIMENSIONS, MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat

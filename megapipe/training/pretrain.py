@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import cast
 
 from megapipe.checkpoint.directory import DirectoryLock
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.mixing import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
 from megapipe.layout.batch_plan import BatchPlan, data_parallel_size
 from megapipe.layout.scheduling import eager_cost, schedule_name
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,

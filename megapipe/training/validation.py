@@ -9,7 +9,7 @@ from itertools import groupby
 
 import torch
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import apex_backend, preferences
 from megapipe.kernels.ops import OPS
@@ -18,7 +18,7 @@ from megapipe.layers.attention import has_amx
 from megapipe.layers.linear import ALIGNMENT
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.validation import run_problems
-from megapipe.models.families import DTYPES
+from megapipe.models import DTYPES
 from megapipe.optim.scaling import learning_rate_problems
 from megapipe.spec.attention import why_a_mask
 from megapipe.spec.layers import one_of_each

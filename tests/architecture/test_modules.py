@@ -18,11 +18,6 @@ ENTRY_POINTS = ("pretrain_gpt.py", "pretrain_bert.py", "tools", "examples")
 STARTED_BY_NAME = ("megapipe.__main__", "megapipe.kernels.cuda_backend.build")
 """The console script, and what setup.py runs."""
 
-NO_ENTRY_POINT = {
-    "megapipe.planner.papers.pipedream": "PipeDream's partitioners, to compare with a search over layouts",
-}
-"""Modules that no entry point imports, and why they stay. Nothing may be added."""
-
 IMPORT = re.compile(r"^[ \t]*from (megapipe[\w.]*) import (\([^)]*\)|[^\n]*)", re.MULTILINE)
 
 TRAINING_MODULES = 300
@@ -48,7 +43,7 @@ def modules() -> dict[str, Source]:
 def test_every_module_is_reachable_from_an_entry_point() -> None:
     programs = [name for source in working_tree(*ENTRY_POINTS) for name in imports(modules(), source)]
     unreachable = modules().keys() - reachable(modules(), [*STARTED_BY_NAME, *programs])
-    assert unreachable <= NO_ENTRY_POINT.keys()
+    assert unreachable == set()
 
 
 def test_imported_names_exist() -> None:

@@ -11,9 +11,8 @@ import torch
 
 from megapipe.calibration import commands
 from megapipe.calibration.commands import ShapeError, dry_run, run_dry_run
-from megapipe.config import command_line
+from megapipe.config import ConfigError, command_line
 from megapipe.config.bert import BertDataConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig

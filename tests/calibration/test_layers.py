@@ -14,8 +14,8 @@ from megapipe.calibration.layers import (
     measured_config,
     samples_for,
 )
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertModelConfig, BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig

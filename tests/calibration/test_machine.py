@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from megapipe.calibration.collectives import Call, fitted
 from megapipe.calibration.machine import measured_bandwidth, measured_products, on_ranks, profile
 from megapipe.calibration.planning import memory_bytes
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.parallel.groups import CommunicationError
 from megapipe.planner.cost.model import estimate, predict

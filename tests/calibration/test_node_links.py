@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, rounds, with_node_links
 from megapipe.calibration.machine import on_ranks
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import load_hardware, written
 from megapipe.parallel.mesh import Mesh
 from tests.planner.measured.machines import machine

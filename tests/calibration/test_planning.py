@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megapipe.calibration.planning import planned, preset_of, this_machine
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import build_parser, parse_given
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware, written

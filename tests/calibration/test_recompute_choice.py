@@ -14,8 +14,8 @@ import torch
 
 from megapipe.calibration import planning
 from megapipe.calibration.planning import with_recompute
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertDataConfig, BertModelConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh

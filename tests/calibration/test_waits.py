@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megapipe.calibration.layers import Cell, cells, measure_shared, shared_cells, waits
 from megapipe.calibration.machine import on_ranks
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.measured import MeasuredLayer
+from megapipe.layout.hardware.description import MeasuredLayer
 from megapipe.parallel.mesh import Mesh
 from tests.calibration.test_layers import CONFIG
 

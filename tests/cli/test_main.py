@@ -9,7 +9,7 @@ import pytest
 
 from megapipe import __version__
 from megapipe.cli.main import SUBCOMMANDS, main, overview, subcommand
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import parse
 

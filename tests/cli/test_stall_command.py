@@ -13,7 +13,7 @@ from megapipe.calibration import stalls as stalls_module
 from megapipe.calibration.stalls import ColdShards
 from megapipe.cli.data import read_config
 from megapipe.cli.data import stalls as main
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data import files
 from megapipe.training.loop.batches import open_samples

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 import pytest
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.field_types import Bound, base_of, bound_of, bound_problems, in_words, rule_of, type_hints
 from megapipe.config.load import build_parser, parse_as
 

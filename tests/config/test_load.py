@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import build_parser, parse, parse_given, underscored
 from megapipe.config.run import PretrainConfig
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.field_types import PositiveInt, Share
 from megapipe.config.load import read_dataclass, written_dataclass
 

@@ -17,8 +17,8 @@ import transformers
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import Contents, StoredTensor, TargetOptions
@@ -27,7 +27,7 @@ from megapipe.engine.step import StepInput
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.layers.context import BertContext, MicrobatchContext
-from megapipe.models.families import family_of
+from megapipe.models import family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.batches import open_loader, open_samples

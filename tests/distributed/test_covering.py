@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertDataConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank

@@ -9,7 +9,7 @@ from torch.nn.attention import flex_attention
 
 from megapipe.layers import attention
 from megapipe.layers.attention import attend, visible_within_documents
-from megapipe.models.families import ModelFamily, family_of
+from megapipe.models import ModelFamily, family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.training.loop import batches
 from megapipe.training.loop.batches import open_loader, open_samples

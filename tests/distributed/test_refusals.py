@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
 from megapipe.inference.trained_model import on_layout

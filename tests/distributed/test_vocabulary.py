@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import predict_rank

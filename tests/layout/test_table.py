@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import OffloadConfig, RecomputeConfig
 from megapipe.config.model import ModelConfig

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.layout.whole_matrices import place
+from megapipe.layout.units import place
 from megapipe.parallel.segments import SegmentTable
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
 

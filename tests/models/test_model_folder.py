@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from megapipe.cli.trained_models import fill_mask, generate
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig

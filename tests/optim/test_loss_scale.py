@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.optimizer import LossScaleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.optim.scaling import LossScaleError, LossScaler

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.optimizer import MuonConfig, OptimizerConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.units import Unit, UnitCosts
-from megapipe.layout.whole_matrices import place
+from megapipe.layout.units import Unit, UnitCosts, place
 from megapipe.optim.muon import make_optimizer, orthogonalised
 from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.mesh import Mesh

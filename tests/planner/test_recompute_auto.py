@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig

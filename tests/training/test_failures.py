@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.engine.step import EngineError
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.rendezvous import Start

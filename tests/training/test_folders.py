@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.resilience.run_identity import make_folders

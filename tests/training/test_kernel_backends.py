@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import triton_backend

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megapipe.checkpoint.storage import CheckpointError
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.parallel.launch import LaunchEnvironment

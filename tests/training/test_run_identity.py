@@ -10,8 +10,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 import pytest
 import torch
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.rendezvous import Start, StartError, connect
 from megapipe.training.resilience import run_identity as module

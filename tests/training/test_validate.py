@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.rope import RopeScaling

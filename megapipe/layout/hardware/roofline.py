@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import Device, Efficiency
 from megapipe.spec.ops import Precision
 

@@ -12,8 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text, check_folders, progress_bar, seconds_text
-from megapipe.config.errors import ConfigError
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -38,9 +38,9 @@ from megapipe.planner.command.planning import (
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
-from megapipe.planner.fitting.fit import FitResult, find_table, fit_rows, fit_table, report_lines
+from megapipe.planner.fitting import FitResult, find_table, fit_rows, fit_table, report_lines
 from megapipe.planner.papers.galvatron import per_layer
-from megapipe.planner.papers.two_buffered import two_buffered_plan
+from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.recompute import limited, resolved
 from megapipe.planner.search.findings import Findings, Found
 from megapipe.planner.search.plan import Effort, search

@@ -11,8 +11,8 @@ from typing import Annotated, Any, NamedTuple, get_args
 
 from jsonargparse import ArgumentParser
 
+from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.errors import ConfigError, nearest
 from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, PositiveInt, Probability, Size, outside
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import Given, build_parser, kind_of, parse_given
@@ -264,7 +264,7 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     )
     for name, arguments in about.flags:
         if name == "--published":
-            from megapipe.planner.fitting.fit import TABLES  # imports the cost model, which most commands do not need
+            from megapipe.planner.fitting import TABLES  # imports the cost model, which most commands do not need
 
             arguments = {**arguments, "choices": tuple(TABLES)}
         parser.add_argument(name, **arguments)

@@ -10,8 +10,8 @@ from typing import Any, Final, Literal
 
 import yaml
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import DAY, HOUR, bytes_text, count_text, duration_text, seconds_text
-from megapipe.config.errors import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Efficiency, Hardware, load_hardware, with_named_precision

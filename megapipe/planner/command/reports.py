@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text, seconds_text
-from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.main import Request
 from megapipe.planner.command.planning import (

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import DAY, bytes_text, count_text, seconds_text
-from megapipe.config.errors import ConfigError
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.stages import layers_of, num_parameters
 from megapipe.planner.command.main import Request

@@ -12,8 +12,7 @@ import numpy.typing as npt
 
 from megapipe.config.parallel import recompute_method
 from megapipe.layout.costs import LayoutCosts, scalar_exchanges
-from megapipe.layout.hardware.collectives import GroupLinks, exchange_time, ring_time
-from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.placement import GroupLinks, Placement, exchange_time, ring_time
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import Unit, layer_units, tied_unit
 from megapipe.planner.cost.estimate import Assumptions

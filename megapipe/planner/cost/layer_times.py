@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Device, device_type

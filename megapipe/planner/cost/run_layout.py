@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import MeshShape, is_fp8, strategy_of
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size

@@ -22,7 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig, ZeroConfig, is_fp8
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
@@ -35,7 +35,7 @@ from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.step_time import ROUNDING, step_seconds
-from megapipe.planner.papers.two_buffered import uniform_run
+from megapipe.planner.papers.pipedream import uniform_run
 from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
 from megapipe.spec.layers import tensor_problems

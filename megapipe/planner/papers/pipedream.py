@@ -1,17 +1,40 @@
-"""PipeDream's partitioners: cut layers into stages, each on its own number of workers, by dynamic programming.
+"""The planners of PipeDream and PipeDream-2BW, which divide a model over workers for their schedules.
 
-`flat` has all workers on equal links: Harlap et al. (2018), "PipeDream: Fast and Efficient Pipeline Parallel DNN
-Training", arXiv 1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level:
-Narayanan et al. (2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, partitioning
-algorithm. Both minimise the time of the slowest stage per mini-batch, and both use every worker, as in the papers. The
-formulas come from secondary descriptions of the papers (the second one's from memory) and were not checked in them.
+PipeDream's partitioners cut layers into stages, each on its own number of workers, by dynamic programming. `flat` has
+all workers on equal links: Harlap et al. (2018), "PipeDream: Fast and Efficient Pipeline Parallel DNN Training", arXiv
+1806.03377, partitioning algorithm. `hierarchical` has links that slow down from level to level: Narayanan et al.
+(2019), "PipeDream: Generalized Pipeline Parallelism for DNN Training", SOSP'19, partitioning algorithm. Both minimise
+the time of the slowest stage per mini-batch, and both use every worker, as in the papers. The formulas come from
+secondary descriptions of the papers (the second one's from memory) and were not checked in them.
+
+PipeDream-2BW's planner chooses width, depth, micro-batch size and recomputation of a model of equal blocks: Narayanan
+et al. (2021), "Memory-Efficient Pipeline-Parallel DNN Training", arXiv 2006.09503, section 4, appendix A and algorithm
+1. Width is the number of replicas, depth the number of stages. Algorithm 1 and its objective, the throughput, are the
+paper's. For a model of this project, times come from its layers, and memory comes from a walk through the schedule
+instead of the closed form of appendix A (`two_buffered_plan`).
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, product
+from operator import attrgetter
+from typing import Any, Literal, get_args
+
+from megapipe.config import ConfigError
+from megapipe.config.memory import RecomputeConfig
+from megapipe.config.parallel import LayerStrategy, ScheduleConfig, ZeroConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware, hardware_device_type
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.stages import layers_of, num_parameters
+from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
+from megapipe.planner.cost.memory import rank_memories
+from megapipe.planner.cost.model import estimate
+from megapipe.planner.cost.run_layout import lay_run
+from megapipe.schedules.registry import find_published
+from megapipe.spec.ops import FULL_BYTES
 
 
 @dataclass(frozen=True)
@@ -114,3 +137,223 @@ def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Callable[[in
         return partitions
 
     return best(len(levels), 0, len(layers))
+
+
+PAPER = "arXiv 2006.09503"
+SETTINGS = (
+    "parallel.data", "parallel.pipeline", "parallel.tensor", "batch.micro_size", "schedule.name", "recompute.method",
+)  # fmt: skip
+"""Configuration fields that run a plan."""
+Execution = Literal["no_pipelining", "pipelined", "recomputed"]
+"""The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or a full one with recomputation."""
+
+
+@dataclass(frozen=True)
+class BlockModel:
+    """A model of equal blocks. b is the number of sequences of a micro-batch.
+
+    num_blocks: number of blocks; every stage has the same number. block_seconds: (b, recomputed) -> seconds of one
+    block's forward and backward, and of its recomputed forward. boundary_bytes: b -> bytes of a stage's input.
+    memory_bytes: (depth, b, execution) -> bytes of the fullest stage. gradient_bytes: gradients of the whole model,
+    which replicas reduce once per batch.
+    """
+
+    num_blocks: int
+    block_seconds: Callable[[int, bool], float]
+    boundary_bytes: Callable[[int], float]
+    memory_bytes: Callable[[int, int, Execution], float]
+    gradient_bytes: float
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Equal devices in equal servers: memory of a device in bytes, and bandwidth of its links in bytes per second.
+
+    fast: B_high, inside a server. slow: B_low, between servers.
+    """
+
+    devices: int
+    devices_per_server: int
+    memory_bytes: float
+    fast: float
+    slow: float
+
+    @classmethod
+    def of(cls, hardware: Hardware, devices: int) -> "Machine":
+        """Return the lowest figures of the hardware's devices, while all devices of a node send to other nodes. Raises
+        ConfigError if there are fewer devices than `devices`."""
+        nodes = hardware.nodes(devices)
+        return cls(
+            devices,
+            min(node.devices_per_node for node in nodes),
+            min(node.device.memory_bytes for node in nodes),
+            min(node.inside.bandwidth for node in nodes),
+            min(node.outside.of_device(node.devices_per_node) for node in nodes),
+        )
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A configuration of the planner: w, d, b, r, B, memory of a device in bytes, and sequences per second."""
+
+    width: int
+    depth: int
+    micro_size: int
+    execution: Execution
+    batch_size: int
+    memory_bytes: float = 0.0
+    sequences_per_second: float = 0.0
+
+    @property
+    def microbatches(self) -> int:
+        """Return m(b) = B / (w b), the number of micro-batches of a replica in one batch."""
+        return self.batch_size // (self.width * self.micro_size)
+
+    @property
+    def accumulation(self) -> int:
+        """Return g = B / (w d b). A replica's batch has m = d g micro-batches, so 2BW's condition m >= d holds."""
+        return self.microbatches // self.depth
+
+
+def sequences_per_second(
+    model: BlockModel, machine: Machine, batch_size: int, width: int, depth: int, micro_size: int, execution: Execution
+) -> float:
+    """Return THROUGHPUT of algorithm 1, the paper's objective, by appendix A, for all replicas together.
+
+    A stage takes max(compute + sends, all-reduce / m(b)). A full pipeline is as fast as its slowest stage; without
+    pipelining, a micro-batch takes the sum of all stages. Sends are `2 |A_in + A_out|` bytes. The paper's b / t is the
+    throughput of one pipeline; to compare different widths, this function returns the sum over replicas.
+    """
+    # If there are several servers, stages are on different ones; so are replicas, unless they are fewer than a
+    # server's devices.
+    between_stages = machine.fast if machine.devices <= machine.devices_per_server else machine.slow
+    between_replicas = machine.fast if width < machine.devices_per_server else machine.slow
+    compute = model.num_blocks // depth * model.block_seconds(micro_size, execution == "recomputed")
+    sends = 2 * 2 * model.boundary_bytes(micro_size) / between_stages if depth > 1 else 0.0
+    reduced = 2 * (width - 1) / width * model.gradient_bytes / depth / between_replicas
+    stage = max(compute + sends, reduced * width * micro_size / batch_size)
+    return width * micro_size / (depth * stage if execution == "no_pipelining" else stage)
+
+
+def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iterator[Configuration]:
+    """Yield the configurations that algorithm 1 compares: for every width, depth and execution, the one with the
+    largest micro-batch that fits.
+
+    They satisfy w d <= devices, the depth divides the number of blocks, and the batch is w d b g, or w b g without
+    pipelining, with whole numbers b and g.
+    """
+    numbers = range(1, machine.devices + 1)
+    for width, depth, execution in product(numbers, numbers, get_args(Execution)):
+        share, rest = divmod(batch_size, width * (1 if execution == "no_pipelining" else depth))
+        if width * depth > machine.devices or model.num_blocks % depth or rest:
+            continue
+        for micro_size in (size for size in range(share, 0, -1) if not share % size):
+            memory = model.memory_bytes(depth, micro_size, execution)
+            if memory <= machine.memory_bytes:
+                rate = sequences_per_second(model, machine, batch_size, width, depth, micro_size, execution)
+                yield Configuration(width, depth, micro_size, execution, batch_size, memory, rate)
+                break
+
+
+def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
+    """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
+
+    Trying all micro-batch sizes gives the same result if a block's time per sequence does not increase with the size.
+    Raises ValueError if nothing fits into memory.
+    """
+    fastest = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
+    if fastest is None:
+        raise ValueError(
+            f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
+            f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks with more divisors"
+        )
+    return fastest
+
+
+def two_buffered_plan(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
+    """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
+
+    The paper's blocks are equal, so the time of embedding and head is spread over them. `memory_bytes` is that of the
+    fullest stage. `settings` are the configuration fields that run the plan. `by_cost_model` is the estimate of
+    this project's cost model; it differs, because the paper's model ignores the update before the next forwards. Times
+    of layers are the roofline of the first group's device.
+
+    Raises ConfigError if nothing fits, the precision is auto, or the device has no peak for it.
+    """
+    times = slowest_roofline([hardware.groups[0].device], config.training.precision)
+    try:
+        chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
+    except ValueError as error:
+        raise ConfigError(f"2bw plan: {error}") from error
+    configured = _configured(config, chosen)
+    return {
+        "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
+        **{name: getattr(chosen, name) for name in ("width", "depth", "micro_size", "execution", "accumulation")},
+        "devices": chosen.width * chosen.depth,
+        "memory_bytes": chosen.memory_bytes,
+        "tokens_per_s": chosen.sequences_per_second * config.data.sequence_length,
+        "step_time_s": chosen.batch_size / chosen.sequences_per_second,
+        "settings": {name: attrgetter(name)(configured) for name in SETTINGS},
+        "by_cost_model": estimate(configured, hardware, times=times).as_json(),
+    }
+
+
+def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> BlockModel:
+    """Return the model with times of its layers, and with memory by a walk through the schedule."""
+    blocks = config.model.num_layers
+
+    @cache
+    def seconds(micro_size: int, recomputed: bool) -> float:
+        whole = uniform_run(config, micro_size, recompute=recomputed)
+        layers = [times.of(whole, layer) for layer in layers_of(whole)]
+        return sum(sum(each[:4]) for each in layers) / blocks  # passes, and the forward again
+
+    @cache
+    def memory(depth: int, micro_size: int, execution: Execution) -> int:
+        batch_size = micro_size * (1 if execution == "no_pipelining" else depth)
+        run = _configured(config, Configuration(1, depth, micro_size, execution, batch_size))
+        return max(each.total for each in rank_memories(lay_run(run, hardware)))
+
+    def boundary(micro_size: int) -> int:
+        return layout_costs(uniform_run(config, micro_size), device=hardware_device_type(hardware)).stream
+
+    return BlockModel(blocks, seconds, boundary, memory, FULL_BYTES * num_parameters(config))
+
+
+def uniform_run(
+    config: PretrainConfig,
+    micro_size: int,
+    *,
+    data: int = 1,
+    tensor: int = 1,
+    pipeline: int = 1,
+    recompute: bool = False,
+) -> PretrainConfig:
+    """Return the same model with one strategy in all layers, by default on one device, without sharding.
+
+    `parallel.layers` keeps only the fp8 setting of layers.
+    """
+    layers = {name: LayerStrategy(fp8=own.fp8) for name, own in config.parallel.layers.items() if own.fp8 is not None}
+    parallel = replace(config.parallel, data=data, tensor=tensor, pipeline=pipeline, context=1, sequence=False)
+    schedule = replace(config.schedule, name=ScheduleConfig.name, chunks=None, group_size=None, update=None, file="")
+    return replace(
+        config,
+        parallel=replace(parallel, sequence_chunks=1, layers_per_stage=None, layers=layers),
+        zero=ZeroConfig(),
+        recompute=RecomputeConfig(method="full" if recompute else "none", logits=config.recompute.logits),
+        schedule=schedule,
+        batch=replace(config.batch, micro_size=micro_size),
+    )
+
+
+def _configured(config: PretrainConfig, chosen: Configuration) -> PretrainConfig:
+    """Return the run with the fields `SETTINGS` of a plan, without any other field that changes its layout.
+
+    No schedule here keeps one micro-batch at a time in the pipeline. So plans without pipelining use the default
+    schedule, which is never slower; with depth 1 it is plain gradient accumulation.
+    """
+    recompute = chosen.execution == "recomputed"
+    run = uniform_run(config, chosen.micro_size, data=chosen.width, pipeline=chosen.depth, recompute=recompute)
+    if chosen.execution != "no_pipelining":
+        run = replace(run, schedule=replace(run.schedule, name=find_published(PAPER).name))
+    return replace(run, batch=replace(run.batch, global_size=chosen.batch_size))

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, TypeVar
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware

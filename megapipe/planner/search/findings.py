@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text
-from megapipe.config.errors import ConfigError
 from megapipe.config.parallel import DIMENSIONS, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware

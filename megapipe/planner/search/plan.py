@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
+from megapipe.config import ConfigError
 from megapipe.config.command_line import Report
-from megapipe.config.errors import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
 
-from megapipe.config.errors import ConfigError, nearest
+from megapipe.config import ConfigError, nearest
 from megapipe.config.field_types import PositiveInt, bound_problems
 from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig

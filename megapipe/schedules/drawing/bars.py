@@ -12,8 +12,7 @@ from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation.simulate import Simulation
-from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import action_at
+from megapipe.schedules.table import Table, action_at
 
 COMPUTE, SEND, RECEIVE, COLLECTIVES = "compute", "send", "receive", "collectives"
 COPY_OUT, COPY_IN = "copy out", "copy in"

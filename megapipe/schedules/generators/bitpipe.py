@@ -1,7 +1,7 @@
 """BitPipe: two V-shaped interleaved pipelines in opposite directions."""
 
 from megapipe.schedules.building_blocks import bidirectional_v
-from megapipe.schedules.generators._both_ways import merged, require_whole_rounds
+from megapipe.schedules.generators.chimera import merged, require_whole_rounds
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 

@@ -1,9 +1,43 @@
-"""PipeDream: an update after every micro-batch, with as many weight versions as micro-batches are in flight."""
+"""PipeDream: an update after every micro-batch, with as many weight versions as micro-batches are in flight.
 
-from megapipe.schedules.building_blocks import Policy, held_after_warmup
-from megapipe.schedules.generators._never_flushing import check_enough_microbatches, never_flushing
+Its order never flushes, as that of PipeDream-2BW: the next step's forwards run while the last step's backwards drain.
+On rank r the pipeline stays ``num_ranks - 1 - r`` micro-batches deep. The prologue fills it with step 0's forwards,
+each body runs one more step's forwards, each with the backward that is due, and the epilogue drains.
+"""
+
+import numpy as np
+
+from megapipe.schedules.actions import Kind, rows_of
+from megapipe.schedules.building_blocks import Policy, alternate, held_after_warmup
+from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
+
+
+def check_enough_microbatches(name: str, num_ranks: int, num_microbatches: int) -> None:
+    """Raise ScheduleError where a step has fewer micro-batches than the pipeline is deep."""
+    if num_microbatches < num_ranks:
+        raise ScheduleError(
+            f"{name} needs at least as many micro-batches as pipeline ranks: {num_microbatches} micro-batches on "
+            f"{num_ranks} ranks would need weights that do not exist yet; use at least {num_ranks} micro-batches"
+        )
+
+
+def never_flushing(num_ranks: int, num_microbatches: int) -> Sections:
+    """Return 1F1B without a flush."""
+    microbatches = np.arange(num_microbatches)
+    prologue, body, epilogue = [], [], []
+    for rank in range(num_ranks):
+        depth = num_ranks - 1 - rank
+        forwards = rows_of(Kind.FORWARD, rank, microbatches)
+        backwards = rows_of(Kind.BACKWARD, rank, microbatches)
+        filled = alternate(forwards, backwards, depth)
+        prologue.append(filled[: len(filled) - depth])
+        next_forwards = rows_of(Kind.FORWARD, rank, microbatches + num_microbatches)
+        due = rows_of(Kind.BACKWARD, rank, microbatches + num_microbatches - depth)
+        body.append(alternate(next_forwards, due, 0))
+        epilogue.append(backwards[num_microbatches - depth :])
+    return Sections(tuple(prologue), tuple(body), tuple(epilogue))
 
 
 def _policy(num_ranks: int, num_microbatches: int, *, vertical_sync: bool = False) -> Policy:

@@ -4,7 +4,7 @@ from typing import Literal
 
 from megapipe.schedules.building_blocks import Policy, held_after_warmup
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators._never_flushing import check_enough_microbatches, never_flushing
+from megapipe.schedules.generators.pipedream import check_enough_microbatches, never_flushing
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 

@@ -14,7 +14,7 @@ from megapipe.schedules.building_blocks import (
     v_shape,
 )
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators._v_blocks import PERIOD, BuildingBlock, filled
+from megapipe.schedules.generators._zero_bubble import PERIOD, BuildingBlock, filled
 from megapipe.schedules.generators.zb_v import zb_v
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections

@@ -1,7 +1,7 @@
 """V-Min: a third of 1F1B's activation memory."""
 
 from megapipe.schedules.building_blocks import Times, v_shape
-from megapipe.schedules.generators._v_blocks import BuildingBlock, repeated
+from megapipe.schedules.generators._zero_bubble import BuildingBlock, repeated
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 

@@ -33,7 +33,7 @@ from megapipe.schedules.measured.medians import MILLISECOND, MeasuredCosts, Wind
 from megapipe.schedules.measured.traces import MeasuredRun
 from megapipe.schedules.simulation import CostPlace, Simulation, simulate
 from megapipe.schedules.simulation.costs import Times
-from megapipe.schedules.validation.failure import action_at
+from megapipe.schedules.table import action_at
 
 
 class Side(NamedTuple):

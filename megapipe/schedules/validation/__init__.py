@@ -1,6 +1,6 @@
 """The validator of schedules."""
 
-from megapipe.schedules.validation.coverage import check_compute
+from megapipe.schedules.validation.rows import check_compute
 from megapipe.schedules.validation.validate import STREAMS_PER_PRIORITY, Report, validate
 from megapipe.schedules.validation.waits import needs_resident_kernels
 

@@ -7,8 +7,7 @@ from megapipe.schedules.dependencies import BACKWARDS
 from megapipe.schedules.gathers import ADDING, USES, StateRows, of_states
 from megapipe.schedules.lowering.communication import GRADIENT_RELEASES, activation_releases, receive_lives
 from megapipe.schedules.memory import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
-from megapipe.schedules.table import Table
-from megapipe.schedules.validation.failure import action_at, failure, refuse
+from megapipe.schedules.table import Table, action_at, failure, refuse
 
 
 def check_buffers(table: Table) -> None:

@@ -14,8 +14,6 @@ from megapipe.schedules.gathers import ADDING, check_states
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import NumericalClass, Schedule
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.coverage import check_coverage
-from megapipe.schedules.validation.fields import check_fields, check_header
 from megapipe.schedules.validation.holdings import (
     check_buffers,
     check_gathers,
@@ -23,6 +21,7 @@ from megapipe.schedules.validation.holdings import (
     check_offload,
     check_snapshots,
 )
+from megapipe.schedules.validation.rows import check_coverage, check_fields, check_header
 from megapipe.schedules.validation.waits import (
     FirstUses,
     check_collectives,

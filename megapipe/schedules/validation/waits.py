@@ -24,8 +24,7 @@ from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Connection, Header, Schedule
-from megapipe.schedules.table import Table, first_row_per
-from megapipe.schedules.validation.failure import action_at, failure, neighbourhood
+from megapipe.schedules.table import Table, action_at, failure, first_row_per, neighbourhood
 
 
 def check_compute_order(table: Table) -> None:

@@ -17,7 +17,7 @@ from megapipe.engine.step import Counts
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.layout.validation import token_order
-from megapipe.models.families import ModelFamily
+from megapipe.models import ModelFamily
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.token_order import token_numbers
 from megapipe.training.observe.records import LineFile, Listener

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pair_overlap
@@ -24,7 +24,7 @@ from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import LayoutTable, build_schedule
-from megapipe.models.families import DTYPES, family_of
+from megapipe.models import DTYPES, family_of
 from megapipe.optim.scaling import LossScaler
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState

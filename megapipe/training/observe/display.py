@@ -19,7 +19,7 @@ from rich.text import Text
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.roofline import peak_flops
-from megapipe.models.families import DTYPES, family_of
+from megapipe.models import DTYPES, family_of
 from megapipe.spec.layers import model_flops_per_token
 from megapipe.spec.ops import Precision
 from megapipe.spec.parameters import LayerSpec

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megapipe.checkpoint.storage import CheckpointError
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.data import DataError
 from megapipe.engine.stage import WHOLE, SavedGraph, Stage, unit_states
 from megapipe.engine.step import EngineError, StepState

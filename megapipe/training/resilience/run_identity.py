@@ -35,7 +35,7 @@ import megapipe
 from megapipe.checkpoint.directory import DirectoryLock, word_in
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.storage import CheckpointError
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
 from megapipe.data import DataError

@@ -4,8 +4,18 @@ from collections.abc import Iterator
 from functools import cache, partial
 
 from megapipe.layout.hardware.description import Hardware, load_hardware
-from megapipe.planner.fitting.fit import PARAMETERS, TABLES, FitResult, PublishedRun, fit_table, judge
-from megapipe.planner.fitting.priors import LINKS, MEMORY, Rate, prior_of
+from megapipe.planner.fitting import (
+    LINKS,
+    MEMORY,
+    PARAMETERS,
+    TABLES,
+    FitResult,
+    PublishedRun,
+    Rate,
+    fit_table,
+    judge,
+    prior_of,
+)
 from tests.docs.figures import head, table
 from tests.planner.fitting.findings import findings_lines
 from tests.planner.fitting.vocabularies import vocabulary_lines

@@ -15,8 +15,7 @@ from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.layout.offload import BlockCost, treat
-from megapipe.layout.units import Unit, UnitCosts
-from megapipe.layout.whole_matrices import place
+from megapipe.layout.units import Unit, UnitCosts, place
 from megapipe.spec.layers import layer_flops, layer_ops, model_layers
 from megapipe.spec.ops import MicrobatchShape, exchanges
 from megapipe.spec.parameters import Init, ParameterSpec

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.layout.hardware.collectives import (
+from megapipe.layout.hardware.description import IntraNodeLink
+from megapipe.layout.hardware.placement import (
     GroupLinks,
     collective_time,
     exchange_time,
@@ -14,7 +15,6 @@ from megapipe.layout.hardware.collectives import (
     ring_time,
     send_time,
 )
-from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.spec.ops import Exchange, Operation
 
 FAST = IntraNodeLink(latency=1e-6, bandwidth=300e9, pair_bandwidth=300e9)

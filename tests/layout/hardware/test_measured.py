@@ -7,15 +7,19 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
-from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware, read_hardware, written
-from megapipe.layout.hardware.measured import (
+from megapipe.config import ConfigError
+from megapipe.layout.hardware.description import (
     LAYER_KINDS,
+    PRESETS,
     Contention,
+    Hardware,
     MeasuredCollective,
     MeasuredLayer,
     MeasuredWait,
     Transport,
+    load_hardware,
+    read_hardware,
+    written,
 )
 from megapipe.spec.ops import Operation
 from tests.planner.measured.machines import machine

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, Network, NodeGroup
 from megapipe.layout.hardware.placement import EXACT_NODES, OrderCost, Placement, best_node_order
 

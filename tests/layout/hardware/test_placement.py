@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.parallel import DIMENSIONS
-from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import (
     Device,
     Efficiency,
@@ -20,7 +19,7 @@ from megapipe.layout.hardware.description import (
     NodeGroup,
     load_hardware,
 )
-from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.placement import GroupLinks, Placement
 
 FITTED = load_hardware("a100-80")
 _DEVICE = replace(FITTED.groups[0].device, efficiency=Efficiency())

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import LARGEST_FILE, PRESETS, Efficiency, load_hardware, read_hardware
 from megapipe.layout.hardware.roofline import peak_flops
 

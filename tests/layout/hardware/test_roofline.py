@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import DTYPES, Device, Efficiency
 from megapipe.layout.hardware.roofline import (
     DTYPE_BYTES,

@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.layer_costs import MEASURED_WAITS
-from megapipe.planner.fitting.fit import TABLES
+from megapipe.planner.fitting import TABLES
 from tests.planner.command.plan import ROOT, json_of, output, refusal
 
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.cost.estimate import Assumptions, Estimate
 from megapipe.planner.cost.model import estimate, explain_stages, predict
-from megapipe.planner.fitting.fit import A100
+from megapipe.planner.fitting import A100
 from tests.planner.cost.runs import SELENE, SMALL, config_of, even_stages, machine
 
 PLAIN = Assumptions(slow_down=1.0)

@@ -3,9 +3,8 @@
 import pytest
 
 from megapipe.layout.costs import LayoutCosts
-from megapipe.layout.hardware.collectives import GroupLinks
 from megapipe.layout.hardware.description import IntraNodeLink
-from megapipe.layout.hardware.placement import Placement
+from megapipe.layout.hardware.placement import GroupLinks, Placement
 from megapipe.planner.cost.layer_costs import exchanges_seconds, layer_exchange_seconds, shard_groups
 from megapipe.spec.attention import attention_path
 from megapipe.spec.layers import model_layers

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import PRESETS, Hardware, HostLink, load_hardware, read_hardware, written
 from megapipe.layout.prediction import predict_rank

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.estimate import Assumptions

@@ -13,7 +13,7 @@ from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import A100
+from megapipe.planner.fitting import A100
 from megapipe.schedules.registry import find_generator
 
 EARLY_ZERO = replace(A100.rows[0].assumptions, slow_down=2.0, tensor_by_tensor=True)

@@ -4,7 +4,7 @@ import pytest
 
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import A100
+from megapipe.planner.fitting import A100
 from tests.planner.fitting.findings import (
     GPT_175B,
     ZERO_ROWS,

@@ -5,24 +5,27 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import (
+from megapipe.planner.fitting import (
     PARAMETERS,
     TABLES,
+    WIDTH,
+    Belief,
     Floats,
+    Prior,
     PublishedRun,
     fit,
     fit_parameters,
     fit_table,
     judge,
+    prior_of,
     report_lines,
     with_shares,
 )
-from megapipe.planner.fitting.priors import WIDTH, Belief, Prior, prior_of
 from tests.docs.figures.cost_model import fitted
 from tests.planner.cost.runs import SMALL, config_of
 

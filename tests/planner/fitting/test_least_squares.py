@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.planner.fitting.fit import Parameter, fit_parameters
+from megapipe.planner.fitting import Parameter, fit_parameters
 
 
 def parameters(low: float = -1e3, high: float = 1e3) -> list[Parameter]:

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import fit_rows, read_rows, report_lines, with_shares
+from megapipe.planner.fitting import fit_rows, read_rows, report_lines, with_shares
 
 RUN = """
 model: {num_layers: 8, hidden_size: 2048, num_heads: 16, vocabulary_size: 50304, max_positions: 1024}

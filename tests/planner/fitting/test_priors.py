@@ -7,8 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.planner.fitting.fit import PARAMETERS, TABLES, Floats, Parameter, fit_parameters
-from megapipe.planner.fitting.priors import LINKS, MEMORY, ROW_ERROR, WIDTH, Belief, Prior, prior_of
+from megapipe.planner.fitting import (
+    LINKS,
+    MEMORY,
+    PARAMETERS,
+    ROW_ERROR,
+    TABLES,
+    WIDTH,
+    Belief,
+    Floats,
+    Parameter,
+    Prior,
+    fit_parameters,
+    prior_of,
+)
 
 NAMES = ("a", "b", "c")
 FREE = [Parameter(name, 1e-3, 1e3, 0.5, 1e-3) for name in NAMES]

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from megapipe.layout.hardware.description import Device, load_hardware
 from megapipe.layout.hardware.roofline import matrix_product_time
-from megapipe.planner.fitting.priors import A100_FP16, H100_BF16, ceiling_of, half_size_of, law_of
+from megapipe.planner.fitting import A100_FP16, H100_BF16, ceiling_of, half_size_of, law_of
 
 
 def device(name: str) -> Device:

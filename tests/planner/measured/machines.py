@@ -5,8 +5,17 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, Network, NodeGroup
-from megapipe.layout.hardware.measured import Contention, MeasuredCollective, MeasuredLayer, Measurements
+from megapipe.layout.hardware.description import (
+    Contention,
+    Device,
+    Hardware,
+    IntraNodeLink,
+    MeasuredCollective,
+    MeasuredLayer,
+    Measurements,
+    Network,
+    NodeGroup,
+)
 from megapipe.planner.measured import shape_of
 
 MODEL = ModelConfig(vocabulary_size=512, num_layers=4, hidden_size=64, num_heads=4, max_positions=64)

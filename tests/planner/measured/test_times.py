@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.measured import Contention, MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.description import Contention, Hardware, MeasuredLayer, MeasuredWait, Measurements
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.units import Unit
 from megapipe.planner.cost.layer_costs import MEASURED_WAITS

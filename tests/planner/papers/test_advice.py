@@ -7,14 +7,14 @@ from math import prod
 import numpy as np
 import pytest
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.papers.galvatron import Method, OpCosts, Strategy, iteration_seconds, per_layer
-from megapipe.planner.papers.two_buffered import Machine, two_buffered_plan, uniform_run
+from megapipe.planner.papers.pipedream import Machine, two_buffered_plan, uniform_run
 from megapipe.planner.search.plan import slowest_times
 from tests.planner.search.runs import machine, run
 

@@ -12,7 +12,7 @@ from megapipe.layout.hardware.description import hardware_device_type, load_hard
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.stages import layers_of
 from megapipe.planner.cost.step_time import step_seconds
-from megapipe.planner.papers.two_buffered import (
+from megapipe.planner.papers.pipedream import (
     BlockModel,
     Execution,
     Machine,

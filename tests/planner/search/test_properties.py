@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.errors import ConfigError
+from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.model import estimate
-from megapipe.planner.fitting.fit import A100
+from megapipe.planner.fitting import A100
 from megapipe.planner.search.findings import Findings, NothingFits, faster_or_slower, term_differences
 from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import Layouts, SearchSpace

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.config.errors import ConfigError
 from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
