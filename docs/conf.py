@@ -89,11 +89,11 @@ class Package(SphinxDirective):
 
     def lines(self, name: str) -> Iterator[str]:
         package = import_module(name)
-        yield from (f".. automodule:: {name}", "   :no-members:", "")
+        options = ("   :members:", "   :ignore-module-all:", "")  # what a package only exports is documented once
+        yield from (f".. automodule:: {name}", *options)
         exported = getattr(package, "__all__", ())
         if exported:
             yield from (f"`from {name} import` gives " + ", ".join(f"`{each}`" for each in exported) + ".", "")
-        options = ("   :members:", "   :ignore-module-all:", "")  # what a package only exports is documented once
         for module in sorted(each.name for each in pkgutil.walk_packages(package.__path__, f"{name}.")):
             yield from (module, "-" * len(module), "", f".. automodule:: {module}", *options)
 
