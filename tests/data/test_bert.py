@@ -284,6 +284,7 @@ def test_documents_of_one_sentence_are_skipped(tmp_path: Path) -> None:
         ([[20], [20]], {}, r"2 sequences in 2 documents, so it is not split into sentences.*--split-sentences"),
         ([[3, 3]], {}, r"too few tokens for one sample of 13"),
         ([[20], [20], [20, 20]], {"shares": "67,33"}, r"has two sentences.*--split-sentences"),
+        ([[20, 20]], {"pairs": "next"}, r"the train split has one document, .* set data.pairs order"),
         ([[20, 20, 20], []], {"pairs": "next"}, r"sentences of other documents, but .* set data.pairs order"),
     ],
 )
@@ -293,11 +294,6 @@ def test_what_cannot_be_paired_is_refused(
     shard = shard_of(tmp_path, documents)
     with pytest.raises(DataError, match=message):
         _ = [open_pairs(shard, **changes).parts(ordinal) for ordinal in range(50)]
-
-
-def test_a_split_of_one_document_has_no_next_sentences(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"the train split has one document, .* set data.pairs order"):
-        open_pairs(shard_of(tmp_path, [[20, 20]]), pairs="next")
 
 
 def test_parts_read_no_tokens(tmp_path: Path) -> None:
