@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConfig:
     training = {"steps": 6, "log_every": 1, "directory": str(directory), **training}
-    groups = {"batch": {"global_size": 2}, "checkpoint": {"every": 2}, "parallel": {"device": "cpu"}}
+    groups: dict[str, Any] = {"batch": {"global_size": 2}, "checkpoint": {"every": 2}, "parallel": {"device": "cpu"}}
     return make_config(corpus, GPT2_SHAPE, **groups, training=training)
 
 
