@@ -38,6 +38,20 @@ FAST_EXAMPLES = 0.3
 FEWEST_EXAMPLES = 6
 
 
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The prefix of a small shard, which tests only read."""
+    from tests.support.gpt_runs import write_shard  # imports most packages, which tests without it need not wait for
+
+    return write_shard(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the loss curve, which takes longer to draw than a few steps of a tiny model."""
+    monkeypatch.setattr("megapipe.training.observe.metrics.draw_loss_curve", lambda *_, **__: None)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--part", metavar="K/N", help="run part K (counted from 0) of N equal parts of the chosen tests")
     parser.addoption("--all-examples", action="store_true", help="run every example of property tests, not a share")

@@ -24,7 +24,7 @@ from megapipe.conversion.archive import Archive, Sandbox
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
 from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary
-from megapipe.data.manifest import ShardManifest, manifest_path
+from megapipe.data.manifest import manifest_path
 from megapipe.data.manifest import read_manifest as read_shard_manifest
 from megapipe.data.preprocess.run import Journal, read_journal
 from megapipe.data.shards import IndexedDataset
@@ -36,7 +36,7 @@ from megapipe.schedules.measured.traces import read_rank
 from megapipe.training.observe.metrics import read_losses
 from tests.checkpoint.toy import ALONE, alone, save_step
 from tests.conversion.foreign.weights import MODELS, drawn, write
-from tests.data.shards import numbered_documents, write_shard
+from tests.data.shards import numbered_documents, shard_manifest, write_shard
 from tests.models.hugging_face import case_of
 from tests.schedules.traces import write_trace
 
@@ -78,19 +78,8 @@ def read_checkpoint(path: Path) -> None:
 
 def make_shard(folder: Path) -> Path:
     write_shard(folder / "shard", numbered_documents([3, 0, 5, 2]))
-    manifest = ShardManifest(
-        tokenizer="bytes",
-        tokenizer_fingerprint="sha256:" + "0" * 64,
-        vocabulary_size=257,
-        end_of_document=256,
-        end_of_document_appended=True,
-        dtype="uint16",
-        num_documents=4,
-        num_tokens=10,
-        special_tokens={"<eod>": 256},
-        sources={"files": 1},
-        bin_checksum="xxh128:0",
-    )
+    more = {"special_tokens": {"<eod>": 256}, "sources": {"files": 1}, "bin_checksum": "xxh128:0"}
+    manifest = shard_manifest(num_documents=4, num_tokens=10, **more)
     manifest_path(folder / "shard").write_text(manifest.to_json())
     return folder / "shard.idx"
 

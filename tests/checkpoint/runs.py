@@ -1,6 +1,5 @@
 """Tiny GPT runs that save and resume, on any mesh."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,11 +58,10 @@ def config_in(folder: Path, corpus: str, model: ModelConfig, **groups: dict[str,
     return config
 
 
-def run(sizes: Sizes, config: PretrainConfig, until: int) -> Outcome:
+def run(sizes: Sizes, config: PretrainConfig, until: int, backend: Backend = "threads") -> Outcome:
     """Resume or start on a mesh of `sizes`, train until step `until`, saving as configured and at the end."""
     layout: dict[str, Any] = {name: sizes.get(name, 1) for name in ("data", "pipeline", "context", "tensor")}
     parallel = replace(config.parallel, **layout, timeout_seconds=30.0)
-    backend: Backend = "processes" if math.prod(sizes.values()) > 1 else "threads"
     ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until, backend=backend)
     assert all(rank.losses == ranks[0].losses for rank in ranks)
     return Outcome(ranks[0].losses, ranks[0].start, ranks[0].said, whole_tensors([rank.kept for rank in ranks]))

@@ -14,19 +14,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.exhaustive
 def test_every_contestant_gives_back_what_it_saved(tmp_path: Path) -> None:
     written = tmp_path / "table.md"
-    command = [
-        sys.executable,
-        "benchmarks/checkpoint.py",
-        "--gigabytes",
-        "0.1",
-        "--rounds",
-        "1",
-        "--steps",
-        "20",
-        "--stalls",
-        "1",
-    ]
-    command += ["--folder", str(tmp_path), "--write", str(written)]
+    sizes = ["--gigabytes=0.1", "--rounds=1", "--steps=20", "--stalls=1"]
+    command = [sys.executable, "benchmarks/checkpoint.py", *sizes, f"--folder={tmp_path}", f"--write={written}"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment, check=False)
     assert done.returncode == 0, done.stderr

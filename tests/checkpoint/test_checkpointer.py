@@ -16,13 +16,8 @@ from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import config_in, train
 from tests.checkpoint.toy import alone
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards
 from tests.support.meshes import run_threads
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 @pytest.fixture(scope="module")
@@ -130,15 +125,17 @@ def test_a_run_without_checkpoints_leaves_no_folder(tmp_path: Path, corpus: str)
     assert not (tmp_path / "run").exists()
 
 
-def test_the_last_checkpoints_stay_and_steps_are_saved_once(tmp_path: Path, corpus: str) -> None:
-    config = config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint={"every": 1, "keep_last": 2})
-    train(alone(), config, 4)
-    assert checkpoints(config) == ["step-00000003", "step-00000004"]
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_configured_checkpoints_stay_and_steps_are_saved_once(tmp_path: Path, corpus: str, asynchronous: bool) -> None:
+    saves = {"every": 1, "keep_last": 1, "keep_every": 2, "asynchronous": asynchronous}
+    config = config_in(tmp_path, corpus, GPT2_SHAPE, checkpoint=saves)
+    train(alone(), config, 5)
+    assert checkpoints(config) == ["step-00000002", "step-00000004", "step-00000005"]
     mesh = alone()
     with Checkpointer(config, mesh) as checkpointer:
         replica = Replica(config, mesh)
         assert checkpointer.restore(replica) is not None
-        assert checkpointer.save(replica, 4, 32, []) == path_of(config, 4)
+        assert checkpointer.save(replica, 5, 40, []) == path_of(config, 5)
 
 
 def weights_after(mesh: Mesh, config: PretrainConfig) -> list[Shard]:

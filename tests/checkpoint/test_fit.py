@@ -3,10 +3,8 @@
 import json
 import re
 import shutil
-from collections.abc import Iterator
-from dataclasses import asdict, fields, is_dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,43 +18,14 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from tests.support.bert_runs import make_bert_config, write_corpus
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.training.test_run_identity import changed
 
 GUIDE = Path(__file__).parents[2] / "docs/checkpoints.md"
 KINDS = (PretrainConfig, BertPretrainConfig)
 NO_DATA = DataIdentity(prefixes=(), shards=())
 
 
-def names_of(value: Any, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of all fields of a configuration."""
-    for each in fields(value):
-        inner, name = getattr(value, each.name), f"{prefix}{each.name}"
-        yield from names_of(inner, f"{name}.") if is_dataclass(inner) else [name]
-
-
-FIELDS = sorted({name for kind in KINDS for name in names_of(kind())})
-
-
-def changed(config: Any, path: list[str]) -> Any:
-    """Return the configuration with another value of one field, which may be invalid."""
-    value = getattr(config, path[0])
-    if len(path) > 1:
-        return replace(config, **{path[0]: changed(value, path[1:])})
-    match value:
-        case bool():
-            other: Any = not value
-        case int() | float():
-            other = value + 7
-        case str():
-            other = f"{value}x"
-        case dict():
-            other = {**value, "x": 3.0}
-        case None:
-            other = 7
-        case list() | tuple():
-            other = type(value)([*value, 7])
-        case _:
-            raise TypeError(f"no other value of {'.'.join(path)}: {value!r}")
-    return replace(config, **{path[0]: other})
+FIELDS = sorted({name for kind in KINDS for name, _ in changed(kind())})
 
 
 def saved_by(config: PretrainConfig, data: DataIdentity | None) -> Manifest:
@@ -101,14 +70,14 @@ def test_the_guide_has_a_rule_for_every_field() -> None:
 def test_a_resume_follows_the_guide_for_every_field() -> None:
     rules = table()
     for kind in KINDS:
-        for name in names_of(kind()):
+        for name, another in changed(kind()):
             if name in BY_CONTENT and name != "data.blend":
                 continue
-            rule = outcome(kind(), changed(kind(), name.split(".")))
+            rule = outcome(kind(), another)
             assert rule is rules[name], f"{kind.__name__} {name}: {rule}"
     megatron = PretrainConfig()
     megatron.data.order = "megatron"
-    assert outcome(megatron, changed(megatron, ["training", "steps"])) is Rule.ASKED
+    assert outcome(megatron, dict(changed(megatron))["training.steps"]) is Rule.ASKED
     spelled_out = replace(GPT2_SHAPE, num_kv_heads=4, ffn_hidden_size=128)
     null = replace(GPT2_SHAPE, num_kv_heads=None, ffn_hidden_size=None)
     assert outcome(PretrainConfig(model=null), PretrainConfig(model=spelled_out)) is Rule.ALLOWED
@@ -206,10 +175,12 @@ def test_a_bert_vocabulary_is_identified_by_its_content(tmp_path: Path) -> None:
         fit_of(before, data, after)
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_accepted_other_data_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config(
         shard_in(tmp_path / "one"),
         GPT2_SHAPE,
+        batch={"global_size": 2},
         checkpoint={"every": 10, "keep_last": None},
         parallel={"device": "cpu"},
         training={"steps": 3, "stop_at": 1, "directory": str(tmp_path / "run")},

@@ -19,7 +19,7 @@ from megapipe.training.loop.checkpoints import Checkpointer, checkpoint_director
 from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import RankOutcome, train, whole_tensors
 from tests.fixtures.v0_1.record import FOLDER, SAVED_AT, SIZES, TRAINED_TO, checksums, configuration
-from tests.support.meshes import run_mesh
+from tests.support.meshes import run_threads
 
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 OTHER_CPUS = 1e-5
@@ -40,7 +40,7 @@ def from_both(mesh: Mesh, config: PretrainConfig, rewritten: PretrainConfig) -> 
 def test_a_checkpoint_of_0_1_resumes_bit_for_bit(tmp_path: Path, name: str) -> None:
     shutil.copytree(FOLDER / name, tmp_path / "fixture")
     configs = [configuration(name, tmp_path / folder) for folder in ("fixture", "rewritten")]
-    pairs = run_mesh(SIZES[name], from_both, *configs)
+    pairs = run_threads(SIZES[name], from_both, *configs)
     old, new = ([pair[side] for pair in pairs] for side in (0, 1))
     assert checksums(whole_tensors([rank.loaded for rank in old])) == EXPECTED[name]["loaded"]
     losses = [(step, float.fromhex(loss)) for step, loss in EXPECTED[name]["losses"]]

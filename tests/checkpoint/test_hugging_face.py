@@ -47,13 +47,20 @@ def case(name: str) -> Any:
     return decoder_of(name)
 
 
+class Folders(dict[str, Path]):
+    """Case -> its folder, as `save_pretrained` writes it for the first test that needs it."""
+
+    def __init__(self, base: Path) -> None:
+        self.base = base
+
+    def __missing__(self, name: str) -> Path:
+        case(name).theirs.save_pretrained(self.base / name)
+        return self.setdefault(name, self.base / name)
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Case -> its folder, as `save_pretrained` writes it."""
-    base = tmp_path_factory.mktemp("hugging-face")
-    for name in (*CONFIGS, *BERTS):
-        case(name).theirs.save_pretrained(base / name)
-    return {name: base / name for name in (*CONFIGS, *BERTS)}
+    return Folders(tmp_path_factory.mktemp("hugging-face"))
 
 
 def configured(directory: Path, model: Any, source: Path) -> PretrainConfig:

@@ -13,7 +13,8 @@ import pytest
 from megapipe.checkpoint.manifest import _SELF, MANIFEST, _checksum, read_manifest
 from megapipe.config.run import PretrainConfig
 from tests.checkpoint.runs import Outcome, Sizes, assert_close, assert_same_bits, config_in, run
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE
+from tests.support.meshes import Backend
 
 DROPOUT = replace(GPT2_SHAPE, tie_embeddings=False, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
 BF16: dict[str, Any] = {"training": {"precision": "bf16"}}
@@ -21,16 +22,13 @@ CUT, END = 2, 4
 """Step after which a run stops, and the last step."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
-
-
-def resumed(folder: Path, corpus: str, model: Any, first: Sizes, then: Sizes, **options: Any) -> Outcome:
+def resumed(
+    folder: Path, corpus: str, model: Any, first: Sizes, then: Sizes, backend: Backend = "threads", **options: Any
+) -> Outcome:
     """Train to CUT on one layout, then to END on another."""
     config = config_in(folder / "cut", corpus, model, **options)
-    run(first, config, CUT)
-    outcome = run(then, config, END)
+    run(first, config, CUT, backend)
+    outcome = run(then, config, END, backend)
     assert outcome.start == CUT
     assert [step for step, _ in outcome.losses] == list(range(1, END + 1))
     return outcome
@@ -66,7 +64,7 @@ def test_a_resumed_run_has_the_same_bits(
 
 
 def test_another_layout_is_within_tolerance(tmp_path: Path, corpus: str) -> None:
-    outcome = resumed(tmp_path, corpus, GPT2_SHAPE, {"tensor": 2}, {"data": 2})
+    outcome = resumed(tmp_path, corpus, GPT2_SHAPE, {"tensor": 2}, {"data": 2}, "processes")
     assert_close(outcome, whole(tmp_path, corpus, GPT2_SHAPE, {}))
 
 

@@ -4,7 +4,6 @@ programs are answered with the field."""
 import functools
 import re
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from megapipe.config.run import PretrainConfig
 from megapipe.planner.command.main import main as plan
 from megapipe.schedules import GENERATORS
 
-ROOT = Path(__file__).resolve().parents[2]
 MEGATRON_SCRIPTS = """
 adam_beta1 adam_beta2 attention_backend attention_dropout bf16 clip_grad context_parallel_size data_path
 disable_bias_linear distributed_timeout_minutes eval_interval eval_iters expert_model_parallel_size ffn_hidden_size

@@ -12,18 +12,9 @@ from megapipe.data.manifest import ShardManifest, manifest_path, read_manifest
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import IndexedDataset
-from tests.data.shards import write_shard
+from tests.data.shards import shard_manifest, write_shard
 
-MANIFEST = ShardManifest(
-    tokenizer="bytes",
-    tokenizer_fingerprint="sha256:1234",
-    vocabulary_size=257,
-    end_of_document=256,
-    end_of_document_appended=True,
-    dtype="uint16",
-    num_documents=1,
-    num_tokens=3,
-)
+MANIFEST = shard_manifest()
 
 
 def write_described(prefix: Path, manifest: ShardManifest = MANIFEST) -> Path:

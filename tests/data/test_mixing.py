@@ -16,7 +16,7 @@ from megapipe.config.bert import BertDataConfig
 from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary
 from megapipe.data.bert_samples import BertBatch, BlendedBertSamples, open_bert_samples
-from megapipe.data.manifest import ShardManifest, manifest_path
+from megapipe.data.manifest import manifest_path
 from megapipe.data.mixing import (
     LONGEST_PERIOD,
     BlendedSamples,
@@ -29,7 +29,7 @@ from megapipe.data.mixing import (
 from megapipe.data.samples import GptSamples
 from megapipe.data.shards import IndexedDataset
 from tests.data.bert_shards import random_documents, write_sentences
-from tests.data.shards import numbered_documents, write_shard
+from tests.data.shards import numbered_documents, shard_manifest, write_shard
 
 weights_strategy = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 
@@ -191,13 +191,9 @@ def test_shards_of_different_vocabularies_are_refused(tmp_path: Path) -> None:
 def name_tokenizer(data: BertDataConfig) -> None:
     """Write a manifest for the shard; all shards have the same hash, so that only the vocabularies differ."""
     shard = IndexedDataset(data.prefix)
-    manifest = ShardManifest(
+    manifest = shard_manifest(
         tokenizer=data.tokenizer,
-        tokenizer_fingerprint="sha256:0",
         vocabulary_size=BertVocabulary.read(data.tokenizer).size,
-        end_of_document=None,
-        end_of_document_appended=False,
-        dtype=str(shard.dtype),
         num_documents=shard.num_documents,
         num_tokens=len(shard.tokens),
     )

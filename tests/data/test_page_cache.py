@@ -64,9 +64,10 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_index_searches_read_only_the_pages_they_touch(tmp_path: Path) -> None:
     prefix = tmp_path / "shard"
+    piece = write_shard(tmp_path / "piece", [[[1]]] * 10_000)
     with ShardWriter(prefix, np.dtype("<u2")) as writer:
-        for _ in range(100_000):
-            writer.add_document([[1]])
+        for _ in range(10):
+            writer.append_shard(piece)
         writer.commit()
     index = idx_path(prefix)
     if not made_cold(index):

@@ -1,7 +1,7 @@
 """Text to shards: the same bytes for any number of workers, the documents of the input, clear refusals."""
 
 import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,12 +9,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data.manifest import read_manifest
+from megapipe.data.preprocess import run
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, cut_into_parts, find_inputs
 from megapipe.data.preprocess.tokenize_part import SeenDocuments, digest_of, split_sentences
 from megapipe.data.shards import IndexedDataset
 from megapipe.data.tokenizers import open_tokenizer
-from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
+from tests.checkpoint.disks import no_larger_files
+from tests.data.preprocess_runs import TOOL, preprocess, texts_of, write_json_lines
 
 fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lines = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), max_size=12)
@@ -33,27 +35,6 @@ def test_byte_ranges_give_every_line_once(
     expected = [(number, line) for number, line in enumerate(content.encode().split(b"\n"), 1) if line.strip()]
     assert [document.content.rstrip(b"\n") for document in documents] == [line for _, line in expected]
     assert [document.place() for document in documents] == [f"{path}, line {number}" for number, _ in expected]
-
-
-def test_every_number_of_workers_gives_the_same_bytes(tmp_path: Path) -> None:
-    text = "def f(x):\n    return x\n" * 150
-    for name in ("one", "two"):
-        write_json_lines(
-            tmp_path / f"{name}.jsonl", [{"text": f"{i}{text}", "title": f"{name} {i}"} for i in range(1700)]
-        )
-    for workers in (1, 2):
-        command = ["--input", tmp_path, "--include", "*.jsonl", "--json_keys", "text", "title", "--append-eod"]
-        command += ["--output-prefix", tmp_path / f"out{workers}", "--workers", workers]
-        assert preprocess(*command) == 0
-    for key in ("text", "title"):
-        for kind in ("bin", "idx", "manifest.json"):
-            files = [(tmp_path / f"out{workers}_{key}_document.{kind}").read_bytes() for workers in (1, 2)]
-            assert files[0] == files[1]
-    assert texts_of(tmp_path / "out2_title_document") == [
-        f"{name} {i}" for name in ("one", "two") for i in range(1700)
-    ]
-    assert not list(tmp_path.glob("*.parts*"))
-    assert not list(tmp_path.glob("*.partial"))
 
 
 def test_text_files_are_documents_in_sorted_order(tmp_path: Path) -> None:
@@ -146,10 +127,7 @@ def test_a_broken_line_is_named_and_can_be_skipped(
         (["--input", "blank.jsonl"], "no usable document"),
         (["--input", "nothing.txt"], "no usable document for out/shard_text_document (documents without text: 1)"),
         (["--input", "untitled.jsonl", "--json-keys", "text", "title"], "no usable document for out/shard_title_docu"),
-        (
-            ["--input", "a.txt", "--output-prefix", "/proc/shard"],
-            "/proc/shard.parts: No such file or directory; cho",
-        ),
+        (["--input", "a.txt", "--output-prefix", "/proc/shard"], "/proc/shard.parts: No such file or directory; cho"),
         (["--input", "a.txt", "--tokenizer", "gpt5"], "no tokenizer 'gpt5'"),
         (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),
         (["--input", "a.txt", "--json-keys", "body"], "a.txt is read as plain text and has the one field 'text'"),
@@ -179,30 +157,14 @@ def test_unusable_input_is_refused(
 
 
 def test_a_full_disk_fails_and_keeps_the_old_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("old")
-    arguments = [*TOOL, "--tokenizer", "bytes", "--workers", "1", "--output-prefix", str(tmp_path / "out")]
-    arguments += ["--input", str(tmp_path / "a.txt")]
-    subprocess.run(arguments, check=True, capture_output=True, timeout=60)
-    (tmp_path / "a.txt").write_text("new" * 100_000)
-    limited = ["bash", "-c", 'trap "" XFSZ; ulimit -f 100; exec "$@"', "bash", *arguments]
-    finished = subprocess.run(limited, capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 2
-    assert "error: " in finished.stderr
-    assert "File too large" in finished.stderr
-    assert texts_of(tmp_path / "out_text_document") == ["old"]
-    assert not list(tmp_path.glob("*.part*"))
-    subprocess.run(arguments, check=True, capture_output=True, timeout=60)
-    assert texts_of(tmp_path / "out_text_document") == ["new" * 100_000]
-
-
-def test_help_imports_no_torch() -> None:
-    finished = subprocess.run([*TOOL, "--help"], capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0
-    assert "--output-prefix" in finished.stdout
-    code = "import sys, megapipe.data.preprocess.command as c, megapipe.data.samples\n"
-    code += "c.build_parser().format_help()\n"
-    code += "assert not {'torch', 'tokenizers', 'sentencepiece'} & set(sys.modules), 'imported early'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
+    arguments = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out"]
+    for text, limit, status in (("old", 10**9, 0), ("new" * 100_000, 100_000, 2), ("new" * 100_000, 10**9, 0)):
+        (tmp_path / "a.txt").write_text(text)
+        with no_larger_files(limit):
+            assert preprocess(*arguments) == status
+        assert ("File too large" in capsys.readouterr().err) == (status != 0)
+        assert texts_of(tmp_path / "out_text_document") == [text if status == 0 else "old"]
+        assert not list(tmp_path.glob("*.part*"))
 
 
 any_text = st.lists(
@@ -258,8 +220,11 @@ def test_duplicates_are_found_across_parts_and_crashes(
     again.close()
 
 
-def test_duplicates_are_left_out_of_every_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [{"a": str(n % 350), "b": "ab"[n % 2] + "x" * 18000} for n in range(1400)]
+def test_duplicates_are_left_out_of_every_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(run, "cut_into_parts", partial(cut_into_parts, part_bytes=20_000))
+    records = [{"a": str(n % 350), "b": "ab"[n % 2] + "x" * 40} for n in range(1400)]
     write_json_lines(tmp_path / "in.jsonl", records)
     for workers in (1, 2):
         arguments = ["--json-keys", "a", "b", "--drop-duplicates", "--workers", workers]

@@ -60,7 +60,7 @@ def test_documents_come_in_order_from_small_pieces(
 
 
 @pytest.mark.parametrize(
-    "write", [pytest.param(each, marks=() if each is write_zstandard else pytest.mark.slow) for each in FORMATS]
+    "write", [pytest.param(each, marks=() if each is write_parquet else pytest.mark.slow) for each in FORMATS]
 )
 def test_every_format_and_worker_count_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], str]
@@ -72,7 +72,7 @@ def test_every_format_and_worker_count_gives_the_same_bytes(
     plain = ["--input", "plain.jsonl", "--json-keys", "text", "title", "--append-eod", "--output-prefix", "plain"]
     assert preprocess(*plain) == 0
     for workers in (1, 2):
-        command = ["--input", source, "--json-keys", "text", "title", "--append-eod", "--workers", workers]
+        command = ["--input", source, "--json_keys", "text", "title", "--append-eod", "--workers", workers]
         assert preprocess(*command, "--output-prefix", f"out{workers}") == 0
     for key in ("text", "title"):
         for kind in ("bin", "idx", "manifest.json"):

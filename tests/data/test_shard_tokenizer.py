@@ -106,16 +106,7 @@ def test_names_become_tokens_or_errors_when_asked(
 def preprocessed(folder: Path, spec: str, *options: str) -> Path:
     """Make a shard with a tokenizer, and return its prefix."""
     write_json_lines(folder / "in.jsonl", [{"text": f"the dog {number}. the fox."} for number in range(40)])
-    command = [
-        "--input",
-        str(folder / "in.jsonl"),
-        "--tokenizer",
-        spec,
-        "--workers",
-        "1",
-        "--tokenizer-core",
-        "library",
-    ]
+    command = [f"--input={folder / 'in.jsonl'}", f"--tokenizer={spec}", "--workers=1", "--tokenizer-core=library"]
     assert main([*command, *options, "--output-prefix", str(folder / "data/out")]) == 0
     return folder / "data/out_text_sentence" if options else folder / "data/out_text_document"
 

@@ -1,7 +1,5 @@
 """tools/data.py: shards are inspected, verified, merged and split without losing a token."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from megapipe.cli.data import main
 from megapipe.data.manifest import manifest_path, read_manifest
 from megapipe.data.shards import HEADER, MAGIC, VERSION, IndexedDataset
-from tests.data.preprocess_runs import ROOT, preprocess, write_json_lines
+from tests.data.preprocess_runs import preprocess, write_json_lines
 from tests.data.shards import write_shard
 
 documents_strategy = st.lists(
@@ -155,17 +153,6 @@ def test_what_does_not_fit_is_refused(tmp_path: Path, capsys: pytest.CaptureFixt
         assert main(["split", one, "--shares", shares, "--output-prefix", str(tmp_path / "out")]) == 2
         assert message in capsys.readouterr().err
     assert IndexedDataset(one).tokens.tolist() == [97, 256]
-
-
-def test_the_tool_runs_and_its_help_is_quick(tmp_path: Path) -> None:
-    prefix = write_text(tmp_path, "in", ["abc"])
-    command = [sys.executable, str(ROOT / "tools" / "data.py")]
-    finished = subprocess.run([*command, "verify", prefix], capture_output=True, text=True, timeout=60, cwd=tmp_path)
-    assert (finished.returncode, finished.stderr) == (0, "")
-    code = "import sys, megapipe.cli.data as c; c.build_parser().format_help()\n"
-    code += "assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules), 'imported early'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
-    assert np.array_equal(IndexedDataset(prefix).tokens, [97, 98, 99, 256])
 
 
 def write_floats(prefix: Path, documents: list[list[list[int]]], code: int, float_tokens: str) -> None:

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import BertWordPieceTokenizer
 
 from megapipe.data import DataError
-from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS, train_byte_level_bpe, train_word_piece
 from megapipe.data.tokenizers.model_files import ENCODINGS
+from tests.data.test_tokenizers import texts
 
 any_text = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
@@ -24,10 +24,6 @@ any_text = st.one_of(
         "".join
     ),
 )
-
-
-def texts() -> list[str]:
-    return [file.path.read_text() for file in find_inputs(["python-stdlib"], include=["arg*.py", "textwrap.py"])]
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])

@@ -11,14 +11,7 @@ PAGES = {
     str(path.relative_to(ROOT / "docs")): path.read_text(encoding="utf-8")
     for path in sorted((ROOT / "docs").glob("**/*.md"))
 }
-RUN_HERE = (
-    "conversion_foreign.md",
-    "kernels.md",
-    "context_parallel.md",
-    "memory.md",
-    "offload.md",
-    "schedules.md",
-)
+RUN_HERE = ("conversion_foreign.md", "kernels.md", "context_parallel.md", "memory.md", "offload.md", "schedules.md")
 """Pages whose commands this file runs. Training takes two steps."""
 RUN_BY = {
     "bert.md": "tests/test_readme.py",

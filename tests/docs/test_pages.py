@@ -188,15 +188,6 @@ def test_the_offloading_command_predicts_less_memory(capsys: pytest.CaptureFixtu
     assert sizes[0] < sizes[1]
 
 
-def test_the_offloading_example_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    example = "examples/parallel/offload.yaml"
-    assert f"torchrun --nproc_per_node 2 pretrain_gpt.py --config {example}" in read("docs/offload.md")
-    config = parse(["--config", example])
-    assert (config.offload.activations, config.offload.optimizer, config.offload.weights) == ("blocks", True, True)
-    validate_run(parse(["--config", example, *command_of(example, r"#   \.\.\. (.*)").split()]), 2)
-
-
 def test_kernel_tables_have_every_op_and_claim_no_speed() -> None:
     rows = [line.strip("|").split("|") for line in read("docs/kernels.md").splitlines() if line.startswith("| `")]
     ops = [name for row in rows if len(row) == 2 for name in row[0].strip().replace("`", "").split(", ")]

@@ -40,8 +40,7 @@ def test_tutorials_have_commands_and_name_other_hardware() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(each, marks=pytest.mark.slow if each in SLOW else pytest.mark.exhaustive) for each in PAGES],
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else pytest.mark.exhaustive) for each in PAGES]
 )
 def test_commands_run_and_print_what_the_page_shows(name: str, tmp_path: Path) -> None:
     """Numbers may differ; `...` in a page replaces lines, or the rest of a line."""

@@ -31,21 +31,19 @@ from megapipe.training.observe.display import PlainLines
 from megapipe.training.pretrain import _train, named_recompute, pretrain
 from megapipe.training.resilience.watchdog import Heartbeat
 from tests.faults.jobs import metrics_of_steps, saved_steps
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.meshes import run_mesh
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 STEPS = 10
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def configuration(corpus: str, directory: Path, **checkpoint: Any) -> PretrainConfig:
     return make_config(
         corpus,
         GPT2_SHAPE,
+        batch={"global_size": 2},
         checkpoint={"every": 2, **checkpoint},
         parallel={"device": "cpu"},
         training={"steps": STEPS, "log_every": 1, "directory": str(directory)},

@@ -28,6 +28,8 @@ from tests.checkpoint.disks import no_larger_files
 from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
 from tests.training.records import TIMES
 
+pytestmark = pytest.mark.usefixtures("without_pictures")
+
 EPOCHS = (8, 4)
 """Samples of an epoch of each corpus."""
 WEIGHTS = (2.0, 1.0)

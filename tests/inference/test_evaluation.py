@@ -31,8 +31,7 @@ def their_scores(case: Case, pairs: list[tuple[list[int], list[int]]], longest: 
     return scores
 
 
-@pytest.mark.parametrize("chunk", [256, 5])
-@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(("sizes", "chunk"), [({}, 256), ({"pipeline": 2, "tensor": 2}, 5)], ids=str)
 def test_scores_equal_those_of_transformers(
     sizes: dict[str, int], chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,27 +15,12 @@ from megapipe.cli.trained_models import generate
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.parallel.launch import initialize
 from megapipe.training.loop.replica import Replica
+from tests.data.bert_shards import SPECIAL
 from tests.inference.test_generate_command import save_run
 from tests.models.hugging_face import exported
 from tests.support.gpt_runs import assembled, shards
 
-WORDS = [
-    "[PAD]",
-    "[UNK]",
-    "[CLS]",
-    "[SEP]",
-    "[MASK]",
-    "def",
-    "self",
-    "name",
-    "(",
-    ")",
-    ":",
-    "in",
-    "for",
-    "##s",
-    "##ing",
-]
+WORDS = [*SPECIAL, "def", "self", "name", "(", ")", ":", "in", "for", "##s", "##ing"]
 MODEL = BertModelConfig(
     vocabulary_size=len(WORDS), num_layers=2, hidden_size=32, num_heads=4, max_positions=32, init_std=0.3
 )

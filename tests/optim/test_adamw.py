@@ -10,10 +10,6 @@ from megapipe.optim.scaling import clip_coefficient
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 
 CPU = torch.device("cpu")
-DEVICES = [
-    pytest.param(CPU, id="cpu"),
-    pytest.param(torch.device("cuda"), id="cuda", marks=pytest.mark.gpu),
-]
 
 
 def update(step: int, weight_decay: float = 0.1) -> AdamW:

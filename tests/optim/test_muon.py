@@ -22,7 +22,7 @@ from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.training.loop.replica import muon_shards
 from megapipe.training.validation import validate
 from tests.support.counting_groups import CountingGroup, Traffic
-from tests.support.meshes import run_mesh
+from tests.support.meshes import run_threads
 
 NORMAL = Init("normal", 0.3)
 SPECS = [
@@ -148,10 +148,9 @@ def on_tensor_rank(mesh: Mesh, config: OptimizerConfig) -> dict[str, Tensor]:
     return values(stepped(config, group.rank, group.size, group))
 
 
-@pytest.mark.parametrize("backend", ["processes", "threads"])
-def test_tensor_ranks_find_the_update_of_the_whole_matrix(backend: str) -> None:
+def test_tensor_ranks_find_the_update_of_the_whole_matrix() -> None:
     """Bit for bit: the gathered momentum is the whole one."""
-    ranks = run_mesh({"tensor": 2}, on_tensor_rank, CONFIGS[0], backend=backend)  # type: ignore[arg-type]
+    ranks = run_threads({"tensor": 2}, on_tensor_rank, CONFIGS[0])
     expected = values(stepped(CONFIGS[0]))
     for spec in SPECS:
         parts = [rank[spec.name] for rank in ranks]
@@ -174,7 +173,7 @@ def on_shard(mesh: Mesh, config: OptimizerConfig) -> tuple[UnitState, Traffic]:
 def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -> None:
     """Bit for bit, whether a matrix is whole on one rank or cut, and tensor ranks share it or not. Only where some are
     cut is anything exchanged."""
-    ranks = run_mesh({"data": count, "tensor": tensor}, on_shard, CONFIGS[0], backend="threads")
+    ranks = run_threads({"data": count, "tensor": tensor}, on_shard, CONFIGS[0])
     expected = values(stepped(CONFIGS[0]))
     seen = dict.fromkeys(expected, 0.0)
     gathered = place(SPECS, count, tensor_size=tensor).gathered_elements * len(RATES)

@@ -54,10 +54,10 @@ def test_the_distance_detects_a_slightly_wrong_distribution() -> None:
     assert ks_distance(normals(random_words(400_000)) * 1.01) > 1.95
 
 
-@pytest.mark.parametrize("lag", range(1, 9))
-def test_neighbours_are_independent(lag: int) -> None:
+def test_neighbours_are_independent() -> None:
     sample = normals(random_words(400_000))
-    left, right = sample[:-lag], sample[lag:]
-    limit = 3.5 / math.sqrt(len(left))
-    assert abs(np.corrcoef(left, right)[0, 1]) < limit
-    assert abs(np.corrcoef(left**2, right**2)[0, 1]) < limit
+    for lag in range(1, 9):
+        left, right = sample[:-lag], sample[lag:]
+        limit = 3.5 / math.sqrt(len(left))
+        assert abs(np.corrcoef(left, right)[0, 1]) < limit, lag
+        assert abs(np.corrcoef(left**2, right**2)[0, 1]) < limit, lag

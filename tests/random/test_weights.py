@@ -64,13 +64,6 @@ def test_shards_of_a_model_are_parts_of_tensors(tensor_size: int) -> None:
                 np.testing.assert_array_equal(part, full[inside(box)])
 
 
-def test_long_tensors_do_not_depend_on_block_size() -> None:
-    shape = (3, 50_021)
-    full = fill_box("long", shape, whole(shape), NORMAL, 1)
-    with patch.object(bits, "BLOCK", 1000):
-        assert fill_box("long", shape, whole(shape), NORMAL, 1).tobytes() == full.tobytes()
-
-
 def test_values_never_change_between_versions() -> None:
     """Pinned: a change here changes the start of every training run."""
     values = fill_box("embedding.word.weight", (2, 3), whole((2, 3)), Init("normal", 1.0), 1234, np.float64)

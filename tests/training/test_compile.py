@@ -11,7 +11,7 @@ from megapipe.config.model import ModelConfig
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.compiled_runs import run_compiled
 from tests.support.equality import check_bits, check_gradients
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config
 from tests.support.meshes import run_mesh
 
 DROPOUT = replace(GPT2_SHAPE, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
@@ -20,11 +20,6 @@ FP16: dict[str, Any] = {"training": {"precision": "fp16"}}
 FP8: dict[str, Any] = {"training": {"fp8": "tensorwise"}}
 ROWWISE: dict[str, Any] = {"training": {"fp8": "rowwise", "precision": "bf16"}}
 FULL: dict[str, Any] = {"recompute": {"method": "full"}}
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def train(

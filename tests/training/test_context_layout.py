@@ -13,24 +13,16 @@ from hypothesis import strategies as st
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.inference.trained_model import on_layout
-from megapipe.layout.batch_plan import data_parallel_size
 from megapipe.layout.validation import context_problems
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import HeldTokens, StepBatch
 from megapipe.training.loop.replica import Replica
-from megapipe.training.validation import attention_kept, document_attention, layer_uses, validate
+from megapipe.training.validation import attention_kept, document_attention, layer_uses
 from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads
 from tests.training.test_validate import make
-
-
-def test_the_world_is_the_product_of_four_dimensions() -> None:
-    config = make(parallel={"pipeline": 2, "context": 2, "tensor": 2})
-    validate(config, 16)
-    assert data_parallel_size(config, 16) == 2
 
 
 def test_chunk_pairs_are_only_needed_with_causal_attention() -> None:
@@ -128,7 +120,3 @@ def test_a_ring_says_what_it_does() -> None:
 def test_texts_are_generated_on_whole_samples() -> None:
     config = make(parallel={"context": 2})
     assert on_layout(config, 2, tensor=2, pipeline=1, device="cpu").parallel.context == 1
-
-
-def held(mesh: Mesh) -> bool:
-    return HeldTokens.of(make(parallel={"context": mesh.size("context")}), mesh).has_first

@@ -16,17 +16,12 @@ from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.loop.steps import Evaluator, batch_sums, perplexity
 from megapipe.training.observe.records import EvaluationRecord
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.meshes import run_mesh
 
 BOTH = {"data": 2, "pipeline": 2}
 DROPPING = replace(GPT2_SHAPE, hidden_dropout=0.3, embedding_dropout=0.3)
 """Dropout that an evaluation must not apply."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def configuration(corpus: str, samples: int, sizes: dict[str, int] | None = None) -> PretrainConfig:

@@ -25,15 +25,10 @@ from tests.checkpoint.runs import run as run_with_checkpoints
 from tests.inference.test_generate import GREEDY, grown, limits_of
 from tests.layers.bound import bind
 from tests.planner.command.plan import ROOT
-from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config
 from tests.support.meshes import run_mesh
 
 MODEL = replace(LLAMA_SHAPE, num_experts=4, ffn_hidden_size=48)
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def biases(states: Sequence[UnitState]) -> Iterator[tuple[UnitState, Segment]]:
@@ -78,7 +73,8 @@ def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
 
 def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tuple[list[list[float]], list[float]]:
     """Return the reported variations of each block in two steps, and those of the last step's own choices."""
-    config = make_config(corpus, replace(MODEL, num_kv_heads=4, init_std=0.3), **groups)
+    model = replace(MODEL, num_kv_heads=4, init_std=0.3)
+    config = make_config(corpus, model, batch={"global_size": 4}, **groups)
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     units = (unit for stage in replica.stages.values() for copies in stage.units for unit in copies)

@@ -46,8 +46,7 @@ def lost() -> EngineError:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(WRONG, ExitCode.WRONG_INPUT), (SpikeError("a.b is 3\nc.d is 4"), ExitCode.SPIKES)],
+    ("error", "status"), [(WRONG, ExitCode.WRONG_INPUT), (SpikeError("a.b is 3\nc.d is 4"), ExitCode.SPIKES)]
 )
 def test_the_first_rank_to_fail_reports_for_all(
     ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], error: Exception, status: ExitCode

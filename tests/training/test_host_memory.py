@@ -7,7 +7,7 @@ import pytest
 
 from megapipe.training.device import CHOSEN_BY_USER, keep_freed_memory
 
-ROUNDS = 5
+ROUNDS = 3
 PAGES = 4 * 8192
 """Pages of the blocks of one round: four of 32 MiB."""
 

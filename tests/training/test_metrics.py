@@ -6,10 +6,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
 from megapipe.training.observe.metrics import METRICS, MetricsFile, read_losses
 from tests.training.records import evaluation_record, step_record
 
@@ -51,13 +47,6 @@ def test_losses_are_the_last_runs_across_resumes(tmp_path: Path) -> None:
     assert history.training == {1: 1.0, 2: 2.0, 3: 3.5}
     assert history.evaluation == {1: 11.0, 2: 12.0}
     assert history.dropped == [{1: 9.0}, {3: 3.0}], "what the run went back over"
-
-
-@given(st.lists(st.one_of(st.binary(max_size=20), st.sampled_from([b'{"step": 7, "loss": 1.5}', b"[]", b"7"]))))
-def test_losses_are_read_from_any_bytes(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
-    path = tmp_path_factory.mktemp("metrics") / "metrics.jsonl"
-    path.write_bytes(b"\n".join(lines))
-    assert set(read_losses(path).training.items()) <= {(7, 1.5)}
 
 
 def test_starts_with_a_lost_line_still_replace_steps(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """The loop of one process from its configuration: ramp, evaluation, checkpoints, resumption, files, words."""
 
+import contextlib
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,9 +60,17 @@ def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
 
 
-def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
-    directory = tmp_path / "run"
-    assert run(configuration(corpus, directory)) == 0
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, str]:
+    """The folder and the output of a whole run."""
+    directory = tmp_path_factory.mktemp("whole") / "run"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        assert run(configuration(corpus, directory)) == 0
+    return directory, output.getvalue()
+
+
+def test_a_whole_run_reports_all_it_did(whole: tuple[Path, str]) -> None:
+    directory, output = whole
     assert [record["samples"] for record in steps(directory)] == SIZES
     assert [record["consumed_samples"] for record in steps(directory)] == [sum(SIZES[: n + 1]) for n in range(8)]
     assert [record["step"] for record in evaluations(directory)] == [3, 6, 8]
@@ -68,7 +78,6 @@ def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pyt
     assert saved == [str(directory / f"checkpoints/step-{step:08d}") for step in (2, 4, 6, 8)]
     assert all(Path(path).is_dir() for path in saved)
     assert (directory / "loss_curve.png").stat().st_size > 10_000
-    output = capsys.readouterr().out
     assert "losses to beat: ln(vocabulary) 4.111, unigram entropy 3." in output
     assert "perplexity" in output
     last = output.splitlines()[-1]
@@ -77,20 +86,21 @@ def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pyt
         assert str(path) in last
 
 
-def test_a_run_in_two_parts_equals_one_run(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    run(configuration(corpus, whole))
-    run(configuration(corpus, parts, stop_at=4))  # in the middle of the ramp
+@pytest.mark.usefixtures("without_pictures")
+def test_a_run_in_two_parts_equals_one_run(
+    tmp_path: Path, corpus: str, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(configuration(corpus, tmp_path, stop_at=4))  # in the middle of the ramp
     capsys.readouterr()
-    run(configuration(corpus, parts))
+    run(configuration(corpus, tmp_path))
     assert "resumed from" in capsys.readouterr().out
-    assert without_times(steps(parts)) == without_times(steps(whole))
-    losses = {record["step"]: record["loss"] for record in evaluations(parts)}
-    assert {step: losses[step] for step in (3, 6, 8)} == {
-        record["step"]: record["loss"] for record in evaluations(whole)
-    }
+    assert without_times(steps(tmp_path)) == without_times(steps(whole[0]))
+    losses = {record["step"]: record["loss"] for record in evaluations(tmp_path)}
+    expected = {record["step"]: record["loss"] for record in evaluations(whole[0])}
+    assert {step: losses[step] for step in expected} == expected
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_auto_precision_is_decided_once(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -98,7 +108,7 @@ def test_auto_precision_is_decided_once(
     run(configuration(corpus, tmp_path, precision="auto", stop_at=2))
     assert "precision: bf16 is faster" in capsys.readouterr().out
     monkeypatch.setattr("megapipe.training.device.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
-    run(configuration(corpus, tmp_path, precision="auto"))
+    run(configuration(corpus, tmp_path, precision="auto", stop_at=3))
     assert "precision: bf16, as in the checkpoint" in capsys.readouterr().out
     starts = [record for record in records(tmp_path) if record.get("event") == "start"]
     assert [start["config"]["training"]["precision"] for start in starts] == ["bf16", "bf16"]
@@ -106,27 +116,29 @@ def test_auto_precision_is_decided_once(
 
 def test_only_what_is_configured_is_done(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megapipe.training.pretrain.require_determinism", pytest.fail)
-    config = configuration(corpus, tmp_path)
+    config = configuration(corpus, tmp_path, steps=2)
     config.evaluation = replace(config.evaluation, every=None)
     config.checkpoint = replace(config.checkpoint, every=None, at_end=False)
     run(config)
-    assert [record.get("event") for record in records(tmp_path)] == ["start", *[None] * 8, "end"]
+    assert [record.get("event") for record in records(tmp_path)] == ["start", None, None, "end"]
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == [".lock", "config.yaml", "log.txt", "loss_curve.png", "metrics.jsonl", "run.json"]
 
 
+@pytest.mark.usefixtures("without_pictures")
 def test_the_last_step_is_saved_and_determinism_required(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[bool] = []
     monkeypatch.setattr("megapipe.training.pretrain.require_determinism", lambda: calls.append(True))
-    config = configuration(corpus, tmp_path, deterministic=True)
+    config = configuration(corpus, tmp_path, steps=2, deterministic=True)
     config.checkpoint = replace(config.checkpoint, every=None)
     run(config)
-    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
     assert calls == [True]
 
 
+@pytest.mark.usefixtures("without_pictures")
 @pytest.mark.parametrize(("training", "steps_done"), [(True, 0), (False, 3)], ids=["step", "evaluation"])
 def test_running_out_of_memory_is_reported_wherever_it_happens(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, training: bool, steps_done: int

@@ -1,7 +1,5 @@
-"""A BERT run from its configuration: what it prints, evaluates and saves, and how its program starts."""
+"""A BERT run from its configuration: what it prints, evaluates and saves."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +17,6 @@ from megapipe.training.validation import kernel_choices
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.training.records import records
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> BertDataConfig:
@@ -31,10 +27,11 @@ def configuration(corpus: BertDataConfig, directory: Path, **training: object) -
     config = make_bert_config(
         corpus,
         PRE_NORM,
-        evaluation={"every": 3, "samples": 16},
-        checkpoint={"every": 3},
+        batch={"global_size": 4},
+        evaluation={"every": 2, "samples": 8},
+        checkpoint={"every": 2},
         parallel={"device": "cpu"},
-        training={"steps": 6, "log_every": 1, "directory": str(directory)},
+        training={"steps": 4, "log_every": 1, "directory": str(directory)},
     )
     config.training = replace(config.training, **training)
     return config
@@ -53,7 +50,7 @@ def test_a_run_reports_both_terms_and_accuracies_and_resumes(
     assert "kernels: reference for" in output
     assert (tmp_path / "whole/loss_curve.png").is_file()
     steps = [record for record in records(tmp_path / "whole") if "event" not in record]
-    assert len(steps) == 6
+    assert len(steps) == 4
     for record in steps:
         assert set(record["terms"]) == {"mlm", "sop"}
         assert record["loss"] == pytest.approx(sum(record["terms"].values()))
@@ -64,7 +61,7 @@ def test_a_run_reports_both_terms_and_accuracies_and_resumes(
         assert set(record["accuracies"]) == {"mlm", "sop"}
         assert f"mlm accuracy {record['accuracies']['mlm']:.1%}, sop accuracy" in output
     config = configuration(corpus, tmp_path / "parts")
-    assert run(replace(config, training=replace(config.training, stop_at=3))) == 0
+    assert run(replace(config, training=replace(config.training, stop_at=2))) == 0
     assert run(config) == 0
     again = [record for record in records(tmp_path / "parts") if "event" not in record]
     assert [record["terms"] for record in again] == [record["terms"] for record in steps]
@@ -77,7 +74,7 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
     data = replace(corpus, prefix="", blend={corpus.prefix: 0.7, other.prefix: 0.3})
     assert run(configuration(data, tmp_path / "whole")) == 0
     config = configuration(data, tmp_path / "parts")
-    assert run(replace(config, training=replace(config.training, stop_at=3))) == 0
+    assert run(replace(config, training=replace(config.training, stop_at=2))) == 0
     assert run(config) == 0
     whole, parts = (
         [record["terms"] for record in records(tmp_path / name) if "terms" in record] for name in ("whole", "parts")
@@ -85,7 +82,7 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
     assert parts == whole
     data.blend[other.prefix] = 0.4
     with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.7, 0\.4\]"):
-        run(configuration(data, tmp_path / "parts", steps=9))
+        run(configuration(data, tmp_path / "parts", steps=6))
 
 
 def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
@@ -93,11 +90,6 @@ def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path, co
     with pytest.raises(ConfigError) as error:
         run(config)
     assert len(error.value.problems) == 2
-
-
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "pretrain_bert.py", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])

@@ -17,14 +17,9 @@ from megapipe.schedules.measured.traces import read_rank, read_run
 from megapipe.training.loop.batches import BatchLoader, split_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.observe.traces import Profiler
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.launch import launch
 from tests.support.meshes import run_threads
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
 
 
 def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_after: int) -> tuple[list[str], list[Tensor]]:
@@ -50,7 +45,7 @@ def traced(folder: Path, corpus: str, sizes: dict[str, int], name: str, **how: A
     config = make_config(
         corpus,
         replace(GPT2_SHAPE, num_layers=3),
-        batch={"global_size": 8 * sizes.get("data", 1)},
+        batch={"global_size": 4 * sizes.get("data", 1)},
         schedule={"name": name},
         profile={"trace": str(folder), **how.pop("profile", {})},
     )

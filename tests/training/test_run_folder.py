@@ -17,17 +17,15 @@ from megapipe.training.observe.metrics import read_losses
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.guards import NonFiniteError
 from megapipe.training.resilience.run_identity import RunFolder
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConfig:
     training = {"steps": 6, "log_every": 1, "directory": str(directory), **training}
-    return make_config(corpus, GPT2_SHAPE, checkpoint={"every": 2}, parallel={"device": "cpu"}, training=training)
+    groups: dict[str, Any] = {"batch": {"global_size": 2}, "checkpoint": {"every": 2}, "parallel": {"device": "cpu"}}
+    return make_config(corpus, GPT2_SHAPE, **groups, training=training)
 
 
 def starts(directory: Path) -> list[dict[str, Any]]:

@@ -29,19 +29,18 @@ from megapipe.parallel.launch import LaunchEnvironment, initialize
 from megapipe.training.loop import checkpoints, steps
 from megapipe.training.loop.checkpoints import Saves
 from megapipe.training.pretrain import pretrain
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.faults.jobs import saved_steps
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.patience import wait_until
 
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"))
+pytestmark = pytest.mark.usefixtures("without_pictures")
 
 
 def configuration(corpus: str, directory: Path, steps: int = 6, **checkpoint: Any) -> PretrainConfig:
     return make_config(
         corpus,
         GPT2_SHAPE,
+        batch={"global_size": 2},
         checkpoint={"keep_last": None, **checkpoint},
         parallel={"device": "cpu"},
         training={"steps": steps, "directory": str(directory)},
@@ -50,10 +49,6 @@ def configuration(corpus: str, directory: Path, steps: int = 6, **checkpoint: An
 
 def run(config: PretrainConfig) -> int:
     return pretrain(config, LaunchEnvironment())
-
-
-def saved(directory: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (directory / "checkpoints").glob("step-*"))
 
 
 def tensors(directory: Path, step: int) -> list[bytes]:
@@ -72,7 +67,7 @@ def test_background_saves_equal_saves_between_steps(
         config = configuration(corpus, tmp_path / name, every=1, **options)
         config.schedule = replace(config.schedule, name=schedule)
         assert run(config) == 0
-        assert saved(tmp_path / name) == [1, 2, 3, 4, 5, 6]
+        assert saved_steps(tmp_path / name) == [1, 2, 3, 4, 5, 6]
     for step in range(1, 7):
         expected = tensors(tmp_path / "between", step)
         assert tensors(tmp_path / "during", step) == tensors(tmp_path / "in the next step", step) == expected
@@ -89,17 +84,12 @@ def slow_copy(chosen: random.Random) -> Callable[[ThreadCopies, Sequence[Move]],
     return slow
 
 
-def test_the_last_and_every_nth_checkpoints_are_kept(tmp_path: Path, corpus: str) -> None:
-    assert run(configuration(corpus, tmp_path, steps=8, every=1, keep_last=2, keep_every=3)) == 0
-    assert saved(tmp_path) == [3, 6, 7, 8]
-
-
 @pytest.mark.slow
 def test_auto_measures_then_saves_at_its_cost_limit(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert run(configuration(corpus, tmp_path / "dear", steps=40, every="auto", max_overhead=1e-6)) == 0
-    assert saved(tmp_path / "dear") == [10, 40], "a limit that every save exceeds"
+    assert saved_steps(tmp_path / "dear") == [10, 40], "a limit that every save exceeds"
     ended = Saves.step_ended
 
     def far_longer_than_a_save(self: Saves, seconds: float) -> None:
@@ -108,7 +98,7 @@ def test_auto_measures_then_saves_at_its_cost_limit(
 
     monkeypatch.setattr(Saves, "step_ended", far_longer_than_a_save)
     assert run(configuration(corpus, tmp_path, steps=40, every="auto", max_overhead=1e6)) == 0
-    steps = saved(tmp_path)
+    steps = saved_steps(tmp_path)
     assert (steps[0], steps[-1]) == (10, 40)
     gaps = {after - before for before, after in itertools.pairwise(steps)}
     assert gaps <= {1, 2}, "a limit that no save reaches leaves the disk's speed alone, which a step outlasts"
@@ -125,7 +115,7 @@ def test_saves_to_silent_disks_fail_before_a_collective(tmp_path: Path, monkeypa
 
 def test_minutes(tmp_path: Path, corpus: str) -> None:
     assert run(configuration(corpus, tmp_path, steps=4, every_minutes=1e-9, asynchronous=False)) == 0
-    assert saved(tmp_path) == [2, 3, 4], "the length of the first step is unknown"
+    assert saved_steps(tmp_path) == [2, 3, 4], "the length of the first step is unknown"
 
 
 def test_auto_waits_an_interval_after_a_save_that_fails(
@@ -177,7 +167,7 @@ def test_after_a_failed_background_save_the_next_works(
 ) -> None:
     refuse(monkeypatch, 2)
     assert run(configuration(corpus, tmp_path, every=2)) == 0
-    assert saved(tmp_path) == [4, 6]
+    assert saved_steps(tmp_path) == [4, 6]
     output = capsys.readouterr().out
     assert output.count("warning: no checkpoint after step 2: cannot complete") == 1
     assert "checkpoints/step-00000006" in output.splitlines()[-1]
@@ -187,7 +177,7 @@ def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeyp
     refuse(monkeypatch, 6)
     with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
         run(configuration(corpus, tmp_path, every=3))
-    assert saved(tmp_path) == [3]
+    assert saved_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +229,7 @@ def test_failed_saves_end_no_run_without_a_final_save(
         retry_seconds=0.0,
     )
     assert run(config) == 0
-    assert failing not in saved(tmp_path)
+    assert failing not in saved_steps(tmp_path)
     assert capsys.readouterr().out.count(f"warning: no checkpoint after step {failing}: ") == 1
 
 
@@ -309,7 +299,7 @@ def test_a_signal_saves_after_the_current_step(
 
     monkeypatch.setattr(Saves, "step_ended", signalled)
     assert run(configuration(corpus, tmp_path, every=every, at_end=every is not None)) == status
-    assert saved(tmp_path) == steps
+    assert saved_steps(tmp_path) == steps
     assert ("note: SIGUSR1 asks for a checkpoint, but this run does not save" in capsys.readouterr().out) == (
         not every
     )
@@ -333,7 +323,7 @@ def test_a_signal_during_a_save_prevents_further_steps(
 ) -> None:
     signal_as_a_save_starts(monkeypatch)
     assert run(configuration(corpus, tmp_path, every=2, asynchronous=asynchronous)) == 128 + signal.SIGTERM
-    assert saved(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
 
 
 @pytest.mark.exhaustive
@@ -349,7 +339,7 @@ def test_a_signal_gives_a_background_save_its_deadline(
     signal_as_a_save_starts(monkeypatch)
     with pytest.raises(CheckpointError, match=r"after step 2 was abandoned: .*signal_deadline_seconds"):
         run(configuration(corpus, tmp_path, every=2, signal_deadline_seconds=0.2))
-    assert saved(tmp_path) == []
+    assert saved_steps(tmp_path) == []
     released.set()
 
 
@@ -358,12 +348,7 @@ def test_a_signal_gives_a_background_save_its_deadline(
     [(True, "1f1b", [True]), pytest.param(True, "2bw", [True], marks=pytest.mark.exhaustive), (False, "1f1b", [])],
 )
 def test_memory_of_copies_is_there_before_the_first_save(
-    tmp_path: Path,
-    corpus: str,
-    monkeypatch: pytest.MonkeyPatch,
-    asynchronous: bool,
-    schedule: str,
-    wanted: list[bool],
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, schedule: str, wanted: list[bool]
 ) -> None:
     take, prepare = Snapshot.take, Snapshot.prepare
     prepared, taken = [], []
@@ -400,10 +385,10 @@ def test_a_signal_during_an_evaluation_gives_that_up(
     monkeypatch.setattr(steps, "batch_sums", signalled)
     config = configuration(corpus, tmp_path, every=1000)
     config.data = replace(config.data, split="50,50,0")
-    config.evaluation = replace(config.evaluation, every=3, samples=48)
+    config.evaluation = replace(config.evaluation, every=3, samples=12)
     assert run(config) == 128 + signal.SIGTERM
     assert len(batches) == 3, "of six: the answer to the second comes after the third"
-    assert saved(tmp_path) == [3]
+    assert saved_steps(tmp_path) == [3]
     assert '"event": "evaluation"' not in (tmp_path / "metrics.jsonl").read_text()
 
 
@@ -420,7 +405,7 @@ def test_a_signals_save_is_abandoned_after_its_deadline(
     clock, sent = time.perf_counter, []
 
     def stopping() -> float:
-        if saved(tmp_path) == [2] and not sent:
+        if saved_steps(tmp_path) == [2] and not sent:
             sent.append(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
         return clock()
@@ -430,5 +415,5 @@ def test_a_signals_save_is_abandoned_after_its_deadline(
     # In step 3 or later, as soon as the save after step 2 was seen to be durable.
     with pytest.raises(CheckpointError, match=r"after step \d+ was abandoned: .*signal_deadline_seconds"):
         run(config)
-    assert saved(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
     released.set()

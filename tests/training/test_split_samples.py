@@ -11,9 +11,9 @@ import pytest
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data import DataError
-from megapipe.data.manifest import ShardManifest, manifest_path
+from megapipe.data.manifest import manifest_path
 from megapipe.training.loop.batches import split_samples
-from tests.data.shards import numbered_documents, write_shard
+from tests.data.shards import numbered_documents, shard_manifest, write_shard
 
 
 def make(blend: dict[str, float], split: str = "8,2") -> PretrainConfig:
@@ -28,16 +28,8 @@ def corpora(tmp_path: Path) -> list[str]:
 
 
 def write_manifest(prefix: str, fingerprint: str, vocabulary_size: int = 4000) -> None:
-    manifest = ShardManifest(
-        tokenizer="bytes",
-        tokenizer_fingerprint=fingerprint,
-        vocabulary_size=vocabulary_size,
-        end_of_document=None,
-        end_of_document_appended=False,
-        dtype="uint16",
-        num_documents=10,
-        num_tokens=90,
-    )
+    changes = {"tokenizer_fingerprint": fingerprint, "vocabulary_size": vocabulary_size}
+    manifest = shard_manifest(**changes, num_documents=10, num_tokens=90)
     manifest_path(prefix).write_text(manifest.to_json())
 
 

@@ -71,22 +71,14 @@ def no_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
-def test_wandb_is_offline_without_an_account(no_account: Path) -> None:
+def test_wandb_is_online_with_an_account(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wandb_mode() == "offline"
-    no_account.write_text("machine elsewhere.example login user password secret\n")
-    assert wandb_mode() == "offline"
-
-
-def test_wandb_is_online_with_one(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_account.write_text("machine api.wandb.ai login user password secret\n")
-    assert wandb_mode() == "online"
+    for host, mode in (("elsewhere.example", "offline"), ("api.wandb.ai", "online")):
+        no_account.write_text(f"machine {host} login user password secret\n")
+        assert wandb_mode() == mode
     no_account.unlink()
     monkeypatch.setenv("WANDB_API_KEY", "key")
     assert wandb_mode() == "online"
-
-
-def test_wandb_mode_rules(no_account: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "key")
     monkeypatch.setenv("WANDB_MODE", "disabled")
     assert wandb_mode() == "disabled"
 

@@ -31,6 +31,9 @@ def test_a_good_configuration_passes() -> None:
     validate(config, world_size=8)
     assert data_parallel_size(config, 8) == 2
     assert num_microbatches(config, 8) == 2
+    config.parallel = replace(config.parallel, context=2)
+    validate(config, world_size=16)
+    assert data_parallel_size(config, 16) == 2
 
 
 @pytest.mark.parametrize(
@@ -64,11 +67,7 @@ def test_a_good_configuration_passes() -> None:
         ),
         ({"schedule": {"name": "pipedream"}}, 1, ["optimizer.clip_norm 1.0", "8 times per step", "null", "2bw"]),
         (
-            {
-                "schedule": {"name": "pipedream"},
-                "optimizer": {"clip_norm": None},
-                "parallel": {"pipeline": 2},
-            },
+            {"schedule": {"name": "pipedream"}, "optimizer": {"clip_norm": None}, "parallel": {"pipeline": 2}},
             2,
             ["model.tie_embeddings", "first and the last rank", "false"],
         ),

@@ -182,11 +182,7 @@ def _sent_by(dimension: str, pattern: str) -> None:
         unit = Unit(tuple(model_layers(model)[1].parameters.values()))
         (reduction,) = UnitCosts(PretrainConfig(), replicas=8).reduction(unit)["data+context"]
         tensor = exchanges(layer_ops("block", shape))["tensor"]
-        sizes = {
-            "tensor": sum(each.sent(8) for each in tensor),
-            "pipeline": shape.stream,
-            "data": reduction.sent(8),
-        }
+        sizes = {"tensor": sum(each.sent(8) for each in tensor), "pipeline": shape.stream, "data": reduction.sent(8)}
         return [f"{round(sizes[dimension] / MIB):,}"]
 
 
