@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from megapipe.config.parallel import LayerStrategy
 from megapipe.config.run import PretrainConfig
 from megapipe.planner.cost.estimate import ENGINE, Assumptions
-from megapipe.planner.cost.layer_times import shared
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.measured import MeasuredTimes
 from megapipe.planner.search.bounds import LayoutBounds
@@ -35,8 +34,6 @@ OTHERS = (
     node=st.sampled_from([2, 3, 4]),
     assumptions=st.sampled_from(OTHERS),
     own=st.sampled_from(OWN_ZERO),
-    optimizer=st.sampled_from(["adamw", "muon"]),
-    logits=st.booleans(),
     numbers=st.randoms(use_true_random=False),
 )
 def test_layouts_of_one_search_cost_what_each_costs_alone(
@@ -45,19 +42,11 @@ def test_layouts_of_one_search_cost_what_each_costs_alone(
     node: int,
     assumptions: Assumptions,
     own: dict[str, LayerStrategy],
-    optimizer: str,
-    logits: bool,
     numbers: object,
 ) -> None:
-    hardware = machine(memory=1e15, node=node)
-    base = replace(
-        base,
-        parallel=replace(base.parallel, layers=own),
-        optimizer=replace(base.optimizer, name=optimizer),
-        recompute=replace(base.recompute, logits=logits),
-    )
+    hardware, base = machine(memory=1e15, node=node), replace(base, parallel=replace(base.parallel, layers=own))
     layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=SCHEDULES, max_context=2)))
-    times = shared(slowest_times(base, hardware, devices, assumptions))
+    times = slowest_times(base, hardware, devices, assumptions)
     together = Evaluation(base, hardware, times, assumptions)
     bounds = LayoutBounds(together, devices)
     for layout in numbers.sample(layouts, min(12, len(layouts))):  # type: ignore[attr-defined]
@@ -72,7 +61,6 @@ def test_measured_layers_are_shared_as_well() -> None:
     others."""
     base, hardware = machines.run(), machines.machine()
     times = MeasuredTimes(hardware)
-    assert shared(times) is times
     together = Evaluation(base, hardware, times)
     layouts = list(Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f1b", "zb_h1"), max_micro_size=2)))
     for layout in layouts[::7]:
