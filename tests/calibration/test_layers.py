@@ -32,7 +32,7 @@ CONFIG = PretrainConfig(
 CONFIG.data.sequence_length = 16
 
 
-@pytest.mark.parametrize("cell", cells([1, 2], [1, 2], [1, 3]), ids=str)
+@pytest.mark.parametrize("cell", cells([1, 2], [1, 2], [2]), ids=str)
 def test_every_kind_of_layer_has_all_its_times(cell: Cell) -> None:
     rows, times = measure_cell(CONFIG, cell, CPU, steps=1)
     assert [row.kind for row in rows] == ["embedding", "block", "head"]

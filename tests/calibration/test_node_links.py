@@ -4,10 +4,10 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +15,15 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, rounds, with_node_links
+from megapipe.calibration import collectives
+from megapipe.calibration.collectives import (
+    MESSAGES,
+    NodeLinks,
+    Place,
+    measure_node_links,
+    rounds,
+    with_node_links,
+)
 from megapipe.calibration.machine import on_ranks
 from megapipe.config import ConfigError
 from megapipe.layout.hardware.description import load_hardware, written
@@ -35,34 +43,37 @@ def test_pairs_meet_once_and_nodes_once_per_round(nodes: int) -> None:
     assert len(pairs_of_rounds) == (nodes if nodes % 2 else nodes - 1)
 
 
-def from_a_slow_node(mesh: Mesh, sizes: tuple[int, ...], slow: int, seconds: float) -> NodeLinks:
-    """Measure nodes with the given numbers of ranks; one node sends late."""
+SLOW, FAST = 0.1, 0.001
+"""Seconds of a message that node 1 sends, and of one from another node."""
+
+
+def by_a_clock_of_messages(mesh: Mesh, sizes: tuple[int, ...]) -> NodeLinks:
+    """Measure nodes with the given numbers of ranks, by a clock that only a rank's own messages advance."""
     places = [Place(node, f"node{node}", local) for node, size in enumerate(sizes) for local in range(size)]
-    own = places[mesh.rank]
-    in_time = dist.send
+    own, now, send = places[mesh.rank], 0.0, dist.send
 
-    def late(*given: Any) -> Any:
-        time.sleep(seconds)
-        return in_time(*given)
+    def timed(*given: Any) -> Any:
+        nonlocal now
+        now += SLOW if own.node == 1 else FAST
+        return send(*given)
 
-    if own.node == slow:
-        dist.send = late  # type: ignore[assignment]
+    dist.send = timed  # type: ignore[assignment]
+    collectives.time = SimpleNamespace(perf_counter=lambda: now)  # type: ignore[assignment]
     return measure_node_links(mesh, own, 2**20)
 
 
 @pytest.mark.slow
 def test_a_slow_node_is_seen_in_what_it_sends() -> None:
-    """Three nodes sit out a round each. Node 1 comes 100 ms late to each of its messages of a MiB."""
-    measured = on_ranks(3, "cpu", from_a_slow_node, (1, 1, 1), 1, 0.1)
+    """Three nodes sit out a round each. The answer's way, half the time of a message and its answer, is no part."""
+    measured = on_ranks(3, "cpu", by_a_clock_of_messages, (1, 1, 1))
     assert measured[0] == measured[1] == measured[2]
     (links,) = set(measured)
     assert (links.hosts, links.devices) == (("node0", "node1", "node2"), (1, 1, 1))
-    assert [links.bandwidth[node][node] for node in range(3)] == [0.0] * 3
-    # Four messages and half an answer's way less: 400 ms without 50.
-    assert 0.0 < min(links.bandwidth[1][0], links.bandwidth[1][2]) <= max(links.bandwidth[1]) < 2**20 / 0.075
-    others = [rate for i, row in enumerate(links.bandwidth) for j, rate in enumerate(row) if i != j and i != 1]
-    assert min(others) > max(links.bandwidth[1])
-    assert links.latency > 0.0
+    for node, rates in enumerate(links.bandwidth):
+        seconds = (MESSAGES - 0.5) * (SLOW if node == 1 else FAST)
+        expected = [0.0 if other == node else MESSAGES * 2**20 / seconds for other in range(3)]
+        assert rates == pytest.approx(expected)
+    assert links.latency == pytest.approx(FAST / 2)
 
 
 @pytest.mark.slow
@@ -72,7 +83,7 @@ def test_a_slow_node_is_seen_in_what_it_sends() -> None:
 )
 def test_nodes_that_cannot_be_paired(sizes: tuple[int, ...], message: str) -> None:
     with pytest.raises(Exception, match=message):
-        on_ranks(sum(sizes), "cpu", from_a_slow_node, sizes, -1, 0.0)
+        on_ranks(sum(sizes), "cpu", by_a_clock_of_messages, sizes)
 
 
 def test_the_file_has_the_nodes_and_their_links() -> None:

@@ -55,21 +55,15 @@ def test_a_node_has_as_many_devices_as_ranks() -> None:
     assert [node.devices_per_node for node in hardware.nodes(6)] == [3, 3]
 
 
-def test_the_plan_is_valid_and_the_same_each_time() -> None:
-    first, message = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
+def test_the_plan_is_valid_and_the_same_each_time_and_what_is_given_stays() -> None:
+    asked = given("--parallel.pipeline=2", "--batch.micro_size=2", "--zero.stage=1")
+    config, message = planned(asked, "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
     assert message.startswith("plan for 4 x core: ")
-    validate(first, 4)
-    second, second_message = planned(given(), "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
-    assert (first, message) == (second, second_message)
-
-
-def test_what_is_given_stays() -> None:
-    config, _ = planned(given("--parallel.pipeline=2", "--batch.micro_size=2"), "auto", {}, 4)
-    assert (config.parallel.pipeline, config.batch.micro_size) == (2, 2)
-    assert config.training.precision == "fp32"
-    assert config.data.prefix == "unread"
-    config, _ = planned(given("--parallel.tensor=2", "--zero.stage=1"), "auto", {}, 4)
-    assert (config.parallel.tensor, config.zero.stage, config.parallel.data) == (2, 1, 2)
+    validate(config, 4)
+    assert planned(asked, "auto", {"LOCAL_WORLD_SIZE": "4"}, 4) == (config, message)
+    assert (config.parallel.pipeline, config.batch.micro_size, config.zero.stage) == (2, 2, 1)
+    assert config.parallel.data * config.parallel.tensor * config.parallel.context == 2
+    assert (config.training.precision, config.data.prefix) == ("fp32", "unread")
 
 
 def test_a_measured_machine_is_planned_by_its_measurements(tmp_path: Path) -> None:
@@ -78,7 +72,8 @@ def test_a_measured_machine_is_planned_by_its_measurements(tmp_path: Path) -> No
         rows = tuple(replace(row, forward=factor * row.forward, backward=factor * row.backward) for row in ROWS)
         file = tmp_path / f"times-{factor:g}.yaml"
         file.write_text(written(machine(layers=rows)))
-        messages.append(planned(replace(given("--recompute.method=none"), config=run()), str(file), {}, 1)[1])
+        asked = replace(given("--recompute.method=none", "--batch.micro_size=2"), config=run())
+        messages.append(planned(asked, str(file), {}, 1)[1])
     assert messages[0] != messages[1]
 
 
@@ -95,9 +90,8 @@ def test_what_cannot_be_planned_is_refused() -> None:
 
 def test_layout_and_run_both_fit_the_memory_budget() -> None:
     """The search leaves the method open within the budget; the run chooses one for its layout."""
-    asked = given(
-        "--recompute.method=auto", "--recompute.memory=0.0012", "--model.num_layers=6", "--batch.micro_size=2"
-    )
+    flags = ["--model.num_layers=6", "--batch.micro_size=2", "--zero.stage=0"]
+    asked = given("--recompute.method=auto", "--recompute.memory=0.0012", *flags)
     config, message = planned(asked, "cpu", {}, 2)
     assert (config.recompute.method, config.recompute.memory, config.recompute.hardware) == ("auto", 0.0012, "cpu")
     assert "recompute auto" in message

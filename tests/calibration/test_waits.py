@@ -1,6 +1,5 @@
 """Waits of ranks for each other in layers that they share: measured times beyond their own work."""
 
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,39 +11,39 @@ from hypothesis import strategies as st
 from megapipe.calibration.layers import Cell, cells, measure_shared, shared_cells, waits
 from megapipe.calibration.machine import on_ranks
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.trace import HostClock
 from megapipe.layout.hardware.description import MeasuredLayer
 from megapipe.parallel.mesh import Mesh
 from tests.calibration.test_layers import CONFIG
 
-LATE = 0.05
 SECONDS = st.floats(0.0, 10.0)
 
 
-def with_a_late_rank(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], steps: int) -> list[MeasuredLayer]:
-    """`measure_shared` while rank 1 comes late to every sum."""
-    in_time = torch.ops._c10d_functional.all_reduce
+def by_a_clock_of_sums(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], steps: int) -> list[MeasuredLayer]:
+    """`measure_shared` by a clock that only sums of tensor ranks advance, each by a second."""
+    now, start = 0, torch.ops._c10d_functional.all_reduce
 
-    def late(*given: Any) -> Any:
-        time.sleep(LATE)
-        return in_time(*given)
+    def timed(*given: Any) -> Any:
+        nonlocal now
+        now += 10**9
+        return start(*given)
 
-    if mesh.rank == 1:
-        torch.ops._c10d_functional.all_reduce = late
+    torch.ops._c10d_functional.all_reduce = timed
+    HostClock.mark = lambda _: now  # type: ignore[method-assign]
     return measure_shared(mesh, config, wanted, steps)
 
 
 @pytest.mark.slow
-def test_all_wait_for_a_rank_that_comes_late() -> None:
-    """A block of two tensor ranks sums twice in its forward, and twice in its backward."""
-    rows, others = on_ranks(2, "cpu", with_a_late_rank, CONFIG, [Cell(2, 1, 1), Cell(1, 2, 1)], 3)
+def test_layers_take_the_time_of_their_sums() -> None:
+    """A block of two tensor ranks sums twice in its forward, and twice in the input half of its backward; one of two
+    context ranks sums nothing."""
+    rows, others = on_ranks(2, "cpu", by_a_clock_of_sums, CONFIG, [Cell(2, 1, 1), Cell(1, 2, 1)], 3)
     assert rows == others
     assert [(row.kind, row.tensor, row.context) for row in rows] == [
         (kind, *shared) for shared in ((2, 1), (1, 2)) for kind in ("embedding", "block", "head")
     ]
-    block = rows[1]
-    # Half a turn of the late rank is left for the other one's own start.
-    assert min(block.forward, block.backward, block.backward_input) > 1.5 * LATE
-    assert block.backward_weight < LATE  # the weight's half sums nothing
+    for row, sums in ((rows[1], 2), (rows[4], 0)):
+        assert (row.forward, row.backward, row.backward_input, row.backward_weight) == (sums, sums, sums, 0)
 
 
 @given(alone=st.lists(SECONDS, min_size=5, max_size=5), beyond=st.lists(SECONDS, min_size=5, max_size=5))

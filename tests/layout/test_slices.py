@@ -22,11 +22,7 @@ LAYERS, HIDDEN, FFN, HEADS, VOCABULARY = 24, 4096, 16384, 32, 32000
 
 @pytest.mark.parametrize(
     ("length", "lengths"),
-    [
-        (16384, [4936, 4232, 3776, 3440]),
-        (32768, [11064, 8408, 7072, 6224]),
-        (65536, [25064, 16264, 13024, 11184]),
-    ],
+    [(16384, [4936, 4232, 3776, 3440]), (32768, [11064, 8408, 7072, 6224]), (65536, [25064, 16264, 13024, 11184])],
 )
 def test_cuts_of_equal_work_are_those_of_the_paper(length: int, lengths: list[int]) -> None:
     """The code of Seq1F1B counts these FLOPs for a token, and for a pair of tokens."""

@@ -173,34 +173,35 @@ ASKED = [
 LAYOUT = ["--devices=4", "--parallel.pipeline=2", "--parallel.data=2", "--batch.micro_size=4"]
 
 
-def test_predict_and_explain_choose_first_and_print_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_predict_and_explain_choose_first_and_print_it() -> None:
     for command in ("predict", "explain"):
-        printed = output(capsys, command, *ASKED, *LAYOUT)
+        printed = output(command, *ASKED, *LAYOUT)
         (line,) = [line for line in printed.splitlines() if "recompute auto: " in line]
         assert line.startswith("note: recompute auto: ")
         assert "recompute.memory 4 GiB" in line
-        report = json_of(capsys, command, *ASKED, *LAYOUT)
+        report = json_of(command, *ASKED, *LAYOUT)
         assert line.removeprefix("note: ") in report["remarks"]
         assert report["layout"]["recompute"] in ("selective", "full")
         assert max(report["memory_bytes"]) <= 4 * GIB
 
 
-def test_compare_shows_what_each_layout_would_recompute(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_compare_shows_what_each_layout_would_recompute(tmp_path: Path) -> None:
     files = []
     for memory in (3, 40):
         files.append(str(tmp_path / f"within-{memory}.yaml"))
         Path(files[-1]).write_text(f"recompute: {{method: auto, memory: {memory}}}\n")
     flags = [flag for flag in (*ASKED, *LAYOUT) if not flag.startswith("--recompute")]
-    cells = {each["file"]: each["layout"]["recompute"] for each in json_of(capsys, "compare", *files, *flags)}
+    cells = {each["file"]: each["layout"]["recompute"] for each in json_of("compare", *files, *flags)}
     assert cells[files[0]] != "none"
     assert cells[files[1]] == "none"
 
 
-def test_search_keeps_to_the_budget_and_writes_what_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_search_keeps_to_the_budget_and_writes_what_runs(tmp_path: Path) -> None:
     file = tmp_path / "plan.yaml"
-    printed = output(capsys, "search", *ASKED, "--devices=4", "--write_config", str(file))
+    pins = ["--devices=4", "--parallel.pipeline=2", "--batch.micro_size=4"]
+    printed = output("search", *ASKED, *pins, "--write_config", str(file))
     assert "note: recompute.method auto: the search also chooses the method" in printed
-    report = json_of(capsys, "search", *ASKED, "--devices=4")
+    report = json_of("search", *ASKED, *pins)
     assert report["memory_limit_bytes"] == 4 * GIB
     assert max(report["memory_bytes"]) <= 4 * GIB
     config = parse(["--config", str(file), "--data.prefix=unread"])
@@ -208,6 +209,6 @@ def test_search_keeps_to_the_budget_and_writes_what_runs(capsys: pytest.CaptureF
     assert not config.problems()
 
 
-def test_commands_refuse_a_budget_in_which_nothing_fits(capsys: pytest.CaptureFixture[str]) -> None:
-    (line,) = refusal(capsys, "predict", *ASKED, *LAYOUT, "--recompute.memory=0.5")
+def test_commands_refuse_a_budget_in_which_nothing_fits() -> None:
+    (line,) = refusal("predict", *ASKED, *LAYOUT, "--recompute.memory=0.5")
     assert "GiB with any recomputation, but the budget is 0.5" in line

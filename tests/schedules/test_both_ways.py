@@ -46,14 +46,6 @@ def test_bubbles_and_activations_are_exactly_the_papers(name, ranks, rounds):
     assert report.weight_versions == (2,) * ranks
 
 
-@pytest.mark.parametrize(("name", "equal", "longer"), [("chimera", 2 / 10, 0.25), ("bitpipe", 1 / 9, 1 / 7)])
-def test_four_ranks_and_four_microbatches(name, equal, longer):
-    schedule = build(name, 4, 4)
-    for backward, rate in ((1.0, equal), (2.0, longer)):
-        bubble_rate = simulate(schedule, rank_costs(schedule.header, forward=1.0, backward=backward)).bubble_rate
-        assert bubble_rate == pytest.approx(rate, abs=1e-15)
-
-
 def test_orders_are_those_that_the_papers_draw():
     """Chimera's figure 3 and BitPipe's program for four ranks and four micro-batches; odd micro-batches run up."""
     assert words(order("chimera", 4, 4), 0) == "F0.0 F0.2 F7.1 B7.1 F7.3 B7.3 B0.0 B0.2"

@@ -9,7 +9,7 @@ import pytest
 from megapipe.schedules import GENERATORS, Kind, Link, Offload, build, rank_costs, simulate
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
 from megapipe.schedules.drawing.bars import activation_curves, bars_of
-from tests.support.browser import browser_path
+from tests.support.browser import open_page
 
 
 def run_of(name, ranks=4, microbatches=8, steps=1, **costs):
@@ -24,22 +24,6 @@ def test_bars_cover_all_compute():
     assert sum(bar.end - bar.start for bar in bars) == pytest.approx(3 * 8 * 4)
     assert {bar.chunk for bar in bars} == {0, 1}
     assert any(bar.critical for bar in bars)
-
-
-@pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_memory_curves_peak_as_reported_and_end_at_zero(name):
-    run = run_of(name, backward_input=1.0, backward_weight=1.0)
-    for curve, peak in zip(activation_curves(run), run.peak_activations, strict=True):
-        assert max(count for _, count in curve) == pytest.approx(peak)
-        assert curve[-1][1] == pytest.approx(0.0, abs=1e-9)
-
-
-@pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_svg_is_well_formed_with_one_box_per_action(name):
-    run = run_of(name)
-    document = ElementTree.fromstring(draw_svg(run))
-    boxes = document.findall(".//{http://www.w3.org/2000/svg}g/{http://www.w3.org/2000/svg}g")
-    assert len(boxes) == sum(bar.lane == "compute" for bar in bars_of(run))
 
 
 def test_trace_has_an_event_for_every_bar():
@@ -99,9 +83,17 @@ def shown_data(page):
 
 
 @pytest.mark.parametrize("name", sorted(GENERATORS))
-def test_page_figures_agree_with_its_bars(name):
-    """The figures name the whole axis, and count all idle time that is visible on the busiest rank."""
-    data = shown_data(draw_html(run_of(name, backward_input=1.0, backward_weight=1.0)))
+def test_memory_picture_and_page_show_the_simulation(name):
+    """Memory peaks as reported and ends at zero; the picture has a box for each action; the page's figures name the
+    whole axis, and count all idle time that is visible on the busiest rank."""
+    run = run_of(name, backward_input=1.0, backward_weight=1.0)
+    for curve, peak in zip(activation_curves(run), run.peak_activations, strict=True):
+        assert max(count for _, count in curve) == pytest.approx(peak)
+        assert curve[-1][1] == pytest.approx(0.0, abs=1e-9)
+    group = "{http://www.w3.org/2000/svg}g"
+    boxes = ElementTree.fromstring(draw_svg(run)).findall(f".//{group}/{group}")
+    assert len(boxes) == sum(bar.lane == "compute" for bar in bars_of(run))
+    data = shown_data(draw_html(run))
     figures = {title: value for title, value, _ in data["figures"]}
     busy = [0.0] * len(data["lines"])
     for _, rank, lane, _, _, _, _, start, end, *_ in data["bars"]:
@@ -140,17 +132,9 @@ def test_page_is_self_contained():
 
 
 def test_hovering_an_action_describes_it(tmp_path):
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `test`)")
-    if browser_path() is None:
-        pytest.skip("no Chromium on PATH and MEGAPIPE_BROWSER is not set")
     path = tmp_path / "page.html"
     path.write_text(draw_html(run_of("zb_h1", link=Link(latency=0.1))), encoding="utf-8")
-    with playwright.sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=browser_path(), args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 720})
-        errors = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(path.as_uri())
+    with open_page(path, 1280, 720) as page:
         wanted = "bars.find(bar => bar.rank === 2 && bar.text.startsWith('BACKWARD_WEIGHT') && bar.label === '3')"
         x, y = page.evaluate(
             f"""() => {{ const bar = {wanted}, box = timeline.getBoundingClientRect();
@@ -164,8 +148,6 @@ def test_hovering_an_action_describes_it(tmp_path):
         page.click("#critical")
         page.click("text=whole run")
         assert page.evaluate("view.to - view.from") == page.evaluate("data.finish")
-        browser.close()
-    assert errors == []
     assert [int(each) for each in names] == [0, 1, 2, 3], "every activation curve is named"
     assert "backward, weight half" in text
     assert "BACKWARD_WEIGHT stage 2, micro-batch 3" in text

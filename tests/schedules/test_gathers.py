@@ -66,10 +66,9 @@ def test_two_layers_on_one_rank_by_hand():
     assert early.startswith("DC.0 GW0/0.0 GW0/1.0 F0/0.0 LW0/0.0 GW0/2.0 F0/1.0 F0/2.0 B0/2.0 LW0/2.0")
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 4, 9])
-@pytest.mark.parametrize("layers", [3, 8])
-def test_layered_accumulation_gathers_twice_and_reduces_once(ranks, microbatches, layers):
+@pytest.mark.parametrize(("ranks", "layers"), [(1, 8), (4, 3)])
+@pytest.mark.parametrize("microbatches", [1, 9])
+def test_layered_accumulation_gathers_twice_and_reduces_once(ranks, layers, microbatches):
     """Arxiv 2106.02679; the layer of the last forward and, with two buffers, the one before it are still on hand."""
     schedule = sharded("modular", ranks, microbatches, ranks * layers, chunks=layers)
     for rank in range(ranks):

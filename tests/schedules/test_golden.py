@@ -40,16 +40,6 @@ def test_interleaved(ranks, microbatches, chunks, bubble, stash):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "chunks", "bubble"),
-    [(4, 4, 4, 0.1875), (4, 8, 4, 0.09375), (4, 3, 4, 0.5), (5, 5, 32, 0.025)],
-)
-def test_modular(ranks, microbatches, chunks, bubble):
-    run = simulated("modular", ranks, microbatches, chunks=chunks)
-    assert run.bubble == pytest.approx(bubble, abs=1e-12)
-    assert run.peak_activations == (microbatches,) * ranks
-
-
-@pytest.mark.parametrize(
     ("name", "rate", "late_rate", "stash"),
     [("1f1b", 0.179, 0.284, 8), ("interleaved_1f1b", 0.099, 0.158, 11.5), ("modular", 0.099, 0.127, 32)],
 )
@@ -61,14 +51,14 @@ def test_rates_of_another_implementations_orders(name, rate, late_rate, stash):
     assert round(simulated(name, 8, 32, costs={**HALVES, "link": Link(latency=0.25)}).bubble_rate, 3) == late_rate
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, 6])
-@pytest.mark.parametrize("chunks", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 2, 5, 8, 12])
+@given(st.integers(1, 6), st.integers(1, 12), st.integers(1, 5))
 def test_modular_formula(ranks, microbatches, chunks):
     """(p-1)/(m v) of the ideal for m >= p, ((v-1)p + m + p - 1 - v m)/(v m) below."""
     passes = chunks * microbatches
     idle = ranks - 1 if microbatches >= ranks else (chunks - 1) * ranks + microbatches + ranks - 1 - passes
-    assert simulated("modular", ranks, microbatches, chunks=chunks).bubble == pytest.approx(idle / passes, abs=1e-12)
+    run = simulated("modular", ranks, microbatches, chunks=chunks)
+    assert run.bubble == pytest.approx(idle / passes, abs=1e-12)
+    assert run.peak_activations == (microbatches,) * ranks
 
 
 # Times of the 1.5B, 6.2B, 14.6B and 28.3B models and their rates; the authors' own evaluation script prints them too.
@@ -106,7 +96,7 @@ def test_zero_bubble_table_5(ranks, microbatches, times, rates):
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "times", "rates"),
-    [pytest.param(*row, marks=[pytest.mark.exhaustive] if row[0] > 8 else []) for row in TABLE_9],
+    [pytest.param(*row, marks=[pytest.mark.exhaustive] if row[1] > 32 else []) for row in TABLE_9],
 )
 def test_zb_auto_is_not_worse_than_handmade_orders(ranks, microbatches, times, rates):
     for limit, rate in ((ranks, rates[1]), (2 * ranks, rates[2])):
@@ -222,7 +212,9 @@ def test_grouped_interleaving_against_interleaved_1f1b(name, options, bubble, pe
     assert peak_until_weight_half(name, 8, 32, **options) == peak
 
 
-@pytest.mark.parametrize("ranks", range(1, 17))
+@pytest.mark.parametrize(
+    "ranks", [*range(1, 9), *(pytest.param(ranks, marks=pytest.mark.exhaustive) for ranks in range(9, 17))]
+)
 def test_v_half_holds_half_and_v_min_a_third(ranks):
     """The peaks of arXiv 2405.15362 for any number of ranks, counted until the weight half."""
     for name, most in (("v_half", (ranks + 2) // 2), ("v_min", (ranks + 4) // 3)):
@@ -238,7 +230,8 @@ def test_v_half_and_v_min_bubble_rates(ranks, half, third):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "limit", "rate"), [(8, 4, 0.1233), (8, 5, 0.09), (8, 8, 0), (5, 3, None), (1, 1, None)]
+    ("ranks", "limit", "rate"),
+    [(8, 4, 0.1233), pytest.param(8, 5, 0.09, marks=pytest.mark.exhaustive), (8, 8, 0), (5, 3, None), (1, 1, None)],
 )
 def test_v_auto_is_not_worse_than_other_v_schedules(ranks, limit, rate):
     bubble_rate = simulated("v_auto", ranks, 4 * ranks, costs=HALVES, memory_limit=limit).bubble_rate

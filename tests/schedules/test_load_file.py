@@ -1,11 +1,10 @@
 """Schedules from files: what training takes, and what it says of the rest."""
 
-import re
 from dataclasses import replace
 
 import pytest
 
-from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, lower, order, rank_costs, simulate, validate
+from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, lower, order, validate
 from megapipe.schedules.build import fit_for_training, load_file, read_file
 from megapipe.schedules.states import StateTable
 from tests.schedules.support import TRAINED
@@ -76,11 +75,7 @@ def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
         (dumps(build("1f1b", 2, 4, mode="forward")), {}, "mode 'forward', but training needs mode 'train'"),
         (MINE.replace("body", "route 1 0\nbody"), {}, "leave out routes, parts and replicas"),
         (MINE.replace("rank 1\n", "rank 1 part 0\n", 1), {}, r"parts \[0, 0\]"),
-        (
-            MINE.replace("B1.3", ""),
-            {},
-            "rank 1 .*line 8.*, BACKWARD stage 1, micro-batch 3: it never happens",
-        ),
+        (MINE.replace("B1.3", ""), {}, "rank 1 .*line 8.*, BACKWARD stage 1, micro-batch 3: it never happens"),
         (
             dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])).replace("RA1.1^1 ", ""),
             {},
@@ -107,92 +102,8 @@ def test_versions_are_the_file_s_own(tmp_path):
     assert fitted == build("2bw", 2, 4, update="eager")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        (
-            "F1.0 B1.0 F1.1",
-            "F1.0 B1.0 F1.0 F1.1",
-            r"rank 1 \(\S+mine\.txt, line 8\), FORWARD stage 1, micro-batch 0: it app",
-        ),
-        (
-            "B0.2 B0.3",
-            "B0.2 B0.2 B0.3",
-            r"rank 0 \(\S+mine\.txt, line 7\), BACKWARD stage 0, micro-batch 2: it appears a",
-        ),
-        ("F1.2 B1.2", "B1.2 F1.2", r"rank 1 \(\S+mine\.txt, line 8\), .* comes after it"),
-        (
-            "F1.0 B1.0 F1.1",
-            "F1.0 F1.3 B1.0 F1.1",
-            r"line 8",
-        ),
-    ],
-)
-def test_errors_of_a_file_name_its_line(tmp_path, old, new, message):
-    text = MINE.replace(old, new, 1)
-    assert text != MINE
-    with pytest.raises(ScheduleError, match=message):
-        fit_for_training(read_file(written(tmp_path, text)), 2, 4, units_per_stage=[1, 1])
-
-
-def test_a_deadlock_names_the_lines_of_all_who_wait(tmp_path):
-    hanging = MINE.replace("F0.0 F0.1 B0.0", "F0.0 B0.0 F0.1").replace("F1.0 B1.0 F1.1", "F1.0 F1.1 B1.0")
-    with pytest.raises(
-        ScheduleError,
-        match=r"B0.0 of rank 0 \(.*line 7\) waits for B1.0, which comes after F1.1 of rank 1 \(.*line 8\), which",
-    ):
-        fit_for_training(read_file(written(tmp_path, hanging)), 2, 4, units_per_stage=[1, 1])
-    lowered = dumps(build("1f1b", 2, 4)).replace("RG0.0^0 F0.1@0 SA0.1", "F0.1@0 SA0.1 RG0.0^0")
-    late = lowered.replace("RA1.1^1 B1.0@0 SG1.0", "B1.0@0 SG1.0 RA1.1^1")
-    numbers = [number for number, line in enumerate(late.splitlines(), 1) if line.startswith("rank ")]
-    with pytest.raises(ScheduleError) as error:
-        fit_for_training(read_file(written(tmp_path, late)), 2, 4, units_per_stage=[1, 1])
-    for rank, number in enumerate(numbers):
-        assert re.search(rf" S[AG]{rank}\.. of rank {rank} \({tmp_path}/mine.txt, line {number}\)", str(error.value))
-
-
-BIDIRECTIONAL = """megapipe schedule 1
-name both_ways
-microbatches 4
-{stages}
-route 0 1 2 3 4 5 6 7
-route 8 9 10 11 12 13 14 15
-body
-{ranks}
-"""
-
-
-def bidirectional():
-    """BitPipe on 4 ranks with 4 micro-batches: two V-shaped pipelines in opposite directions (arXiv 2410.19367)."""
-    down = [*range(4), *reversed(range(4))]
-    homes = [(rank, part, 0) for part, rank in enumerate(down)] + [
-        (3 - rank, part, 1) for part, rank in enumerate(down)
-    ]
-    orders = (
-        "F0 F1 F2 F6 F3 F7 F4 B4 F5 B5 B6 B2 B7 B3 B0 B1",
-        "F0 F2 F1 F3 F6 F4 F7 F5 B4 B6 B5 B7 B2 B0 B3 B1",
-    )
-    # The orders name chunks: 0 to 3 are the first chunk of micro-batches 0 and 2, then 1 and 3; 4 to 7 the second one.
-    microbatches = (0, 2, 1, 3)
-    ranks = []
-    for rank in range(4):
-        mirrored = rank >= 2
-        words = []
-        for word in orders[min(rank, 3 - rank)].split():
-            chunk, pair = divmod(int(word[1]), 4)
-            microbatch = microbatches[(pair + 2) % 4 if mirrored else pair]
-            replica = microbatch % 2
-            part = next(p for r, p, copy in homes if (r, copy, p >= 4) == (rank, replica, chunk == 1))
-            words.append(f"{word[0]}{8 * replica + part}.{microbatch}")
-        ranks.append(f"rank {rank}: " + " ".join(words))
-    stages = [f"stage {s} rank {r} part {p} replica {c}" for s, (r, p, c) in enumerate(homes)]
-    return BIDIRECTIONAL.format(stages="\n".join(stages), ranks="\n".join(ranks))
-
-
-def test_copies_of_a_model_are_refused_and_counted_whole(tmp_path):
-    schedule = read_file(written(tmp_path, bidirectional()))
-    assert validate(lower(schedule)).peak_activations == (3.5, 4.0, 4.0, 3.5)
-    simulation = simulate(lower(schedule), rank_costs(schedule.header, forward=1.0, backward=1.0))
-    assert simulation.makespan == 4 * 2 * (1 + 2 / 16)  # a bubble of (D - 2) / (4 N + D - 2)
+def test_copies_of_a_model_are_refused(tmp_path):
+    schedule = read_file(written(tmp_path, dumps(order("bitpipe", 4, 4))))
+    validate(lower(schedule))
     with pytest.raises(ScheduleError, match="training does not sum the gradients of copies"):
         fit_for_training(schedule, 4, 4, units_per_stage=[1] * 16)

@@ -13,9 +13,11 @@ import pytest
 from megapipe.schedules import GENERATORS, ScheduleError, Sections, build, order, schedule
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
 from megapipe.schedules.build import load_file
+from megapipe.schedules.command.main import main
 from megapipe.schedules.schedule import SECTIONS
 from megapipe.schedules.text import dumps
 from tests.docs.figures import read
+from tests.planner.command.plan import json_of
 from tests.support.commands import ROOT, blocks
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import TINY, environment
@@ -77,60 +79,79 @@ def python(folder: Path, *arguments: str, cwd: Path = ROOT) -> "subprocess.Compl
     )
 
 
-def schedule_command(folder: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    return python(folder, "tools/schedule.py", *arguments)
-
-
 def passed(done: "subprocess.CompletedProcess[str]") -> str:
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
 
+PACKAGES = {
+    "my_schedules": ("last_in_first_out", EXAMPLE),
+    "half_gone": ("lost", "import nothing_of_this_name"),
+    "says_nothing": ("silent", ""),
+    **dict.fromkeys(("one_package", "other_package"), ("twice", EXAMPLE.replace("last_in_first_out", "twice", 1))),
+    "built_in_again": ("modular", EXAMPLE.replace("last_in_first_out", "modular", 1)),
+}
+"""The package of the guide; one that cannot be imported; one that does not register what it lists; two with one name,
+and one with a built-in name."""
+
+
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The package of the guide; one that cannot be imported; one that does not register what it lists."""
-    broken = {"half_gone": ("lost", "import nothing_of_this_name"), "says_nothing": ("silent", "")}
-    return install(tmp_path_factory.mktemp("packages"), {"my_schedules": ("last_in_first_out", EXAMPLE), **broken})
+    return install(tmp_path_factory.mktemp("packages"), PACKAGES)
 
 
-def test_commands_of_schedules_take_the_name(packages: Path, tmp_path: Path) -> None:
-    row = ["--schedule", "last_in_first_out", "--ranks", "2", "--microbatches", "4"]
-    assert (
-        json.loads(passed(schedule_command(packages, "simulate", *row, "--json")))["schedule"] == "last_in_first_out"
-    )
-    assert "rank 1" in passed(schedule_command(packages, "show", *row))
-    passed(schedule_command(packages, "draw", *row, "--output", str(tmp_path / "picture.svg")))
+@pytest.fixture
+def installed(packages: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The packages in this process, as if it had just started."""
+    monkeypatch.syspath_prepend(str(packages))
+    monkeypatch.setattr(GENERATORS, "_entry_points", None)
+    for name in PACKAGES:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+@pytest.fixture
+def own_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry that forgets what the test registers."""
+    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+
+
+@pytest.mark.usefixtures("installed")
+def test_commands_of_schedules_take_the_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def output(command: str, *flags: str) -> str:
+        row = ["--schedule", "last_in_first_out", "--ranks", "2", "--microbatches", "4"]
+        assert main([command, *row, *flags]) == 0
+        return capsys.readouterr().out
+
+    assert json.loads(output("simulate", "--json"))["schedule"] == "last_in_first_out"
+    assert "rank 1" in output("show")
+    output("draw", "--output", str(tmp_path / "picture.svg"))
     assert "last_in_first_out" in (tmp_path / "picture.svg").read_text()
-    assert "F0.3 B0.3 B0.2 B0.1 B0.0" in passed(schedule_command(packages, "write", *row))
+    assert "F0.3 B0.3 B0.2 B0.1 B0.0" in output("write")
 
 
-def test_broken_packages_are_one_line_and_harmless(packages: Path) -> None:
-    rows = {line.split()[0]: line for line in passed(schedule_command(packages, "list")).splitlines()}
+@pytest.mark.usefixtures("installed")
+def test_broken_packages_are_one_line_and_harmless(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "the package half_gone cannot be loaded (half_gone): ModuleNotFoundError" in rows["lost"]
     assert "does not register it" in rows["silent"]
     assert "reverse order" in rows["last_in_first_out"]
-    assert "cannot be loaded" in passed(schedule_command(packages, "compare", "--ranks", "2", "--microbatches", "4"))
-    used = schedule_command(packages, "show", "--schedule", "lost", "--ranks", "2")
-    assert used.returncode == 2
-    assert used.stderr.startswith("error: schedule 'lost' of the package half_gone cannot be loaded")
-    assert used.stderr.count("\n") == 1
+    assert main(["compare", "--ranks", "2", "--microbatches", "4"]) == 0
+    assert "cannot be loaded" in capsys.readouterr().out
+    for name, message in (
+        ("lost", "schedule 'lost' of the package half_gone cannot be loaded"),
+        ("twice", "schedule 'twice' is registered twice, by "),
+        ("modular", "schedule 'modular' is registered twice, by "),
+    ):
+        assert main(["show", "--schedule", name, "--ranks", "2"]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: schedule ")
+        assert message in error
+        assert error.count("\n") == 1
 
 
-def test_a_name_of_two_packages_is_refused(tmp_path: Path) -> None:
-    again = ("1f1b", EXAMPLE.replace("last_in_first_out", "1f1b", 1))
-    twice = dict.fromkeys(("one_package", "other_package"), ("last_in_first_out", EXAMPLE))
-    install(tmp_path, {**twice, "built_in_again": again})
-    for name in ("1f1b", "last_in_first_out"):
-        used = schedule_command(tmp_path, "show", "--schedule", name, "--ranks", "2")
-        assert used.returncode == 2
-        assert f"schedule '{name}' is registered twice, by " in used.stderr
-        assert used.stderr.count("\n") == 1
-    passed(schedule_command(tmp_path, "show", "--schedule", "gpipe", "--ranks", "2"))
-
-
-def test_a_wrong_registration_says_what_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
-
+@pytest.mark.usefixtures("own_registry")
+def test_a_wrong_registration_says_what_to_change() -> None:
     def backwards_reversed(num_ranks: int, num_microbatches: int) -> Sections:
         rows = order("gpipe", num_ranks, num_microbatches).sections.body
         count = num_microbatches
@@ -185,18 +206,15 @@ def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int],
         (Kind.BACKWARD, MICROBATCH, 1, "BACKWARD stage 1, micro-batch 1: it appears a second time"),
     ],
 )
-def test_a_wrong_row_of_a_registered_schedule_is_named(
-    monkeypatch: pytest.MonkeyPatch, kind: Kind, column: int, value: int, message: str
-) -> None:
-    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+@pytest.mark.usefixtures("own_registry")
+def test_a_wrong_row_of_a_registered_schedule_is_named(kind: Kind, column: int, value: int, message: str) -> None:
     schedule("changed", "A")(one_row_changed(kind, column, value))
     with pytest.raises(ScheduleError, match=message):
         build("changed", 2, 3)
 
 
-def test_missing_and_additional_actions_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
-
+@pytest.mark.usefixtures("own_registry")
+def test_missing_and_additional_actions_are_named(tmp_path: Path) -> None:
     def forwards(num_ranks: int, num_microbatches: int) -> Sections:
         rows = order("gpipe", num_ranks, num_microbatches).sections.body
         return Sections.flushing(tuple(each[:num_microbatches] for each in rows))
@@ -219,8 +237,8 @@ def test_missing_and_additional_actions_are_named(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb_h1", "2bw"])
-def test_a_registered_copy_is_built_for_evaluation_too(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr(GENERATORS, "_registered", {each.name: each for each in GENERATORS.registered()})
+@pytest.mark.usefixtures("own_registry")
+def test_a_registered_copy_is_built_for_evaluation_too(name: str) -> None:
     built_in = GENERATORS[name]
 
     def copied(num_ranks: int, num_microbatches: int) -> Sections:
@@ -233,13 +251,13 @@ def test_a_registered_copy_is_built_for_evaluation_too(monkeypatch: pytest.Monke
             assert all(map(np.array_equal, actual.sections[section], wanted.sections[section]))
 
 
-def test_planner_takes_the_name(packages: Path) -> None:
-    run = ["--model", "gpt2_1.5b", "--hardware", "h100", "--devices", "8", "--batch.global_size", "32", "--json"]
+@pytest.mark.usefixtures("installed")
+def test_planner_takes_the_name() -> None:
+    run = ["--model", "gpt2_1.5b", "--hardware", "h100", "--devices", "8", "--batch.global_size", "32"]
     run += ["--parallel.pipeline", "4"]
-    predict = ["tools/plan.py", "predict", *run, "--schedule.name", "last_in_first_out"]
-    assert json.loads(passed(python(packages, *predict)))["layout"]["schedule"] == "last_in_first_out"
-    asked = ["tools/plan.py", "search", *run, "--schedules", "last_in_first_out"]
-    report = json.loads(passed(python(packages, *asked)))["search"]
+    predicted = json_of("predict", *run, "--schedule.name", "last_in_first_out")
+    assert predicted["layout"]["schedule"] == "last_in_first_out"
+    report = json_of("search", *run, "--schedules", "last_in_first_out")["search"]
     assert report["best"]["layout"]["schedule"] == "last_in_first_out"
     assert any("half_gone cannot be loaded" in each for each in report["not_searched"])
 

@@ -74,8 +74,8 @@ def test_two_micro_batches_of_three_layers_by_hand():
     assert reductions(sharded("gpipe", 1, 2, 1, units=3, buffers=3)) == 3
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("microbatches", [1, 4, 9])
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 9])
 def test_layered_accumulation_reduces_once_a_layer_whatever_the_microbatches(ranks, microbatches):
     layers = 5
     schedule = sharded("modular", ranks, microbatches, ranks * layers, chunks=layers)

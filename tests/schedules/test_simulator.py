@@ -20,23 +20,16 @@ def simulated(name, ranks, microbatches, steps=1, **costs):
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("ranks", "microbatches", "bubble"), [(4, 8, 0.375), (8, 32, 0.21875)])
-def test_golden_bubbles_of_flush_schedules(name, ranks, microbatches, bubble):
-    run = simulated(name, ranks, microbatches)
-    assert run.bubble == bubble
-    assert run.finish == (microbatches + ranks - 1) * 3
-    assert run.ideal == microbatches * 3
-    assert run.bubble_rate == pytest.approx(bubble / (1 + bubble), abs=1e-12)
-    expected = (microbatches,) * ranks if name == "gpipe" else tuple(range(ranks, 0, -1))
-    assert run.peak_activations == expected
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @given(st.integers(1, 7), st.integers(1, 9), st.integers(1, 5), st.integers(1, 5))
 @settings(max_examples=40, deadline=None)
 def test_bubble_is_ranks_minus_one_over_microbatches(name, ranks, microbatches, forward, backward):
     run = simulated(name, ranks, microbatches, forward=forward, backward=backward)
     assert run.finish == (microbatches + ranks - 1) * (forward + backward)
+    assert run.ideal == microbatches * (forward + backward)
+    assert run.bubble == pytest.approx((ranks - 1) / microbatches, abs=1e-12)
+    assert run.bubble_rate == pytest.approx((ranks - 1) / (microbatches + ranks - 1), abs=1e-12)
+    in_flight = range(ranks, 0, -1) if name == "1f1b" else [microbatches] * ranks
+    assert run.peak_activations == tuple(min(microbatches, each) for each in in_flight)
 
 
 @settings(max_examples=60, deadline=None)

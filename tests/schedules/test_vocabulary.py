@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.schedules import (
-    GENERATORS,
     ScheduleError,
     build,
     dumps,
@@ -139,7 +138,3 @@ def test_wrong_passes_are_named(old: str, new: str, expected: str) -> None:
     assert text.count(old) == 1, text
     with pytest.raises(ScheduleError, match=expected):
         validate(loads(text.replace(old, new)))
-
-
-def test_all_generators_are_covered() -> None:
-    assert {*NAMES, *REFUSED} <= {*GENERATORS}

@@ -19,11 +19,7 @@ from megapipe.spec.ops import Flops
 
 def gpt(heads: int, hidden: int, layers: int, vocabulary: int = 51200, sequence: int = 2048) -> ModelConfig:
     return ModelConfig(
-        vocabulary_size=vocabulary,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        max_positions=sequence,
+        vocabulary_size=vocabulary, num_layers=layers, hidden_size=hidden, num_heads=heads, max_positions=sequence
     )
 
 

@@ -137,8 +137,8 @@ PARTS: tuple[RecomputedPart, ...] = ("attention", "mlp", "norms")
 SUBSETS = [list(chosen) for count in range(4) for chosen in combinations(PARTS, count)]
 CHOICES = list(product(("sdpa", "unfused"), ("fp32", "bf16"), (1, 3), SUBSETS, (False, True), (False, True)))
 """Attention, precision, size of a micro-batch, recomputed parts, recomputed logits, isolated documents."""
-FAST, EXHAUSTIVE = {"one rank": 8}, 32
-"""Choices that a tier draws for a model in a layout, the fast tier 3 where nothing is written."""
+FAST, EXHAUSTIVE = {"one rank": 5}, 32
+"""Choices that a tier draws for a model in a layout, the fast tier 2 where nothing is written."""
 
 
 def model_of(name: str, attention: Any) -> ModelConfig:
@@ -167,6 +167,8 @@ def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> N
     tensor, context = sizes.get("tensor", 1), sizes.get("context", 1)
     if tensor_problems(model_of(name, "sdpa"), tensor):
         pytest.skip("the model does not divide")
+    if tier == "some" and tensor == 2 and not tensor_problems(model_of(name, "sdpa"), 4):
+        pytest.skip("four tensor ranks show more than two")
     if layout == "ring" and name == "chunks":
         pytest.skip("a ring does not attend in chunks")
     if context > 1 and GPT.get(name, {}).get("mtp_layers"):
@@ -175,7 +177,7 @@ def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> N
     if "attention_softcap" in GPT.get(name, {}):
         possible = [each for each in possible if each[0] == "unfused"]
     draw = random.Random(name + layout)
-    for choice in draw.sample(possible, EXHAUSTIVE if tier == "many" else FAST.get(layout, 3)):
+    for choice in draw.sample(possible, EXHAUSTIVE if tier == "many" else FAST.get(layout, 2)):
         attention, precision, micro_size, parts, logits, documents = choice
         model = model_of(name, attention)
         ranks: list[dict[str, tuple[int, int]]] = run_threads(sizes, counted, model, kind, choice)
@@ -201,21 +203,20 @@ def test_counted_bytes_are_declared_ones(name: str, layout: str, tier: str) -> N
             assert actual[checked] == tuple(predicted)[checked], (layer.kind, choice)
 
 
-@pytest.mark.parametrize("recompute_logits", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_counted_flops_are_declared_ones(name: str, recompute_logits: bool) -> None:
+def test_counted_flops_are_declared_ones(name: str) -> None:
     # Under a window, the unfused products compute what the mask hides; declared are visible pairs.
     model = replace(model_of(name, "unfused"), sliding_window=None)
     predictions = PREDICTIONS if name in BERT else None
-    for layer in model_layers(model):
-        head = layer.kind == "head"
-        counted_flops = Subject(model, layer, recompute_logits=recompute_logits and head).flops()
+    layers = model_layers(model)
+    for layer, recompute_logits in [*((layer, False) for layer in layers), (layers[-1], True)]:
+        counted_flops = Subject(model, layer, recompute_logits=recompute_logits).flops()
         declared = layer_flops(model, layer, 3, SEQUENCE, predictions, recompute_logits)
         # The backward of attention in pieces computes scores again, as fused attention does.
         in_pieces = layer.kind == "block" and model.why_pieces is not None
         again = 2 * 3 * SEQUENCE**2 * model.num_heads * model.head_dim * in_pieces
         assert sum(counted_flops) == declared.executed + again, layer.kind
-        assert counted_flops[0] == declared.forward or (recompute_logits and head and name in GPT)
+        assert counted_flops[0] == declared.forward or (recompute_logits and name in GPT)
 
 
 def traffic(mesh: Mesh, model: ModelConfig, kind: ContextAttention, precision: str) -> tuple[int, int]:

@@ -59,8 +59,7 @@ def test_a_head_keeps_padded_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "versions", "per_parameter"),
-    [("fp32", 1, 16), ("fp32", 2, 20), ("bf16", 1, 18), ("bf16", 2, 20)],
+    ("precision", "versions", "per_parameter"), [("fp32", 1, 16), ("fp32", 2, 20), ("bf16", 1, 18), ("bf16", 2, 20)]
 )
 def test_state_per_parameter(precision: Precision, versions: int, per_parameter: int) -> None:
     model = ModelConfig(vocabulary_size=128, num_layers=2, hidden_size=64, num_heads=4)

@@ -24,66 +24,26 @@ def total(model: ModelConfig) -> int:
     return sum(spec.num_elements for spec in unique_parameters(model_layers(model)).values())
 
 
-def llama(**changes: object) -> ModelConfig:
-    return ModelConfig(
-        **{  # type: ignore[arg-type]
-            "normalization": "rms_norm",
-            "activation": "swiglu",
-            "positions": "rotary",
-            "bias": "none",
-            "tie_embeddings": False,
-            **changes,
-        }
-    )
+def llama(*sizes: int, **changes: object) -> ModelConfig:
+    """sizes: of vocabulary, layers, hidden states, heads and MLP."""
+    names = "vocabulary_size", "num_layers", "hidden_size", "num_heads", "ffn_hidden_size"
+    kinds = {"normalization": "rms_norm", "activation": "swiglu", "positions": "rotary", "bias": "none"}
+    fields = {**kinds, "tie_embeddings": False, **dict(zip(names, sizes, strict=False)), **changes}
+    return ModelConfig(**fields)  # type: ignore[arg-type]
 
 
 # The published sizes of these models, as their checkpoints hold them.
+QWEN_3 = {"num_kv_heads": 8, "head_size": 128, "qk_norm": True, "tie_embeddings": True}
 PUBLISHED = {
     "gpt2": (ModelConfig(), 124_439_808),
     "gpt2-xl": (ModelConfig(num_layers=48, hidden_size=1600, num_heads=25), 1_557_611_200),
-    "llama-2-7b": (
-        llama(vocabulary_size=32000, num_layers=32, hidden_size=4096, num_heads=32, ffn_hidden_size=11008),
-        6_738_415_616,
-    ),
-    "llama-3-8b": (
-        llama(
-            vocabulary_size=128256,
-            num_layers=32,
-            hidden_size=4096,
-            num_heads=32,
-            num_kv_heads=8,
-            ffn_hidden_size=14336,
-        ),
-        8_030_261_248,
-    ),
+    "llama-2-7b": (llama(32000, 32, 4096, 32, 11008), 6_738_415_616),
+    "llama-3-8b": (llama(128256, 32, 4096, 32, 14336, num_kv_heads=8), 8_030_261_248),
     "qwen2-0.5b": (
-        llama(
-            vocabulary_size=151936,
-            num_layers=24,
-            hidden_size=896,
-            num_heads=14,
-            num_kv_heads=2,
-            ffn_hidden_size=4864,
-            bias="qkv",
-            tie_embeddings=True,
-        ),
-        494_032_768,
+        llama(151936, 24, 896, 14, 4864, num_kv_heads=2, bias="qkv", tie_embeddings=True), 494_032_768,
     ),
-    "qwen3-0.6b": (
-        llama(
-            vocabulary_size=151936,
-            num_layers=28,
-            hidden_size=1024,
-            num_heads=16,
-            num_kv_heads=8,
-            head_size=128,
-            ffn_hidden_size=3072,
-            qk_norm=True,
-            tie_embeddings=True,
-        ),
-        596_049_920,
-    ),
-}
+    "qwen3-0.6b": (llama(151936, 28, 1024, 16, 3072, **QWEN_3), 596_049_920),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PUBLISHED)

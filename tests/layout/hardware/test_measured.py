@@ -103,11 +103,7 @@ def broken(hardware: Hardware, *path: str | int, value: object) -> str:
             "is for 3, 2, 4 ranks: write each number once, in ascending order",
         ),
         (("measured", "contention", 1, "factor"), 0, "measured.contention[1].factor is 0, but must be above 0"),
-        (
-            ("measured", "action_seconds"),
-            "quick",
-            "action_seconds is quick, but must be a number of at least 0",
-        ),
+        (("measured", "action_seconds"), "quick", "action_seconds is quick, but must be a number of at least 0"),
         (
             ("groups", 0, "inside", "collectives", 0, "over"),
             "tcp",

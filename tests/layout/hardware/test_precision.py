@@ -55,11 +55,11 @@ def test_the_cost_model_plans_with_it() -> None:
     assert actual == expected
 
 
-def test_commands_say_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
-    printed = output(capsys, "predict", *LAYOUT, "--training.precision=auto")
+def test_commands_say_what_they_take() -> None:
+    printed = output("predict", *LAYOUT, "--training.precision=auto")
     assert (
         "note: training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB; a run measures both"
         in printed
     )
-    report = json_of(capsys, "predict", *LAYOUT, "--training.precision=auto")
-    assert report["step_time_s"] == json_of(capsys, "predict", *LAYOUT, "--training.precision=bf16")["step_time_s"]
+    report = json_of("predict", *LAYOUT, "--training.precision=auto")
+    assert report["step_time_s"] == json_of("predict", *LAYOUT, "--training.precision=bf16")["step_time_s"]

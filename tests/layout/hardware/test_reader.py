@@ -127,10 +127,7 @@ def test_a_bandwidth_that_cannot_be_read_is_one_problem() -> None:
         (f"name: x # {'x' * LARGEST_FILE}\n", "at most 16,000,000 are read"),
         ("name: x\ngroups: &g\n- *g\n", "line 3: aliases (*g) are not read"),
         (FILE.replace("memory_bytes: 80e9", "memory_bytes: 80"), "memory_bytes is 80, but must be from 1e3 to 1e24"),
-        (
-            FILE.replace("num_nodes: 1", "num_nodes: 1e300", 1),
-            "num_nodes is 1e300, but must be a whole number from 1",
-        ),
+        (FILE.replace("num_nodes: 1", "num_nodes: 1e300", 1), "num_nodes is 1e300, but must be a whole number from 1"),
     ],
 )
 def test_a_nonsensical_file_is_reported_in_one_line(text: str, words: str) -> None:

@@ -1,5 +1,7 @@
 """Running ``tools/plan.py`` inside the test's process."""
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -22,25 +24,30 @@ LAYOUT = [
 """Flags of a layout that fits."""
 
 
-def output(capsys, *arguments: str) -> str:
+def asked(*arguments: str) -> tuple[int, str, str]:
+    """Return exit status, output and errors of a command."""
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = main(arguments, {})
+    return status, out.getvalue(), err.getvalue()
+
+
+def output(*arguments: str) -> str:
     """Return the output of a command; it must succeed."""
-    status = main(arguments, {})
-    captured = capsys.readouterr()
-    assert status == 0, captured.err
-    return captured.out
+    status, out, err = asked(*arguments)
+    assert status == 0, err
+    return out
 
 
-def json_of(capsys, *arguments: str) -> Any:
+def json_of(*arguments: str) -> Any:
     """Return the JSON output of a command."""
-    return json.loads(output(capsys, *arguments, "--json"))
+    return json.loads(output(*arguments, "--json"))
 
 
-def refusal(capsys, *arguments: str) -> list[str]:
+def refusal(*arguments: str) -> list[str]:
     """The lines of a command that has to be refused, without `error: `."""
-    assert main(arguments, {}) == 2
-    captured = capsys.readouterr()
-    lines = captured.err.splitlines()
-    assert captured.out == ""
+    status, out, err = asked(*arguments)
+    assert (status, out) == (2, "")
+    lines = err.splitlines()
     assert lines
     assert all(line.startswith("error: ") for line in lines)
     return [line.removeprefix("error: ") for line in lines]

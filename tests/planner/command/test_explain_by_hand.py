@@ -33,11 +33,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(params=LAYOUTS, ids=lambda each: f"tensor {each['tensor']}, ZeRO {each['zero']}")
-def explained(request, capsys, tmp_path) -> tuple[dict[str, Any], dict[str, Any]]:
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda each: f"tensor {each['tensor']}, ZeRO {each['zero']}")
+def explained(request, tmp_path_factory) -> tuple[dict[str, Any], dict[str, Any]]:
     """A layout, and the output of explain for it."""
     layout = request.param
-    (tmp_path / "ideal.yaml").write_text(MACHINE)
+    machine = tmp_path_factory.mktemp("machine") / "ideal.yaml"
+    machine.write_text(MACHINE)
     fields = {
         "model.num_layers": LAYERS, "model.hidden_size": HIDDEN, "model.num_heads": HEADS,
         "model.vocabulary_size": VOCABULARY, "model.max_positions": LENGTH, "model.tie_embeddings": "false",
@@ -47,7 +48,7 @@ def explained(request, capsys, tmp_path) -> tuple[dict[str, Any], dict[str, Any]
         "recompute.method": layout["recompute"], "training.precision": "bf16",
     }  # fmt: skip
     flags = [f"--{name}={value}" for name, value in fields.items()]
-    return layout, json_of(capsys, "explain", *flags, f"--hardware={tmp_path / 'ideal.yaml'}")
+    return layout, json_of("explain", *flags, f"--hardware={machine}")
 
 
 def test_flops_are_equation_3(explained) -> None:

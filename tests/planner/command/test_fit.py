@@ -12,10 +12,10 @@ from tests.planner.command.plan import ROOT, json_of, output, refusal
 
 
 @pytest.mark.exhaustive
-def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
+def test_published_rows_are_fitted_and_the_machine_written(tmp_path):
     name = next(iter(TABLES))
     file = tmp_path / "fitted.yaml"
-    report = json_of(capsys, "fit", "--published", name, "--output", str(file))
+    report = json_of("fit", "--published", name, "--output", str(file))
     assert len(report["parameters"]) <= 3
     assert report["mean_error"] <= 0.04
     assert all(row["leave_one_out_error"] is not None for row in report["rows"])
@@ -36,12 +36,12 @@ def test_published_rows_are_fitted_and_the_machine_written(capsys, tmp_path):
         (["--published=sc21", "--output=/proc/nowhere/all.yaml"], "/proc/nowhere/all.yaml cannot be written"),
     ],
 )
-def test_wrong_input(capsys, flags, words):
-    assert any(words in line for line in refusal(capsys, "fit", *flags))
+def test_wrong_input(flags, words):
+    assert any(words in line for line in refusal("fit", *flags))
 
 
 @pytest.mark.slow
-def test_a_profile_is_measured_and_planned_with(capsys, tmp_path):
+def test_a_profile_is_measured_and_planned_with(tmp_path):
     file = tmp_path / "machine.yaml"
     shape = ["--model.vocabulary_size=61", "--model.num_layers=2", "--model.hidden_size=32", "--model.num_heads=4"]
     shape += ["--model.max_positions=16", "--data.sequence_length=16", "--training.precision=fp32"]
@@ -57,9 +57,9 @@ def test_a_profile_is_measured_and_planned_with(capsys, tmp_path):
     assert finished.returncode == 0, finished.stderr
     assert f"wrote {file}; use it with --hardware {file}" in finished.stdout
     planned = ["--hardware", str(file), "--devices=2", "--batch.global_size=4", "--batch.micro_size=2"]
-    text = output(capsys, "search", *shape, *planned, "--recompute.method=none", "--parallel.tensor=1")
+    text = output("search", *shape, *planned, "--recompute.method=none", "--parallel.tensor=1")
     assert "measured 20" in text
-    assert MEASURED_WAITS in output(capsys, "explain", *shape, *planned, "--parallel.context=2")
+    assert MEASURED_WAITS in output("explain", *shape, *planned, "--parallel.context=2")
     wrong = subprocess.run([*program, "--ranks=0"], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert wrong.returncode == 2
     assert wrong.stderr.startswith("error: ")

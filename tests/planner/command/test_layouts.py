@@ -10,89 +10,85 @@ from megapipe.planner.cost.model import predict
 from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal
 
 
-def test_predict_gives_the_promised_keys(capsys):
-    report = json_of(capsys, "predict", *LAYOUT)
-    assert report["layout"]["data"] == 4
-    assert (report["layout"]["tensor"], report["layout"]["pipeline"]) == (2, 2)
-    assert len(report["memory_bytes"]) == 2
+def test_predict_says_what_the_cost_model_says():
+    report = json_of("predict", *LAYOUT, "--training.precision", "bf16")
+    flags = [each for each in LAYOUT if "hardware" not in each and "devices" not in each]
+    config = parse([*flags, "--training.precision", "bf16"])
+    expected = predict(config, load_hardware("a100-80"), world_size=16).estimate
+    assert report["step_time_s"] == expected.step_seconds
+    assert report["memory_bytes"] == [memory.total for memory in expected.memory]
+    layout = report["layout"]
+    assert (layout["data"], layout["tensor"], layout["pipeline"]) == (4, 2, 2)
     assert report["fits"] is True
     assert report["tokens_per_s_per_device"] == pytest.approx(32 * 1024 / report["step_time_s"] / 16)
     assert report["model_tflops_per_device"] > 0
     assert sum(term["seconds"] for term in report["terms"]) == pytest.approx(report["step_time_s"])
 
 
-def test_predict_says_what_the_cost_model_says(capsys):
-    report = json_of(capsys, "predict", *LAYOUT, "--training.precision", "bf16")
-    flags = [each for each in LAYOUT if "hardware" not in each and "devices" not in each]
-    config = parse([*flags, "--training.precision", "bf16"])
-    expected = predict(config, load_hardware("a100-80"), world_size=16).estimate
-    assert report["step_time_s"] == expected.step_seconds
-    assert report["memory_bytes"] == [memory.total for memory in expected.memory]
-
-
-def test_only_a_missing_precision_is_chosen(capsys, tmp_path):
-    assert "note: training.precision was not given, so it is bf16, the first of" in output(capsys, "predict", *LAYOUT)
+def test_only_a_missing_precision_is_chosen(tmp_path):
+    assert "note: training.precision was not given, so it is bf16, the first of" in output("predict", *LAYOUT)
     v100 = [each.replace("a100-80", "v100-32") for each in LAYOUT]
-    assert "note: training.precision was not given, so it is fp16, the first of" in output(capsys, "predict", *v100)
+    assert "note: training.precision was not given, so it is fp16, the first of" in output("predict", *v100)
     (tmp_path / "run.yaml").write_text("training: {steps: 5}\n")
-    text = output(capsys, "predict", "--config", str(tmp_path / "run.yaml"), *LAYOUT)
+    text = output("predict", "--config", str(tmp_path / "run.yaml"), *LAYOUT)
     assert "in fp32" in text
     assert "note: training.precision is fp32, the default of training" in text
 
 
-def test_a_missing_model_is_noted(capsys):
+def test_a_missing_model_is_noted():
     machine = ["--hardware", "a100-80", "--devices", "8"]
     message = "note: no model was given, so this is the default model with 12 layers of hidden size 768"
     for command in ("predict", "explain"):
-        assert message in output(capsys, command, *machine)
-        assert any(message in f"note: {each}" for each in json_of(capsys, command, *machine)["remarks"])
-    assert message in output(capsys, "search", *machine, "--batch.global_size=16", "--top=1")
+        assert message in output(command, *machine)
+        assert any(message in f"note: {each}" for each in json_of(command, *machine)["remarks"])
+    pins = ["--parallel.pipeline=1", "--parallel.tensor=1", "--batch.micro_size=1"]
+    assert message in output("search", *machine, *pins, "--batch.global_size=16", "--top=1")
     for named in (["--model", MODEL], ["--model.num_layers=6"]):
-        report = json_of(capsys, "predict", *machine, *named)
+        report = json_of("predict", *machine, *named)
         assert not any("default one" in each for each in report["remarks"])
     assert report["model"] == {"num_layers": 6, "hidden_size": 768, "vocabulary_size": 50257}
 
 
-def test_explain_names_each_source_and_stage(capsys):
-    text = output(capsys, "explain", *LAYOUT)
+def test_explain_names_each_source_and_stage():
+    text = output("explain", *LAYOUT)
     assert "simulated step:" in text
     assert "estimate that a search uses:" in text
     assert "roofline of the device" in text
     assert "embedding to blocks." in text
-    report = json_of(capsys, "explain", *LAYOUT)
+    report = json_of("explain", *LAYOUT)
     assert len(report["stages"]) == 2
     assert all(term["source"] for term in report["terms"])
     assert sum(report["memory"][0].values()) == report["memory_bytes"][0]
 
 
-def test_compare_puts_what_fits_and_is_fastest_first(capsys, tmp_path):
+def test_compare_puts_what_fits_and_is_fastest_first(tmp_path):
     for name, tensor, micro in (("a", 1, 1), ("b", 8, 1), ("c", 1, 64)):
         values = {"parallel": {"tensor": tensor}, "batch": {"global_size": 1024, "micro_size": micro}}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(values))
     files = [str(tmp_path / f"{name}.yaml") for name in "abc"]
     shape = ["--model", MODEL, "--model.num_heads=24", "--model.hidden_size=1536", "--training.precision=bf16"]
     machine = ["--hardware", "v100-16", "--devices", "16", "--training.precision=fp16"]
-    report = json_of(capsys, "compare", *files, *shape, *machine)
+    report = json_of("compare", *files, *shape, *machine)
     order = [(each["fits"], each["tokens_per_s_per_device"]) for each in report]
     assert [fits for fits, _ in order] == sorted((fits for fits, _ in order), reverse=True)
     assert {fits for fits, _ in order} == {True, False}
     fitting = [speed for fits, speed in order if fits]
     assert fitting == sorted(fitting, reverse=True)
-    text = output(capsys, "compare", *files, *shape, *machine)
+    text = output("compare", *files, *shape, *machine)
     assert all(file in text for file in files)
     assert "no, by " in text
 
 
-def test_how_often_to_save_follows_young_and_daly(capsys):
+def test_how_often_to_save_follows_young_and_daly():
     flags = ["--mean-time-between-failures", "3", "--save-seconds", "40"]
-    report = json_of(capsys, "predict", *LAYOUT, *flags)
+    report = json_of("predict", *LAYOUT, *flags)
     assert report["checkpoint"]["interval_s"] == pytest.approx(save_interval(40, 3 * 3600))
     assert report["checkpoint"]["interval_steps"] == round(report["checkpoint"]["interval_s"] / report["step_time_s"])
-    assert "save every 15.5 minutes" in output(capsys, "predict", *LAYOUT, *flags)
-    assert "--save_seconds is missing" in refusal(capsys, "predict", *LAYOUT, flags[0], flags[1])[0]
+    assert "save every 15.5 minutes" in output("predict", *LAYOUT, *flags)
+    assert "--save_seconds is missing" in refusal("predict", *LAYOUT, flags[0], flags[1])[0]
     for hours, seconds in (("3", "-1"), ("1e300", "40"), ("1e-300", "1e-300")):
         wrong = [flags[0], hours, flags[2], seconds]
-        assert "it must be from 1e-9 to 1e12" in refusal(capsys, "predict", *LAYOUT, *wrong)[0]
+        assert "it must be from 1e-9 to 1e12" in refusal("predict", *LAYOUT, *wrong)[0]
 
 
 @pytest.mark.parametrize(
@@ -109,48 +105,48 @@ def test_how_often_to_save_follows_young_and_daly(capsys):
         (["--model", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_wrong_input_is_one_error_line(capsys, change, words):
-    lines = refusal(capsys, "predict", *LAYOUT, *change)
+def test_wrong_input_is_one_error_line(change, words):
+    lines = refusal("predict", *LAYOUT, *change)
     assert any(words in line for line in lines), lines
 
 
-def test_what_is_missing_is_named(capsys):
-    assert "--hardware is missing" in refusal(capsys, "predict", "--model", MODEL, "--devices", "8")[0]
-    missing = refusal(capsys, "predict", "--model", MODEL, "--hardware", "h100")
+def test_what_is_missing_is_named():
+    assert "--hardware is missing" in refusal("predict", "--model", MODEL, "--devices", "8")[0]
+    missing = refusal("predict", "--model", MODEL, "--hardware", "h100")
     assert missing == ["--devices is missing; set it, or set parallel.data and the other sizes"]
 
 
-def test_devices_follow_from_a_layout_that_says_all_sizes(capsys):
+def test_devices_follow_from_a_layout_that_says_all_sizes():
     flags = [each for each in LAYOUT if "devices" not in each]
-    assert json_of(capsys, "predict", *flags, "--parallel.data", "4") == json_of(capsys, "predict", *LAYOUT)
+    assert json_of("predict", *flags, "--parallel.data", "4") == json_of("predict", *LAYOUT)
 
 
-def test_a_wrong_file_of_several_is_named(capsys, tmp_path):
+def test_a_wrong_file_of_several_is_named(tmp_path):
     (tmp_path / "good.yaml").write_text("batch: {global_size: 32}\n")
     (tmp_path / "bad.yaml").write_text("batch: {global_size: 30}\n")
     files = [str(tmp_path / "good.yaml"), str(tmp_path / "bad.yaml")]
     flags = [each for each in LAYOUT if "global_size" not in each]
-    lines = refusal(capsys, "compare", *files, *flags)
+    lines = refusal("compare", *files, *flags)
     assert len(lines) == 1
     assert lines[0].startswith(f"{files[1]}: batch.global_size 30 is not divisible")
 
 
-def test_a_bert_is_planned_too(capsys):
+def test_a_bert_is_planned_too():
     shape = ["--model", MODEL.replace("gpt2_1.5b", "bert_large"), "--hardware=v100-16", "--devices=4"]
     for flag in ([], ["--bert"]):
-        text = output(capsys, "predict", *flag, *shape, "--batch.global_size=16", "--data.sequence_length=512")
+        text = output("predict", *flag, *shape, "--batch.global_size=16", "--data.sequence_length=512")
         assert text.startswith("BERT of 336M parameters on 4 x ")
-    assert "bert_base" in output(capsys, "compare", "recipes/bert_base", "--hardware=a100-40", "--devices=8")
+    assert "bert_base" in output("compare", "recipes/bert_base", "--hardware=a100-40", "--devices=8")
 
 
-def test_reserved_memory_stays_free(capsys):
-    needed = max(json_of(capsys, "predict", *LAYOUT)["memory_bytes"])
+def test_reserved_memory_stays_free():
+    needed = max(json_of("predict", *LAYOUT)["memory_bytes"])
     for spare, fits in ((0.1e9, True), (-0.1e9, False)):
         reserve = (80e9 - needed - spare) / 1e9
-        report = json_of(capsys, "predict", *LAYOUT, "--memory_reserve", str(reserve))
+        report = json_of("predict", *LAYOUT, "--memory_reserve", str(reserve))
         assert report["fits"] is fits
         assert report["memory_limit_bytes"] == pytest.approx(needed + spare)
     message = "it must be at least 0 and below the 80 GB of device"
     for reserve in ("80", "-1"):
-        (line,) = refusal(capsys, "predict", *LAYOUT, "--memory_reserve", reserve)
+        (line,) = refusal("predict", *LAYOUT, "--memory_reserve", reserve)
         assert message in line

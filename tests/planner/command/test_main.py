@@ -24,6 +24,7 @@ def test_help_lists_every_command(capsys):
     assert capsys.readouterr().err == text
 
 
+@pytest.mark.slow
 def test_help_lists_flags_of_command_and_configuration(capsys):
     for name in COMMANDS:
         with pytest.raises(SystemExit) as stopped:
@@ -34,21 +35,20 @@ def test_help_lists_flags_of_command_and_configuration(capsys):
         assert "--parallel.tensor" in text
 
 
-def test_an_unknown_command_is_refused_with_the_nearest(capsys):
-    assert refusal(capsys, "serch") == ["unknown command 'serch'; did you mean 'search'? (--help lists them)"]
+def test_an_unknown_command_is_refused_with_the_nearest():
+    assert refusal("serch") == ["unknown command 'serch'; did you mean 'search'? (--help lists them)"]
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["search", "--help"], ["predict", *LAYOUT]])
-def test_neither_help_nor_a_prediction_imports_torch(arguments):
+def test_neither_help_nor_a_prediction_imports_torch():
+    """Help of subcommands: tests/cli/test_main.py."""
     code = (
         "import sys; from megapipe.planner.command.main import main\n"
-        "try: main(sys.argv[1:], {})\n"
-        "except SystemExit: pass\n"
+        "assert main(['--help'], {}) == main(sys.argv[1:], {}) == 0\n"
         "assert not {'torch', 'triton'} & set(sys.modules), 'torch was imported'\n"
     )
-    finished = run(*arguments, code=code)
+    finished = run("predict", *LAYOUT, code=code)
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout
+    assert "tokens/s" in finished.stdout
 
 
 def test_wrong_input_exits_with_status_2():

@@ -1,7 +1,5 @@
 """search as a user runs it: answers, pinned fields, what it writes, and what it refuses."""
 
-import contextlib
-import io
 import json
 import re
 import sys
@@ -32,9 +30,7 @@ def answer(written):
     """The JSON of a search; one for the module, because a search takes seconds."""
     files = [f"--html={written / 'report.html'}", f"--pictures={written / 'pictures'}"]
     files.append(f"--write-config={written / 'plan.yaml'}")
-    with contextlib.redirect_stdout(io.StringIO()) as text:
-        assert main(["search", *SEARCH, *LENGTH, "--json", *files], {}) == 0
-    return json.loads(text.getvalue())
+    return json_of("search", *SEARCH, *LENGTH, *files)
 
 
 def test_search_gives_the_promised_keys(answer):
@@ -59,9 +55,9 @@ def test_the_best_is_fastest_in_ranking_and_front(answer):
     assert [memory for _, memory in front] == sorted((memory for _, memory in front), reverse=True)
 
 
-def test_the_table_says_the_same(capsys, answer, tmp_path):
+def test_the_table_says_the_same(answer, tmp_path):
     file = tmp_path / "plan.yaml"
-    text = output(capsys, "search", *SEARCH, *LENGTH, "--write-config", str(file))
+    text = output("search", *SEARCH, *LENGTH, "--write-config", str(file))
     assert f"wrote {file}; to train with it, run on every node" in text
     assert f"--config {file} --data.prefix DATA" in text
     first = next(line for line in text.splitlines() if line.startswith("1 "))
@@ -72,67 +68,60 @@ def test_the_table_says_the_same(capsys, answer, tmp_path):
     assert f"  {launch}" in text
 
 
-def test_fields_that_are_given_stay(capsys):
-    layout = json_of(capsys, "search", *SEARCH, *LENGTH, *PINS)["layout"]
-    assert (layout["tensor"], layout["zero"], layout["schedule"], layout["pipeline"]) == (2, 1, "1f1b", 4)
-    assert layout["data"] == 2
-
-
-def test_sequence_parallelism_can_be_pinned_with_open_tensor_size(capsys):
-    layout = json_of(capsys, "search", *SEARCH, *LENGTH, "--parallel.sequence=true", *PINS[1:])["layout"]
-    assert layout["sequence"] is True
+def test_fields_of_a_file_and_of_flags_stay(tmp_path):
+    """Sequence parallelism too, where the number of tensor ranks is open."""
+    (tmp_path / "run.yaml").write_text("parallel: {pipeline: 4, data: null}\nrecompute: {method: full}\n")
+    flags = ["--zero.stage=1", "--schedule.name=1f1b", "--parallel.sequence=true"]
+    layout = json_of("search", "--config", str(tmp_path / "run.yaml"), *SEARCH, *LENGTH, *flags)["layout"]
+    fields = ("pipeline", "recompute", "zero", "schedule", "sequence")
+    assert [layout[name] for name in fields] == [4, "full", 1, "1f1b", True]
     assert layout["tensor"] > 1
+    assert layout["data"] * layout["tensor"] * layout["context"] == 4
 
 
-def test_long_samples_are_cut_over_context_ranks(capsys):
+def test_long_samples_are_cut_over_context_ranks():
     """One sample a step of a small model: only context ranks can share its work."""
     model = ["--model.num_layers=4", "--model.hidden_size=512", "--model.num_heads=2", "--model.max_positions=131072"]
     asked = ["--hardware=a100-80", "--devices=8", *model, "--batch.global_size=1", "--data.sequence_length=131072"]
-    report = json_of(capsys, "search", *asked)
-    one = json_of(capsys, "search", *asked, "--parallel.context=1")
+    report = json_of("search", *asked)
+    one = json_of("search", *asked, "--parallel.context=1")
     assert report["layout"]["context"] > 1
     assert report["step_time_s"] < 0.7 * one["step_time_s"]
 
 
-def test_fields_of_a_file_stay_too(capsys, tmp_path):
-    (tmp_path / "run.yaml").write_text("parallel: {tensor: 4, data: null}\nrecompute: {method: full}\n")
-    layout = json_of(capsys, "search", "--config", str(tmp_path / "run.yaml"), *SEARCH, *LENGTH)["layout"]
-    assert (layout["tensor"], layout["recompute"]) == (4, "full")
-
-
-def test_other_schedules_are_tried_when_named(capsys):
-    names = ["--schedules=zb_h1", "--parallel.pipeline=4"]
-    assert json_of(capsys, "search", *SEARCH, *LENGTH, *names)["layout"]["schedule"] == "zb_h1"
-    assert "zb_h9" in refusal(capsys, "search", *SEARCH, "--schedules=zb_h9")[0]
+def test_other_schedules_are_tried_when_named():
+    names = ["--schedules=zb_h1", "--parallel.pipeline=4", "--parallel.tensor=2"]
+    assert json_of("search", *SEARCH, *LENGTH, *names)["layout"]["schedule"] == "zb_h1"
+    assert "zb_h9" in refusal("search", *SEARCH, "--schedules=zb_h9")[0]
 
 
 @pytest.mark.slow
-def test_objectives_pick_the_largest_model_or_shortest_time(capsys):
+def test_objectives_pick_the_largest_model_or_shortest_time():
     folder = ROOT / "examples" / "models"
     files = [str(folder / f"gpt3_{size}.yaml") for size in ("175b", "1.3b", "13b")]
-    report = json_of(capsys, "search", *SEARCH, "--objective=size", "--models", *files)["search"]
+    report = json_of("search", *SEARCH, "--objective=size", "--models", *files)["search"]
     named = {each["name"]: each["value"] for each in report["trials"]}
     assert list(named) == ["gpt3_1.3b", "gpt3_13b", "gpt3_175b"]
-    text = output(capsys, "search", *SEARCH, "--objective=size", "--models", *files)
+    text = output("search", *SEARCH, "--objective=size", "--models", *files)
     assert text.startswith("GPT of 12.9B parameters on 16 x ")
-    report = json_of(capsys, "search", *SEARCH, "--objective=time", "--tokens=1e9")
+    report = json_of("search", *SEARCH, "--objective=time", "--tokens=1e9")
     days = {each["name"]: each["value"] for each in report["search"]["trials"] if each["value"] is not None}
     assert days["16 devices"] == min(days.values())
-    assert "needs the number of tokens" in refusal(capsys, "search", *SEARCH, "--objective=time")[0]
-    assert "has groups without price_per_hour" in refusal(capsys, "search", *SEARCH, "--objective=cost")[0]
+    assert "needs the number of tokens" in refusal("search", *SEARCH, "--objective=time")[0]
+    assert "has groups without price_per_hour" in refusal("search", *SEARCH, "--objective=cost")[0]
     assert (
         "--models needs --objective size, but the objective is speed"
-        in refusal(capsys, "search", *SEARCH, "--models", files[0])[0]
+        in refusal("search", *SEARCH, "--models", files[0])[0]
     )
 
 
 @pytest.mark.slow
-def test_other_planners_are_asked_on_demand(capsys):
+def test_other_planners_are_asked_on_demand():
     flags = ["--per-layer", "--two-buffered"]
-    advice = json_of(capsys, "search", *SEARCH, *flags)["advice"]
+    advice = json_of("search", *SEARCH, *flags)["advice"]
     assert set(advice) == {"per_layer", "two_buffered"}
     assert advice["two_buffered"]["width"] * advice["two_buffered"]["depth"] <= 16
-    text = output(capsys, "search", *SEARCH, *flags)
+    text = output("search", *SEARCH, *flags)
     assert "this is a paper's method; megapipe can train it only if" in text
     assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
     layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
@@ -141,19 +130,19 @@ def test_other_planners_are_asked_on_demand(capsys):
     assert "head: " in text
 
 
-def test_speeds_without_a_known_efficiency_are_called_bounds(capsys):
+def test_speeds_without_a_known_efficiency_are_called_bounds():
     nominal = [each.replace("a100-80", "b200") for each in SEARCH]
-    assert "is unknown, so its speeds are upper bounds" in output(capsys, "search", *nominal, *PINS, "--top=1")
-    assert "upper bounds" not in output(capsys, "search", *SEARCH, *PINS, "--top=1")
+    assert "is unknown, so its speeds are upper bounds" in output("search", *nominal, *PINS, "--top=1")
+    assert "upper bounds" not in output("search", *SEARCH, *PINS, "--top=1")
 
 
-def test_the_written_configuration_is_the_plan_and_runs(capsys, answer, written):
+def test_the_written_configuration_is_the_plan_and_runs(answer, written):
     file = written / "plan.yaml"
     config = parse(["--config", str(file)])
     assert run_problems(config, 16) == []
     assert config.training.precision == "bf16"
     assert config.model == parse(["--model", MODEL]).model
-    again = json_of(capsys, "predict", "--config", str(file), "--hardware", "a100-80", "--devices", "16")
+    again = json_of("predict", "--config", str(file), "--hardware", "a100-80", "--devices", "16")
     assert again["layout"] == answer["layout"]
     assert again["step_time_s"] == pytest.approx(answer["step_time_s"])
     assert again["memory_bytes"] == answer["memory_bytes"]
@@ -200,9 +189,9 @@ def test_a_slow_search_shows_its_progress(capsys, monkeypatch):
     assert "searching layouts" in captured.err
 
 
-def test_models_that_fit_nowhere_report_the_missing_memory(capsys):
+def test_models_that_fit_nowhere_report_the_missing_memory():
     model = ["--model", MODEL.replace("gpt3_6.7b", "gpt3_175b"), "--hardware=v100-16", "--devices=8"]
-    lines = refusal(capsys, "search", *model, "--batch.global_size=64")
+    lines = refusal("search", *model, "--batch.global_size=64")
     assert len(lines) == 1
     assert re.search(
         r"no layout fits 8 devices .* out of memory by [\d.]+ GB: .* needs [\d.]+ GB of 15.2 GB", lines[0]
@@ -227,14 +216,12 @@ def test_models_that_fit_nowhere_report_the_missing_memory(capsys):
         (["--html=/proc/nowhere/all.html"], "/proc/nowhere/all.html cannot be written"),
     ],
 )
-def test_wrong_input_is_one_error_line(capsys, flags, words):
-    assert any(words in line for line in refusal(capsys, "search", *SEARCH, *flags))
+def test_wrong_input_is_one_error_line(flags, words):
+    assert any(words in line for line in refusal("search", *SEARCH, *flags))
 
 
-def test_what_is_missing_is_named(capsys):
+def test_what_is_missing_is_named():
     missing = [each for each in SEARCH if "devices" not in each]
-    assert refusal(capsys, "search", *missing) == [
-        "--devices is missing; set it to the number of devices that may be used"
-    ]
+    assert refusal("search", *missing) == ["--devices is missing; set it to the number of devices that may be used"]
     missing = [each for each in SEARCH if "global_size" not in each]
-    assert "--batch.global_size is missing" in refusal(capsys, "search", *missing)[0]
+    assert "--batch.global_size is missing" in refusal("search", *missing)[0]

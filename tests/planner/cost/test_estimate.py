@@ -39,10 +39,6 @@ def test_executed_flops_with_full_recomputation_are_equation_3(name: str) -> Non
     assert result.executed_flops > result.model_flops
 
 
-def test_flops_of_the_145_6_billion_row_match() -> None:
-    assert estimate(row("145.6B"), SELENE).executed_flops == pytest.approx(5.642e18, rel=1e-4)
-
-
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_h2", "zb_v", "2bw"]
 
 
@@ -53,7 +49,7 @@ def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> Pretra
     return config_of(parallel=parallel, schedule={"name": name}, batch={"global_size": microbatches * data}, **groups)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 4), (4, 4), (4, 16), (8, 16)])
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 4}, {"tensor": 4, "sequence": True}])
@@ -68,6 +64,7 @@ def test_closed_form_and_simulation_agree(
     assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=within)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "modular", "2bw"])
 @pytest.mark.parametrize(
     "groups",

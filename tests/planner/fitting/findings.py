@@ -6,6 +6,7 @@ the table's assumptions.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig
@@ -135,6 +136,7 @@ ZERO_ROWS = (
 )
 
 
+@cache
 def zero_against_pipeline(row: ZeroRow) -> tuple[float, float]:
     """TFLOP/s of both by the model: PTD-P with the chunks that it finds fastest of those that fit."""
     batch = row.devices * row.micro_size

@@ -60,8 +60,7 @@ def test_times_between_sizes_and_with_busy_ranks() -> None:
 
 
 @given(
-    points=st.dictionaries(st.integers(1, 64), st.floats(1e-6, 1.0), min_size=1, max_size=5),
-    at=st.floats(0.25, 128.0),
+    points=st.dictionaries(st.integers(1, 64), st.floats(1e-6, 1.0), min_size=1, max_size=5), at=st.floats(0.25, 128.0)
 )
 def test_times_between_sizes_stay_positive_and_meet_every_point(points: dict[int, float], at: float) -> None:
     ordered = sorted(points.items())
@@ -210,16 +209,24 @@ WAITS = tuple(
 )  # type: ignore[arg-type]
 
 
-def test_ranks_that_share_a_layer_wait_as_measured() -> None:
-    """2 samples per micro-batch are on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward."""
-    config = run(parallel={"tensor": 2})
-    layers, count = MODEL.num_layers + 2, 8
-    alone = replace(machine(), measured=replace(measurements(machine()), contention=AT_EASE))
-    waiting = replace(alone, measured=replace(measurements(alone), waits=WAITS))
+@pytest.mark.parametrize(("tensor", "context"), [(2, 1), (1, 2), (2, 2)])
+def test_ranks_that_share_a_layer_wait_as_measured(tensor: int, context: int) -> None:
+    """2 samples per micro-batch are on the line between 1 and 4: a layer waits 2 ms forward and 4 ms backward, tensor
+    or context ranks as well as both together. The embedding's tokens are shared without a message; its ranks wait all
+    the same."""
+    config = run(parallel={"tensor": tensor, "context": context})
+    layers = [row for row in measurements(machine()).layers if row.tensor == 2]
+    rows, waits = (tuple(replace(row, tensor=tensor, context=context) for row in each) for each in (layers, WAITS))
+    alone, waiting = (machine(layers=rows, waits=each, contention=AT_EASE) for each in ((), waits))
     for result in (estimate(config, waiting), predict(config, waiting).estimate):
-        assert result.seconds_of("tensor") == pytest.approx(count * layers * 6e-3)
-        assert [term.source for term in result.terms if term.name == "tensor"] == [MEASURED_WAITS]
-    assert estimate(config, alone).seconds_of("tensor") != pytest.approx(count * layers * 6e-3)
+        seconds = {name: result.seconds_of(name) for name in ("tensor", "context")}
+        assert {name for name, each in seconds.items() if each} == {
+            name for name, size in (("tensor", tensor), ("context", context)) if size > 1
+        }
+        assert sum(seconds.values()) == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
+        assert {term.source for term in result.terms if term.name in seconds} == {MEASURED_WAITS}
+    plain = estimate(config, alone)
+    assert plain.seconds_of("tensor") + plain.seconds_of("context") != pytest.approx(sum(seconds.values()))
 
 
 def test_halves_that_run_apart_wait_apart() -> None:
@@ -237,28 +244,6 @@ def test_measured_waits_do_not_apply_across_nodes() -> None:
     assert estimate(config, spread).seconds_of("tensor") == estimate(config, without).seconds_of("tensor")
     on_one = replace(hardware, measured=replace(measurements(hardware), waits=()))
     assert estimate(config, hardware).seconds_of("tensor") != estimate(config, on_one).seconds_of("tensor")
-
-
-def test_waits_count_in_the_dimension_that_shares_layers() -> None:
-    """The embedding's tokens are shared without a message; its ranks wait all the same."""
-    rows = tuple(replace(row, tensor=1, context=2) for row in measurements(machine()).layers if row.tensor == 2)
-    waits = tuple(replace(row, tensor=1, context=2) for row in WAITS)
-    hardware = machine(layers=rows, waits=waits, contention=AT_EASE)
-    result = estimate(run(parallel={"context": 2}), hardware)
-    assert result.seconds_of("tensor") == 0.0
-    assert result.seconds_of("context") == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
-
-
-def test_waits_of_ranks_are_divided_by_tensor_and_context() -> None:
-    measured = measurements(machine())
-    rows = tuple(replace(row, context=2) for row in measured.layers if row.tensor == 2)
-    waits = tuple(replace(row, context=2) for row in WAITS)
-    hardware = machine(layers=rows, waits=waits, contention=AT_EASE)
-    config = run(parallel={"tensor": 2, "context": 2})
-    result = estimate(config, hardware)
-    tensor, context = result.seconds_of("tensor"), result.seconds_of("context")
-    assert min(tensor, context) > 0.0
-    assert tensor + context == pytest.approx(8 * (MODEL.num_layers + 2) * 6e-3)
 
 
 def test_contention_of_uncontended_collectives_gives_measured_times() -> None:

@@ -83,7 +83,7 @@ def test_an_iteration_of_equal_stages_is_the_simulated(stages: int, microbatches
     assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_an_iteration_of_unequal_stages_is_the_simulated(seed: int) -> None:
     rng = random.Random(seed)
     stages, microbatches = rng.choice([2, 3, 4]), rng.choice([1, 2, 4, 8, 64])

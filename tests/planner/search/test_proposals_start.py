@@ -166,6 +166,7 @@ def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -
             assert live <= 1.1 * (memory.total - memory.messages), layout
 
 
+@pytest.mark.slow
 def test_proposals_of_each_kind_are_started(tmp_path: Path) -> None:
     """The exhaustive test would pass if a search proposed less than its name says."""
     (tmp_path / "bert").mkdir()
