@@ -24,7 +24,7 @@ from tests.support.equality import check_bits
 from tests.support.gpt_runs import GPT2_SHAPE, RankRun, make_config, run_gpt
 from tests.support.launch import launch
 from tests.support.live_bytes import LiveBytes
-from tests.support.meshes import run_mesh
+from tests.support.meshes import run_mesh, run_threads
 from tests.training.test_offload_plan import MODEL, auto
 
 
@@ -53,9 +53,9 @@ def test_a_rank_keeps_inputs_and_one_group_of_blocks(corpus: str, blocks: int, i
     stream = message_bytes(model, *shape, "fp32")
     layers = {layer.kind: predicted_bytes(model, layer, *shape, "fp32", "unfused") for layer in model_layers(model)}
     expected = microbatches * (inputs * stream + layers["head"]) + inside * layers["block"]
-    ((peak_bytes, _),) = run_mesh(ONE, peak, config)
+    ((peak_bytes, _),) = run_threads(ONE, peak, config)
     assert 0.9 * expected < peak_bytes < 1.1 * expected + 2 * stream
-    ((everything, _),) = run_mesh(ONE, peak, replace(config, recompute=RecomputeConfig()))
+    ((everything, _),) = run_threads(ONE, peak, replace(config, recompute=RecomputeConfig()))
     assert everything > microbatches * 4 * layers["block"]
 
 
@@ -95,7 +95,7 @@ def test_whole_vectors_are_summed_once_a_step(make: Make, micro_size: int) -> No
     config = make("gpt2", T2, sequence(), {"batch": {"micro_size": micro_size}})
     hidden = config.model.hidden_size
     wanted = [config.model.max_positions * hidden, *[6 * hidden] * 2, 2 * hidden]
-    for sums in run_mesh(T2, sums_of_a_step, config):
+    for sums in run_threads(T2, sums_of_a_step, config):
         assert sorted(sums) == sorted(wanted)
 
 
@@ -108,7 +108,7 @@ def filled_fields(mesh: Mesh, config: PretrainConfig) -> set[str]:
 
 
 def test_only_the_ends_of_a_pipeline_read_tokens(make: Make) -> None:
-    for rank, fields in enumerate(run_mesh(P4, filled_fields, make("bert-post", P4), backend="threads")):
+    for rank, fields in enumerate(run_threads(P4, filled_fields, make("bert-post", P4))):
         assert ("tokens" in fields) == (rank == 0)
         assert ("labels" in fields) == (rank == 3)
         assert {"lengths", "ordinals"} <= fields
@@ -122,7 +122,7 @@ def test_auto_moves_and_recomputes_without_changing_a_bit(corpus: str) -> None:
     """Two of six blocks are kept, two moved and two recomputed."""
     plain = make_config(corpus, MODEL, **schedule("gpipe"))
     mixed = replace(plain, offload=OffloadConfig(**auto(22.0, 0.6)))
-    (actual,), (expected,) = (run_mesh(ONE, run_and_plan, each) for each in (mixed, plain))
+    (actual,), (expected,) = (run_threads(ONE, run_and_plan, each) for each in (mixed, plain))
     assert "2 keep, 2 move, 2 recompute (rmrmkk)" in actual[1]
     check_bits([actual[0]], expected[0])
 

@@ -155,7 +155,7 @@ def test_groups_of_actions_train_to_the_same_bits(make: Make, one_process: Oracl
     for text in (OVERLAPPED, OVERLAPPED.replace("+", " ")):
         file.write_text(text)
         config = make(case.model, P2, case.run, case.layout)
-        check(case, run_mesh(P2, run_gpt, config, STEPS), one_process(case, STEPS))
+        check(case, run_mesh(P2, run_gpt, config, STEPS, backend="threads"), one_process(case, STEPS))
 
 
 def evaluated(mesh: Mesh, config: PretrainConfig) -> EvaluationRecord:

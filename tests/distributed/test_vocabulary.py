@@ -80,7 +80,7 @@ def test_shards_of_the_vocabulary_train_as_one_process(
     whole, config = configurations(tmp_path, model, sizes, **groups)
     validate(config, prod(sizes.values()))
     (oracle,) = run_threads({}, run_gpt, whole, 2)
-    check_close(run_mesh(sizes, run_gpt, config, 2), oracle, first_loss=5e-6)
+    check_close(run_threads(sizes, run_gpt, config, 2), oracle, first_loss=5e-6)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -78,6 +79,12 @@ def traced(mesh: Mesh, config: PretrainConfig) -> tuple[list[Event], Log]:
     return recorder.events(), made[-1].log
 
 
+@pytest.fixture(scope="module")
+def two_buffers(corpus: str) -> list[tuple[list[Event], Log]]:
+    """A run with room for the weights of two layers."""
+    return run(corpus, weight_buffers=2)
+
+
 def run(corpus: str, weight_buffers: int) -> list[tuple[list[Event], Log]]:
     config = make_config(
         corpus,
@@ -100,8 +107,8 @@ def passes(events: list[Event], letter: str) -> list[tuple[int, int]]:
     return list(times.values())
 
 
-def test_the_next_weights_arrive_before_a_forward_ends(corpus: str) -> None:
-    for events, log in run(corpus, weight_buffers=2):
+def test_the_next_weights_arrive_before_a_forward_ends(two_buffers: list[tuple[list[Event], Log]]) -> None:
+    for events, log in two_buffers:
         gathers = [(start, end) for operation, start, end in log if operation == "gather_into"][:UNITS]
         layers = passes(events, "F")
         assert len(layers) == UNITS
@@ -117,8 +124,8 @@ def test_without_a_second_buffer_weights_come_after_it(corpus: str) -> None:
             assert start > layer[1]
 
 
-def test_gradients_are_reduced_while_the_previous_layer_computes(corpus: str) -> None:
-    for events, log in run(corpus, weight_buffers=2):
+def test_gradients_are_reduced_while_the_previous_layer_computes(two_buffers: list[tuple[list[Event], Log]]) -> None:
+    for events, log in two_buffers:
         reductions = [(start, end) for operation, start, end in log if operation == "reduce_into_part"]
         layers = passes(events, "B")
         assert len(reductions) == len(layers) == UNITS

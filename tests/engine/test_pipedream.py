@@ -100,8 +100,7 @@ def test_resumes_exactly_where_every_version_is_kept(optimizer: str) -> None:
     check_bits(case, outcomes, serial(case, 4))
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-@pytest.mark.parametrize("vertical_sync", [False, True])
+@pytest.mark.parametrize(("backend", "vertical_sync"), [("threads", False), ("threads", True), ("processes", True)])
 def test_replicas_follow_the_recursion_of_their_micro_batches_together(backend: Backend, vertical_sync: bool) -> None:
     """Micro-batch k of all replicas enters update k."""
     case, steps = pipedream(2, 3, "momentum", vertical_sync=vertical_sync), 3

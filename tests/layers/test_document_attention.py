@@ -60,15 +60,6 @@ def test_loss_and_gradients_are_the_sum_of_the_documents(shape: str, path: str) 
     assert run(packed, context).item() != pytest.approx(together.item(), rel=1e-4)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_one_document_is_the_plain_sample(shape: str) -> None:
-    model = small_model(**SHAPES[shape])
-    context = make_context(model)
-    layers = bind_model(model, dtype=torch.float64)
-    one = replace(context, document_starts=torch.zeros(2, 12, dtype=torch.int64))
-    assert run(layers, one).item() == pytest.approx(run(layers, context).item(), rel=1e-13)
-
-
 def test_dropout_of_attention_goes_with_documents() -> None:
     model = small_model(**GPT2, attention_dropout=0.4)
     layers = bind_model(model, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Experts compared with transformers' Mixtral, with every expert run on every token, and with the dense MLP."""
+"""Experts compared with every expert run on every token, on one rank and on several, and with their split backward."""
 
 from typing import Any
 
@@ -8,12 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
-from transformers import Ernie4_5_MoeConfig, MixtralConfig
-from transformers.models.ernie4_5_moe.modeling_ernie4_5_moe import Ernie4_5_MoeTopKRouter
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.feed_forward import MLP, Experts, assign, assign_evenly, pick_rows, sum_rows
+from megapipe.layers.feed_forward import Experts, assign, assign_evenly, pick_rows, sum_rows
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Group
 from megapipe.parallel.unit_state import free
@@ -45,62 +42,6 @@ def experts_of(block: BoundLayer) -> Experts:
 
 def drawn(*shape: int, seed: int = 1) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def test_outputs_and_gradients_are_those_of_mixtral() -> None:
-    """Theirs takes its softmax in fp32, whatever the weights are in."""
-    block = block_of(small_model(**LLAMA, **EXPERTS, expert_balance_rate=0.0))
-    theirs = MixtralSparseMoeBlock(
-        MixtralConfig(
-            hidden_size=32,
-            intermediate_size=24,
-            num_local_experts=4,
-            num_experts_per_tok=2,
-            experts_implementation="eager",
-        )
-    ).double()
-    weights = {name.removeprefix("blocks.0.mlp."): value for name, value in block.parameters().items()}
-    pairs = {
-        "router.weight": theirs.gate.weight,
-        "up.weight": theirs.experts.gate_up_proj,
-        "down.weight": theirs.experts.down_proj,
-    }
-    for name, parameter in pairs.items():
-        parameter.data.copy_(weights[name].reshape(parameter.shape))
-    x, x_theirs = (drawn(2, 12, 32).requires_grad_() for _ in range(2))
-    dy = drawn(2, 12, 32, seed=2)
-    y, y_theirs = experts_of(block)(x, None), theirs(x_theirs)
-    y.backward(dy)
-    y_theirs.backward(dy)
-    close = {"rtol": 1e-5, "atol": 3e-6}
-    torch.testing.assert_close(y, y_theirs, **close)
-    torch.testing.assert_close(x.grad, x_theirs.grad, **close)
-    for name, parameter in pairs.items():
-        actual = block.gradients()[f"blocks.0.mlp.{name}"]
-        torch.testing.assert_close(actual.reshape(parameter.shape), parameter.grad, **close)
-
-
-def test_experts_and_shares_are_those_of_ernie() -> None:
-    """Its biases are added to the softmax of the scores; added to the scores, most of these would choose otherwise."""
-    config = Ernie4_5_MoeConfig(hidden_size=32, moe_num_experts=8, moe_k=3)
-    theirs = Ernie4_5_MoeTopKRouter(config)
-    generator = torch.Generator().manual_seed(1)
-    for parameter in theirs.parameters():
-        parameter.data.normal_(0.0, 0.3, generator=generator)
-    model = small_model(**LLAMA, num_experts=8, experts_per_token=3, ffn_hidden_size=24)
-    block = block_of(model, torch.float32)
-    router = experts_of(block).router
-    block.parameters()["blocks.0.mlp.router.weight"].copy_(theirs.weight)
-    block.parameters()["blocks.0.mlp.router.bias"].copy_(theirs.moe_statics.e_score_correction_bias[0])
-    x = drawn(4, 50, 32).float()
-    scores, expected, chosen = theirs(x.flatten(0, 1))
-    shares, experts = router(x, None)
-    assert torch.equal(experts.flatten(0, 1), chosen)
-    torch.testing.assert_close(shares.flatten(0, 1), expected)
-    model.expert_bias = "scores"
-    other = (scores + theirs.moe_statics.e_score_correction_bias).topk(3).indices
-    assert torch.equal(router(x, None)[1].flatten(0, 1), other)
-    assert (other != chosen).any(-1).float().mean() > 0.5
 
 
 def every_expert_on_every_token(weights: dict[str, Tensor], model: ModelConfig, x: Tensor) -> Tensor:
@@ -187,38 +128,6 @@ def test_biases_receive_the_load_that_they_balance() -> None:
     assert sum(counts) == 2 * 12 * 2
     actual = block.gradients()["blocks.0.mlp.router.bias"].tolist()
     assert actual == [4 * count - sum(counts) for count in counts]
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "llama"])
-def test_one_expert_is_the_dense_mlp(shape: str) -> None:
-    fields: dict[str, Any] = {**SHAPES[shape], "ffn_hidden_size": 24}
-    dense, single = (
-        block_of(small_model(**fields)),
-        block_of(small_model(**fields, num_experts=1, experts_per_token=1)),
-    )
-    for name, value in dense.parameters().items():
-        mine = single.parameters()[name]
-        mine.copy_(value.view(mine.shape))
-    mlp = dense.module.mlp
-    assert isinstance(mlp, MLP)
-    x, x_single = (drawn(2, 12, 32).requires_grad_() for _ in range(2))
-    dy = drawn(2, 12, 32, seed=2)
-    y, y_single = mlp(x, None), experts_of(single)(x_single, None)
-    torch.testing.assert_close(y_single, y)
-    y.backward(dy)
-    y_single.backward(dy)
-    torch.testing.assert_close(x_single.grad, x.grad)
-    for name, gradient in dense.gradients().items():
-        torch.testing.assert_close(single.gradients()[name].view(gradient.shape), gradient)
-    assert not single.gradients()["blocks.0.mlp.router.weight"].any(), "one choice leaves nothing to learn"
-
-
-def test_ties_go_to_the_experts_with_lowest_numbers() -> None:
-    block = block_of(small_model(**LLAMA, **EXPERTS, expert_balance_rate=0.0))
-    block.parameters()["blocks.0.mlp.router.weight"].zero_()
-    shares, chosen = experts_of(block).router(drawn(1, 5, 32), None)
-    assert chosen.tolist() == [[[0, 1]] * 5]
-    assert shares.tolist() == [[[0.5, 0.5]] * 5]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -215,7 +215,15 @@ def test_dropout_of_weights_is_that_of_whole_samples(case: Case) -> None:
     check(replace(case, dropout=0.3, path="auto"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", ["ring", "all_to_all"])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *(("ring", torch.bfloat16), ("all_to_all", torch.float32)),
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in (("ring", torch.float32), ("all_to_all", torch.bfloat16))
+        ),
+    ],
+)
 def test_processes_over_gloo_and_lower_precision(kind: ContextAttention, dtype: torch.dtype) -> None:
     check(Case(kind, 4, 8, batch=2, kv_heads=4, dtype=dtype, path="sdpa"), backend="processes")

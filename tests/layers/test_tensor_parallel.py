@@ -99,9 +99,13 @@ def compare(shape: str, results: list[dict[str, object]]) -> None:
 
 @pytest.mark.parametrize(("size", "split"), [(2, False), (2, True), (4, True)])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_processes(shape: str, size: int, split: bool) -> None:
+def test_ranks_that_share_the_weights(shape: str, size: int, split: bool) -> None:
     """61 tokens: 31 rows a rank for 2, 16 for 4, the last rank padded."""
-    compare(shape, run_mesh({"tensor": size}, one_rank, shape, split, 1))
+    compare(shape, run_threads({"tensor": size}, one_rank, shape, split, 1))
+
+
+def test_processes() -> None:
+    compare("qwen3", run_mesh({"tensor": 2}, one_rank, "qwen3", True, 1))
 
 
 def test_a_rank_without_any_token_of_its_own() -> None:

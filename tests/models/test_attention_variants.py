@@ -1,9 +1,6 @@
 """Variants of attention against transformers' attention modules and frequencies, and what is refused."""
 
 import random
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,15 +13,9 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention
 from transformers.models.olmo2.modeling_olmo2 import Olmo2Attention
 from transformers.models.stablelm.modeling_stablelm import StableLmAttention
 
-from megapipe.checkpoint.storage import CheckpointError
-from megapipe.config.model import ModelConfig, Reach
 from megapipe.config.rope import RopeScaling
-from megapipe.conversion.archive import InertObject
-from megapipe.conversion.megatron_arguments import arguments_of, model_of_arguments
 from megapipe.layers.embedding import attention_factor, inverse_frequencies
-from megapipe.models.gpt_decoding import DecodingContext, decoding_layer
 from tests.layers.bound import LLAMA, bind, bind_model, make_context, small_model
-from tests.layers.bound import run as run_layers
 
 LENGTH, HEAD = 12, 8
 SIZES = {
@@ -170,74 +161,3 @@ def test_stretched_frequencies_are_those_of_transformers(kind: str) -> None:
             actual = inverse_frequencies(channels, theta, scaling, num_tokens)
             torch.testing.assert_close(actual, expected.double(), rtol=2e-6, atol=0.0)
             assert attention_factor(scaling) == pytest.approx(factor, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", VARIANTS)
-def test_decoding_token_by_token_gives_the_same_logits(name: str) -> None:
-    model = small_model(**{**LLAMA, "bias": "attention", **VARIANTS[name][3]})
-    layers = bind_model(model)
-    context = make_context(model)
-    with torch.no_grad():
-        expected = run_layers(layers, replace(context, labels=None))
-        slots = {Reach(None): LENGTH}
-        decoding = [decoding_layer(layer.module, rows=2, capacity=LENGTH, slots=slots) for layer in layers]
-        for position in range(LENGTH):
-            positions = torch.full((2, 1), position)
-            step = DecodingContext.of(
-                slice(0, 2),
-                context.tokens[:, position : position + 1],
-                positions,
-                torch.zeros(2, dtype=torch.int64),
-                length=LENGTH,
-                slots=slots,
-            )
-            hidden: tuple[Tensor, ...] = ()
-            for layer in decoding:
-                hidden = layer(*hidden, context=step)
-            torch.testing.assert_close(hidden[0], expected[:, position], rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"rotary_fraction": 0.4}, "rotates 3 of 8 channels; the number must be even and at least 2"),
-        ({"positions": "none", "rotary_fraction": 0.5}, "model.rotary_fraction is 0.5 but model.positions is 'none'"),
-        ({"attention_softcap": 5.0, "attention": "sdpa"}, "'sdpa' with model.attention_softcap 5.0; only unfused"),
-        ({"attention_sinks": True, "attention": "flex"}, "'flex', which does not support model.attention_sinks; set"),
-        ({"positions": "alibi", "attention_softcap": 5.0}, "'alibi', whose scores have no limit; set"),
-        ({"qk_norm_over": "projection"}, "'projection' but model.qk_norm is false; set model.qk_norm to true"),
-        ({"rope_scaling": RopeScaling(kind="longrope", short_factor=[1.0] * 4)}, "long_factor has 0 numbers"),
-        ({"rope_scaling": RopeScaling(kind="yarn"), "rope_theta": 1.0}, "model.rope_theta is 1.0; it must be above 1"),
-    ],
-)
-def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> None:
-    problems = small_model(**{**LLAMA, **fields}).problems()
-    assert len(problems) == 1
-    assert message in problems[0]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"bias": "attention"}, "model.bias is attention"),
-        ({"attention_scale": 0.5}, "model.attention_scale is 0.5; Megatron-LM's arguments can express only null or"),
-        ({"attention_softcap": 5.0}, "model.attention_softcap is 5.0"),
-        ({"attention_chunk_size": 4}, "model.attention_chunk_size is 4"),
-        ({"positions": "alibi"}, "model.positions is alibi"),
-        ({"rope_scaling": RopeScaling(kind="dynamic", factor=2.0)}, "model.rope_scaling.kind is dynamic"),
-        ({"rope_scaling": YARN, "rotary_fraction": 0.5}, "model.rotary_fraction is 0.5"),
-        ({"qk_norm": True, "qk_norm_over": "projection"}, "model.qk_norm_over is projection"),
-    ],
-)
-def test_megatron_refuses_what_its_arguments_cannot_express(fields: dict[str, Any], message: str) -> None:
-    contents: Any = SimpleNamespace(model=ModelConfig(**{**LLAMA, **fields}), run=None)
-    with pytest.raises(CheckpointError, match=message):
-        arguments_of(contents, 1, 1, 1, torch.float32)
-
-
-def test_megatron_arguments_keep_a_partial_rotation() -> None:
-    model = ModelConfig(**{**LLAMA, "rotary_fraction": 0.25})
-    contents: Any = SimpleNamespace(model=model, run=None)
-    arguments = vars(arguments_of(contents, 1, 1, 1, torch.float32))
-    saved = {"args": InertObject("argparse.Namespace", arguments)}
-    assert model_of_arguments(saved, Path("model.pt")).rotary_fraction == 0.25

@@ -22,7 +22,6 @@ from tests.models.hugging_face import case_of as encoder_of
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
 BATCH, LENGTH, HIDDEN_TOKENS = 3, 40, 6
 LENGTHS = (40, 23, 9)
-PATHS = ("sdpa", "unfused")
 FAMILIES = {"post": "Bert", "pre": "MegatronBert", "shared": "Albert"}
 """Where norms are, or that blocks share weights -> prefix of transformers' classes."""
 ROUNDED = 1e-5
@@ -133,77 +132,62 @@ def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor,
     return (output.logits,)
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("form", FAMILIES)
-@pytest.mark.parametrize(("sentence_head", "activation"), [(True, "gelu"), (False, "gelu_tanh")])
-def test_logits_agree(sentence_head: bool, activation: str, form: str, path: str) -> None:
-    case = case_of(sentence_head, activation, form)
-    model = replace(case.model, attention=path)
-    layers = bound(model, case.weights, torch.float32)
-    context = make_context()
-    with torch.no_grad():
-        expected = their_logits(case.theirs, context)
-        actual = run(layers, replace(context, labels=None))
-    assert len(actual) == 1 + sentence_head
-    # Outputs at padded positions are undefined.
+def compare(theirs: torch.nn.Module, layers: list[BoundLayer], model: BertModelConfig, tolerance: float) -> None:
+    """Logits, losses and gradients; outputs at padded positions are undefined."""
+    context = make_context(model)
+    logits, *pairs = their_logits(theirs, context)
     real = torch.arange(LENGTH) < context.lengths[:, None]
-    for ours, theirs, rows in zip(actual, expected, (real, slice(None)), strict=False):
-        assert 0.5 < theirs[rows].std() < 50.0
-        assert (ours - theirs)[rows].abs().max() <= 1e-5 * theirs[rows].abs().max()
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("form", FAMILIES)
-def test_losses_and_gradients_agree_in_double(form: str, path: str) -> None:
-    case = case_of(form=form, dtype=torch.float64)
-    model = replace(case.model, attention=path)
-    layers = bound(model, case.weights, torch.float64)
-    context = make_context()
-    logits, pairs = their_logits(case.theirs, context)
+    with torch.no_grad():
+        outputs = run(layers, replace(context, labels=None))
+    for ours, expected, rows in zip(outputs, (logits, *pairs), (real, slice(None))[: 1 + len(pairs)], strict=True):
+        assert 0.5 < expected[rows].std() < 50.0
+        assert (ours - expected)[rows].abs().max() <= tolerance * expected[rows].abs().max()
     rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
     tokens = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
-    sentences = functional.cross_entropy(pairs, context.sentence_labels, reduction="none")
-    expected = torch.stack(
-        [(tokens * context.loss_mask.flatten()).sum(), (sentences * context.sentence_weights).sum()]
-    )
-    scale = torch.tensor([0.3, 2.0], dtype=torch.float64)
-    (expected * scale).sum().backward()
+    terms = [(tokens * context.loss_mask.flatten()).sum()]
+    for pair in pairs:
+        sentences = functional.cross_entropy(pair, context.sentence_labels, reduction="none")
+        terms.append((sentences * context.sentence_weights).sum())
+    expected_losses = torch.stack(terms).squeeze()
+    scale = torch.tensor([0.3, 2.0][: len(terms)], dtype=torch.float64).squeeze()
+    (expected_losses * scale).sum().backward()
     (losses,) = run(layers, context)
     (losses * scale).sum().backward()
-    assert torch.allclose(losses, expected, rtol=1e-9, atol=0.0)
-    gradients = {name: parameter.grad for name, parameter in case.theirs.named_parameters()}
-    wanted, actual = canonical(gradients, model, case.family), all_gradients(layers)
-    assert actual.keys() == wanted.keys()
+    assert torch.allclose(losses, expected_losses, rtol=tolerance, atol=0.0)
+    wanted, gradients = gradients_of(theirs), all_gradients(layers)
+    assert gradients.keys() == wanted.keys()
     for name, gradient in wanted.items():
         assert gradient.norm() > 0, name
-        assert (actual[name] - gradient).norm() <= 1e-9 * gradient.norm(), name
+        assert (gradients[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", ENCODERS)
-def test_masked_token_losses_and_gradients_agree_in_double(name: str, path: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "sentence_head", "activation"),
+    [("sdpa", True, "gelu"), ("unfused", True, "gelu"), ("sdpa", False, "gelu_tanh")],
+)
+@pytest.mark.parametrize("form", FAMILIES)
+def test_berts_agree_in_double(form: str, path: str, sentence_head: bool, activation: str) -> None:
+    case = case_of(sentence_head, activation, form, torch.float64)
+    model = replace(case.model, attention=path)
+    compare(case.theirs, bound(model, case.weights, torch.float64), model, 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        *((name, "sdpa") for name in ENCODERS),
+        *(
+            pytest.param(name, "unfused", marks=() if name == "modernbert" else pytest.mark.exhaustive)
+            for name in ENCODERS
+        ),
+    ],
+)
+def test_encoders_of_masked_tokens_agree_in_double(name: str, path: str) -> None:
     theirs = encoder_of(name).theirs.double()
     model, weights = opened(theirs)
     assert isinstance(model, BertModelConfig)
     layers = bound(replace(model, attention=path), weights, torch.float64)
-    context = make_context(model)
-    (logits,) = their_logits(theirs, context)
-    real = torch.arange(LENGTH) < context.lengths[:, None]
-    with torch.no_grad():
-        (actual,) = run(layers, replace(context, labels=None))
-    assert 0.5 < logits[real].std() < 50.0
-    tolerance = ROUNDED if model.positions == "rotary" else 1e-9
-    assert (actual - logits)[real].abs().max() <= tolerance * logits[real].abs().max()
-    rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-    losses = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
-    (losses * context.loss_mask.flatten()).sum().backward()
-    (loss,) = run(layers, context)
-    loss.backward()
-    actual, wanted = all_gradients(layers), gradients_of(theirs)
-    assert actual.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert gradient.norm() > 0, name
-        assert (actual[name] - gradient).norm() <= tolerance * gradient.norm(), name
+    compare(theirs, layers, model, ROUNDED if model.positions == "rotary" else 1e-9)
 
 
 def test_evaluation_counts_correct_predictions() -> None:

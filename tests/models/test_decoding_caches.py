@@ -1,4 +1,4 @@
-"""Caches of generation: which tokens they hold, and how many bytes they take."""
+"""Caches of generation: which tokens they hold, the logits that they give, and how many bytes they take."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,7 +12,36 @@ from torch import Tensor
 from megapipe.config.model import Reach
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
-from tests.models.test_latent_attention import LATENT, LATENTS, LENGTH, ROTATED
+from tests.models.test_attention_variants import VARIANTS
+from tests.models.test_latent_attention import LATENT, LATENTS, ROTATED
+
+LENGTH = 12
+DECODED: dict[str, dict[str, Any]] = {
+    **{name: {**LLAMA, "bias": "attention", **fields} for name, (*_, fields) in VARIANTS.items()},
+    "Gemma 2": {
+        **LLAMA,
+        "activation": "geglu_tanh",
+        "normalization": "rms_norm_unit_offset",
+        "norm_position": "sandwich",
+        "embedding_scale": 5.7,
+        "logit_softcap": 2.0,
+    },
+    "OLMo 2": {**LLAMA, "norm_position": "output"},
+    "BLOOM": {"norm_position": "stream", "embedding_norm": True},
+    "GPT-NeoX": {"parallel_residual": True, "activation": "relu_squared"},
+    "Granite": {**LLAMA, "residual_scale": 0.6, "logit_scale": 0.3},
+    "latents": {**LATENTS, "query_latent_size": 20, "value_head_size": 6},
+    "latents in a window": {**LATENTS, "value_head_size": 12, "attention_softcap": 0.7, "sliding_window": 5},
+    "latents in chunks": {**LATENTS, "attention_chunk_size": 3},
+    "window": {**LLAMA, "sliding_window": 3},
+    "window, ALiBi": {**LLAMA, "sliding_window": 3, "positions": "alibi"},
+    "window, softcap": {**LLAMA, "sliding_window": 3, "attention_softcap": 0.7},
+    "window, sinks": {**LLAMA, "sliding_window": 3, "attention_sinks": True},
+    "chunks": {**LLAMA, "attention_chunk_size": 4},
+    "chunks, sinks": {**LLAMA, "attention_chunk_size": 4, "attention_sinks": True},
+    "chunks, ALiBi": {**LLAMA, "attention_chunk_size": 6, "positions": "alibi"},
+}
+"""Name -> fields of a model, whose caches differ."""
 
 
 @given(
@@ -43,22 +72,11 @@ def test_new_tokens_see_exactly_their_reach(lengths: list[int], reach: Reach, wi
                 assert sorted(cache[row, 0, : seen.shape[0], 0][seen].tolist()) == list(range(first, place + 1))
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"sliding_window": 3},
-        {"sliding_window": 3, "positions": "alibi"},
-        {"sliding_window": 3, "attention_softcap": 0.7},
-        {"sliding_window": 3, "attention_sinks": True},
-        {"attention_chunk_size": 4},
-        {"attention_chunk_size": 4, "attention_sinks": True},
-        {"attention_chunk_size": 6, "positions": "alibi"},
-        {**LATENTS, "attention_chunk_size": 3},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("fields", DECODED.values(), ids=DECODED)
 def test_caches_give_the_logits_of_training(fields: dict[str, Any]) -> None:
-    model = small_model(**{**LLAMA, **fields})
+    """Two chunks of a prompt, then token by token."""
+    model = small_model(**fields)
+    assert not model.problems()
     layers, context = bind_model(model), make_context(model)
     slots = cache_slots([model.attention_reach], LENGTH, 4)
     with torch.no_grad():

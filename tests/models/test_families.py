@@ -4,50 +4,55 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 from megapipe.checkpoint.hugging_face import correspondences
+from megapipe.layers.context import MicrobatchContext
 from megapipe.spec.family import FamilyError, family_of
-from tests.layers.bound import all_gradients, bind_model, load, make_context, run
-from tests.models.hugging_face import CONFIGS, Case, case_of, gradients_of, opened
+from tests.layers.bound import BoundLayer, all_gradients, bind_model, load, make_context, run
+from tests.models.hugging_face import CONFIGS, case_of, gradients_of, most_exhaustive, opened
 
 PATHS = ["auto", pytest.param("unfused", marks=pytest.mark.exhaustive)]
 
 
-@pytest.fixture(params=CONFIGS)
-def case(request: pytest.FixtureRequest) -> Case:
-    return case_of(request.param)
-
-
 @pytest.mark.parametrize("path", PATHS)
-def test_logits_agree(case: Case, path: str) -> None:
-    model, weights = opened(case.theirs)
+@pytest.mark.parametrize("name", most_exhaustive(CONFIGS))
+def test_logits_agree_in_single(name: str, path: str) -> None:
+    theirs = case_of(name).theirs
+    model, weights = opened(theirs)
     layers = bind_model(replace(model, attention=path))
     load(layers, weights)
-    context = make_context(model, batch=3, length=40)
+    check_logits(layers, theirs, make_context(model, batch=3, length=40), 1e-5)
+
+
+def check_logits(layers: list[BoundLayer], theirs: nn.Module, context: MicrobatchContext, tolerance: float) -> None:
     with torch.no_grad():
-        expected = case.theirs(context.tokens).logits
+        expected = theirs(context.tokens).logits
         logits = run(layers, replace(context, labels=None))
     assert 0.5 < expected.std() < 50.0
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_loss_and_gradients_agree_in_double(case: Case, path: str) -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_loss_and_gradients_agree_in_double(name: str, path: str) -> None:
     """In float64, where the two differ by rounding alone: 1e-5 of a gradient's norm would hide a lost term."""
+    case = case_of(name)
     theirs = case.theirs.double()
     model, weights = opened(theirs)
     layers = bind_model(replace(model, attention=path), dtype=torch.float64)
     load(layers, weights)
     context = make_context(model, batch=3, length=40)
+    # Except in GPT-2, transformers computes rotary angles, norms and the router's softmax in fp32 in any dtype.
+    tolerance = {"gpt2": 1e-10, "gemma": 2e-5}.get(case.family, 1e-5)
+    check_logits(layers, theirs, context, tolerance)
     logits = theirs(context.tokens).logits
     losses = cross_entropy(logits.flatten(0, 1), context.labels.flatten(), reduction="none")
     expected_loss = (losses * context.loss_mask.flatten()).sum()
     expected_loss.backward()
     loss = run(layers, context)
     loss.backward()
-    # Except in GPT-2, transformers computes rotary angles, norms and the router's softmax in fp32 in any dtype.
-    tolerance = {"gpt2": 1e-10, "gemma": 2e-5}.get(case.family, 1e-5)
     assert torch.allclose(loss, expected_loss, rtol=tolerance, atol=0.0)
     expected, actual = gradients_of(theirs), all_gradients(layers)
     trained = {name for name in actual if not name.endswith("router.bias")}

@@ -35,7 +35,15 @@ def model_by(*words: str) -> ModelConfig:
     return parse_as(kind_of(arguments), arguments).model
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "bert", "megatron-bert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama",
+        "qwen3_moe",
+        "bert",
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "megatron-bert")),
+    ],
+)
 def test_a_folder_sets_the_model_of_its_weights(name: str, folders: dict[str, Path]) -> None:
     folder = folders[name]
     expected = HuggingFaceSource(folder).contents.model

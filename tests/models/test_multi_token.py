@@ -18,7 +18,6 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from megapipe.checkpoint.hugging_face import HuggingFaceFolder
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.checkpoint.tensor_file import TensorReader
-from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import WEIGHTS, Contents, StoredTensor, TargetOptions
@@ -166,19 +165,6 @@ def test_exports_leave_further_tokens_out_or_have_deepseeks_names(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"positions": "learned"}, "model.positions is 'learned' with model.mtp_layers 1, whose embeddings are those"),
-        ({"embedding_norm": True}, "set model.embedding_norm to None, or model.mtp_layers to 0"),
-        ({"embedding_dropout": 0.1}, "set model.embedding_dropout to 0.0"),
-    ],
-)
-def test_impossible_fields_are_refused(fields: dict[str, Any], message: str) -> None:
-    (problem,) = small_model(**{**LLAMA, **fields}, mtp_layers=1).problems()
-    assert message in problem
-
-
-@pytest.mark.parametrize(
     ("changes", "ranks", "message"),
     [
         ({"parallel": {"context": 2}}, 2, "which needs whole samples, but parallel.context is 2"),
@@ -201,7 +187,3 @@ def test_impossible_layouts_are_refused(changes: dict[str, dict[str, Any]], rank
     for group, fields in changes.items():
         setattr(config, group, replace(getattr(config, group), **fields))
     assert any(message in each for each in run_problems(config, ranks)), run_problems(config, ranks)
-
-
-def test_berts_have_no_further_tokens() -> None:
-    assert any("only a GPT predicts further tokens" in each for each in BertModelConfig(mtp_layers=1).problems())

@@ -8,8 +8,6 @@ from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh
 
-BACKENDS = pytest.mark.parametrize("backend", ["processes", "threads"])
-
 
 def shifted(mesh: Mesh, count: int) -> list[int]:
     """Several shifts under way at once, awaited last one first."""
@@ -23,8 +21,7 @@ def shifted(mesh: Mesh, count: int) -> list[int]:
     return [int(each[0]) for each in received]
 
 
-@BACKENDS
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize(("backend", "size"), [("threads", 2), ("threads", 3), ("processes", 3)])
 def test_shifts_arrive_in_order_from_the_rank_before(size: int, backend: Backend) -> None:
     received = run_mesh({"context": size}, shifted, 3, backend=backend)
     assert received == [[10 * number + (rank - 1) % size for number in range(3)] for rank in range(size)]
@@ -44,7 +41,7 @@ def exchanged(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
     return y.detach(), gradient
 
 
-@BACKENDS
+@pytest.mark.parametrize("backend", ["processes", "threads"])
 def test_slices_go_to_their_ranks_and_gradients_back(backend: Backend) -> None:
     for rank, (y, gradient) in enumerate(run_mesh({"context": 3}, exchanged, backend=backend)):
         place = torch.arange(3.0).view(3, 1)

@@ -70,13 +70,15 @@ def describe(mesh: Mesh) -> dict[str, object]:
     return {"groups": gathered, "coordinates": {name: mesh.coordinate(name) for name in DIMENSIONS}}
 
 
-@pytest.mark.parametrize("backend", ["processes", "threads"])
 @pytest.mark.parametrize(
-    "sizes",
+    ("backend", "sizes"),
     [
-        {"pipeline": 3, "tensor": 2},
-        {"data": 2, "pipeline": 2, "tensor": 2},
-        {"data": 2, "pipeline": 2, "context": 2},
+        ("processes", {"pipeline": 3, "tensor": 2}),
+        ("threads", {"pipeline": 3, "tensor": 2}),
+        ("threads", {"data": 2, "pipeline": 2, "tensor": 2}),
+        ("threads", {"data": 2, "pipeline": 2, "context": 2}),
+        pytest.param("processes", {"data": 2, "pipeline": 2, "tensor": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("processes", {"data": 2, "pipeline": 2, "context": 2}, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
