@@ -40,7 +40,6 @@ TEXTS = ["The cat sat on the mat.", "A dog ate 12 green apples, naïvely.", "Two
 SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_positions": 32}
 FAST = {"learning_rate": 1e-2, "warmup_steps": 2}
 WORDS = [text.split(" ") for text in TEXTS]
-TOKENIZERS = ("byte-level BPE", "SentencePiece", "tiktoken", "folder")
 CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
 
 
@@ -119,7 +118,12 @@ def gpt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "kind", [*TOKENIZERS[1:], *(pytest.param(kind, marks=pytest.mark.exhaustive) for kind in TOKENIZERS[:1])]
+    "kind",
+    [
+        "folder",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("SentencePiece", "tiktoken")),
+        pytest.param("byte-level BPE", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_exported_tokenizers_give_the_ids_of_the_shard(kind: str, tmp_path: Path) -> None:
     folder, prefix = trained_gpt(tmp_path, kind, steps=1)

@@ -242,15 +242,17 @@ def test_hugging_face_folders_are_copied_file_by_file(tmp_path: Path) -> None:
     }  # the model has no row 4000
 
 
+def gpt2_folder(folder: Path, **ids: object) -> Path:
+    """A small model that transformers saved, with a tokenizer."""
+    config = transformers.GPT2Config(vocab_size=300, n_layer=1, n_embd=16, n_head=2, n_positions=16, **ids)
+    transformers.GPT2LMHeadModel(config).save_pretrained(folder)
+    (folder / "tokenizer.json").write_bytes(TRAINERS["byte-level-bpe"][1](CORPUS, 300, ()))
+    return folder
+
+
 @pytest.mark.parametrize("middle", ["megapipe", "hf"])
 def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str, tmp_path: Path) -> None:
-    theirs = tmp_path / "theirs"
-    transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=300, n_layer=1, n_embd=16, n_head=2, n_positions=16, eos_token_id=[0, 7], bos_token_id=5
-        )
-    ).save_pretrained(theirs)
-    (theirs / "tokenizer.json").write_bytes(TRAINERS["byte-level-bpe"][1](CORPUS, 300, ()))
+    theirs = gpt2_folder(tmp_path / "theirs", eos_token_id=[0, 7], bos_token_id=5)
     (theirs / "chat_template.jinja").write_text("{{ messages }}")
     (theirs / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [0, 7]}')
     assert main(["convert", str(theirs), "--to", middle, str(tmp_path / "ours")]) == 0
@@ -264,10 +266,7 @@ def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str,
 def test_unknown_tokenizers_are_not_read_from_the_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    theirs = tmp_path / "theirs"
-    config = transformers.GPT2Config(vocab_size=300, n_layer=1, n_embd=16, n_head=2, n_positions=16)
-    transformers.GPT2LMHeadModel(config).save_pretrained(theirs)
-    (theirs / "tokenizer.json").write_bytes(TRAINERS["byte-level-bpe"][1](CORPUS, 300, ()))
+    theirs = gpt2_folder(tmp_path / "theirs")
     assert main(["convert", str(theirs), "--to", "megapipe", str(tmp_path / "ours")]) == 0
     shutil.rmtree(tmp_path / "ours" / TOKENIZER)
     monkeypatch.chdir(theirs)

@@ -27,12 +27,10 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
 from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.stage import CompiledForward
-from megapipe.engine.step import StepInput
 from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, SamplingSettings, generate
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.layers import embedding
-from megapipe.optim.scaling import learning_rate
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
 from megapipe.parallel.mesh import Mesh
@@ -49,6 +47,7 @@ from tests.fake_cuda.device import Device
 from tests.fake_cuda.mode import Watch
 from tests.fake_cuda.pairs import Order, Pair
 from tests.fake_cuda.timeline import Timeline
+from tests.support.gpt_runs import train_step
 
 
 @dataclass
@@ -196,7 +195,9 @@ def train(
     chunk_bytes: int | None = None,
     pairs_in_order: bool = False,
 ) -> None:
-    """Train as pretrain_gpt.py and pretrain_bert.py would; the last step is counted as phase `step`.
+    """Train as pretrain_gpt.py and pretrain_bert.py would.
+
+    The first step is counted as phase `first step`, the last one as `step`.
 
     dropped: a place, `file:line`, whose waits are left out. rehearsed: as pipelines are. spare: more bytes of a step.
     chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`. pairs_in_order: run the
@@ -231,14 +232,8 @@ def train(
         with fake.phase("load"):
             batch = loader.load(step * config.batch.global_size)
         with fake.phase("step"):
-            scaler = replica.loss_scaler
-            scale = 1.0 if scaler is None else scaler.scale(step)
-            rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-            given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
-            result = replica.engine.run(given)
-            if scaler is not None:
-                scaler.observe(step, result.skipped)
-            fake.report.results.append(result)
+            fake.report.results.append(train_step(replica, config, batch, step))
+        fake.report.phases.setdefault("first step", fake.report.phases["step"])
     fake.report.graphs = counters["stats"]["unique_graphs"]
     fake.report.pairs = order.pairs
     for state in replica.states():  # as pretrain does

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megapipe.config.bert import BertDataConfig, BertPretrainConfig
-from tests.fake_cuda import test_peaks, test_train
+from tests.distributed.test_covering import CASES
+from tests.fake_cuda import test_peaks
+from tests.fake_cuda.options import OPTIONS, config_with
 from tests.schedules.support import TRAINED
 from tests.support.layouts import config_of
 
@@ -56,8 +58,8 @@ def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def test_every_choice_runs_on_a_fake_device() -> None:
     corpora = "shard", BertDataConfig(prefix="shard")
-    configs = [config_of(case, *corpora) for case in test_train.CASES]
-    configs += [test_train.config_with(name, *corpora) for name in test_train.OPTIONS]
+    configs = [config_of(case, *corpora) for case in CASES]
+    configs += [config_with(name, *corpora) for name in OPTIONS]
     for name, (model, changes) in test_peaks.CASES.items():
         test_peaks.MODELS[name] = model
         configs.append(test_peaks.config_of("shard", name, changes))

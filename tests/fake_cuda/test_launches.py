@@ -1,27 +1,26 @@
-"""Launches of the project's own kernels in a step: the number that the ops of the layers declare, on every rank."""
+"""Launches of the project's own kernels in a step: the number that the ops of the layers declare, on every rank.
+
+test_train.py checks them for every option and layout that it trains."""
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import pytest
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.layout import costs
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import lowered_schedule
 from megapipe.spec import linear
-from tests.distributed.test_covering import CASES, name_of
 from tests.distributed.test_covering import OPTIONS as LAYOUTS_WITH_OPTIONS
 from tests.fake_cuda import runs
+from tests.fake_cuda.options import DROPOUT, EXPERTS_OF, FP8, WIDE, corpora, shortened
 from tests.fake_cuda.server import run_fake
-from tests.fake_cuda.test_train import DROPOUT, EXPERTS_OF, FP8, OPTIONS, WIDE, config_with, corpora, shortened
 from tests.support.bert_runs import POST_NORM, make_bert_config
 from tests.support.covering import Case
 from tests.support.gpt_runs import make_config
@@ -70,18 +69,13 @@ def group(launch: str) -> str:
     return next((op for op in named if kernel.startswith(op)), module)
 
 
-def check_launches(config: PretrainConfig, *, ranks: int, chunk_bytes: int | None = None) -> None:
-    """Compare the launches of every rank of the first step with the walk of its schedule.
-
-    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`.
-    """
-    few = (1, False, None, False, runs.SPARE, chunk_bytes)  # one step, without evaluation and rehearsal
-    reports = run_fake(runs.train, config, *few, ranks=ranks, timeout=300.0)
+def check_launches(config: PretrainConfig, reports: Sequence[runs.Report]) -> None:
+    """Compare the launches of every rank of the first step with the walk of its schedule."""
     config = replace(config, parallel=replace(config.parallel, data=config.parallel.data or 1))
     schedule = lowered_schedule(config, StageLayout.of(config))
     for rank, report in enumerate(reports):
         counted = Counter[str]()
-        for name, times in report.phases["step"].launches.items():
+        for name, times in report.phases["first step"].launches.items():
             if name.startswith("triton ") and group(name) != "optimizer":
                 counted[group(name)] += times
         walked = Counter[str]()
@@ -91,25 +85,13 @@ def check_launches(config: PretrainConfig, *, ranks: int, chunk_bytes: int | Non
         assert counted == +walked, rank
 
 
-FAST = ("recomputed norms", "attention dropout", "post-norm BERT")
+def check_one_step(config: PretrainConfig, *, ranks: int, chunk_bytes: int | None = None) -> None:
+    """Check launches without evaluation and rehearsal.
 
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        each if each in FAST else pytest.param(each, marks=(pytest.mark.slow, pytest.mark.one_in(5)))
-        for each in OPTIONS
-    ],
-)
-def test_launches_of_every_option_are_declared(name: str, corpora: tuple[str, BertDataConfig]) -> None:
-    config = shortened(config_with(name, *corpora))
-    check_launches(config, ranks=prod(getattr(config.parallel, name) or 1 for name in DIMENSIONS))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_launches_of_every_layout_are_declared(case: Case, corpora: tuple[str, BertDataConfig]) -> None:
-    check_launches(shortened(config_of(case, *corpora)), ranks=world_size(case))
+    chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`.
+    """
+    few = (1, False, None, False, runs.SPARE, chunk_bytes)
+    check_launches(config, run_fake(runs.train, config, *few, ranks=ranks, timeout=300.0))
 
 
 SAMPLE: tuple[Case, ...] = (
@@ -123,7 +105,7 @@ SAMPLE: tuple[Case, ...] = (
 @pytest.mark.slow
 @pytest.mark.parametrize("case", SAMPLE, ids=lambda case: ", ".join(case.values()))
 def test_launches_of_a_few_layouts_are_declared(case: Case, corpora: tuple[str, BertDataConfig]) -> None:
-    check_launches(shortened(config_of({**BASE, **case}, *corpora), 2), ranks=world_size(case))
+    check_one_step(shortened(config_of({**BASE, **case}, *corpora), 2), ranks=world_size(case))
 
 
 @pytest.mark.exhaustive
@@ -134,7 +116,7 @@ def test_launches_of_layouts_with_options_are_declared(
     config = config_of({**BASE, **case}, *corpora)
     for name, fields in change.items():
         setattr(config, name, replace(getattr(config, name), **fields))
-    check_launches(shortened(config), ranks=world_size(case))
+    check_one_step(shortened(config), ranks=world_size(case))
 
 
 BLOCKS: Mapping[str, tuple[ModelConfig, dict[str, Any]]] = {
@@ -165,7 +147,7 @@ def test_launches_of_recomputed_parts_are_declared(
         config = make_bert_config(corpora[1], model, **changes)
     else:
         config = make_config(corpora[0], model, **changes)
-    check_launches(shortened(config, 2), ranks=1)
+    check_one_step(shortened(config, 2), ranks=1)
 
 
 @pytest.mark.slow
@@ -176,5 +158,5 @@ def test_launches_of_recomputed_logits_count_chunks(
     config = shortened(config_of({**BASE, "model": model, "tensor": "2", "recompute": "logits"}, *corpora), 2)
     costs._ops.cache_clear()
     monkeypatch.setattr(linear, "CHUNK_BYTES", 4 * config.model.vocabulary_size)
-    check_launches(config, ranks=2, chunk_bytes=linear.CHUNK_BYTES)
+    check_one_step(config, ranks=2, chunk_bytes=linear.CHUNK_BYTES)
     costs._ops.cache_clear()

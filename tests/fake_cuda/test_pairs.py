@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.fake_cuda import runs
+from tests.fake_cuda.options import DROPOUT, EXPERTS_OF, FP8, WIDE, check, shortened
 from tests.fake_cuda.pairs import Pair
 from tests.fake_cuda.server import run_fake
-from tests.fake_cuda.test_train import DROPOUT, EXPERTS_OF, FP8, WIDE, check, shortened
 from tests.support.gpt_runs import make_config, write_shard
 
 RUNS: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.fake_cuda import runs
+from tests.fake_cuda.options import WIDE, shortened
 from tests.fake_cuda.server import run_fake
-from tests.fake_cuda.test_train import WIDE, shortened
 from tests.fake_cuda.timeline import ROOT
 from tests.support.gpt_runs import make_config, write_shard
 from tests.support.ranks import free_port

@@ -57,17 +57,7 @@ class TestNorms:
         assert_same_bits(norm.module.forward(x, *parameters, EPSILON)[0][-1:], last)
 
     def test_work_follows_the_current_stream(self, norm: Norm) -> None:
-        x = draw(512, 4096, dtype=torch.float32, device="cuda")
-        parameters = norm.parameters(4096, torch.float32, "cuda")
-        expected = norm.module.forward(2 * x, *parameters, EPSILON)[0]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)
-            doubled = 2 * x
-            actual = norm.module.forward(doubled, *parameters, EPSILON)[0]
-        stream.synchronize()
-        assert_same_bits(actual, expected)
+        norm_checks.check_current_stream(norm)
 
 
 class TestSoftmax:

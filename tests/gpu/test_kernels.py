@@ -46,18 +46,7 @@ class TestNorms:
         assert_same_bits(dx[-1:], norm.module.input_gradient(x[-1:], x[-1:], *of_last, parameters[0]))
 
     def test_work_follows_the_current_stream(self, norm: Norm) -> None:
-        x, parameters = (
-            draw(512, 4096, dtype=torch.float32, device="cuda"),
-            norm.parameters(4096, torch.float32, "cuda"),
-        )
-        expected = norm.module.forward(2 * x, *parameters, EPSILON)[0]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            torch.cuda._sleep(10_000_000)
-            actual = norm.module.forward(2 * x, *parameters, EPSILON)[0]
-        stream.synchronize()
-        assert_same_bits(actual, expected)
+        norm_checks.check_current_stream(norm)
 
 
 @pytest.fixture

@@ -164,6 +164,20 @@ def check_autograd(norm: Norm, device: str) -> None:
         assert_same_bits(one, other)
 
 
+def check_current_stream(norm: Norm) -> None:
+    """On a GPU, the kernel waits for the current stream."""
+    x = draw(512, 4096, dtype=torch.float32, device="cuda")
+    parameters = norm.parameters(4096, torch.float32, "cuda")
+    expected = norm.module.forward(2 * x, *parameters, EPSILON)[0]
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(10_000_000)
+        actual = norm.module.forward(2 * x, *parameters, EPSILON)[0]
+    stream.synchronize()
+    assert_same_bits(actual, expected)
+
+
 def check_operator(norm: Norm, backend: str, name: str, device: str) -> None:
     """Schema, fake results, registered gradients and tracing, as `torch.library.opcheck` sees them."""
     x, dy = (draw(4, 24, seed=seed, dtype=torch.float32, device=device) for seed in range(2))

@@ -109,6 +109,7 @@ def test_norms_refuse_operands_that_do_not_fit(wrong: dict[str, Tensor], message
         cuda_kernels.rms_norm.add_forward(*arguments.values(), 1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", softmax_checks.SHAPES, ids=str)
 def test_errors_of_softmax_are_at_most_twice_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -131,6 +132,7 @@ def test_softmax_of_long_rows(keys: int, dtype: torch.dtype, clusters: bool, emu
     softmax_checks.check_against_double(SOFTMAX, (1, 1, 1, keys), dtype, "cpu", "general", True, keys - 100)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("mask", softmax_checks.MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_softmax_of_any_layout(layout: Callable[[Tensor], Tensor], mask: str) -> None:

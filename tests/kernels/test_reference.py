@@ -1,4 +1,4 @@
-"""References of norms, attention and losses in float64, against torch, autograd and brute force."""
+"""References of norms and attention in float64, against torch, autograd and brute force."""
 
 import math
 
@@ -6,11 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.nn import functional
 
 from megapipe.kernels.reference import attention as reference_attention
-from megapipe.kernels.reference import cross_entropy as reference_cross_entropy
-from tests.kernels import norm_checks
+from tests.kernels import norm_checks, softmax_checks
 from tests.kernels.cases import DTYPES, draw, implementation
 from tests.kernels.norm_checks import Norm
 
@@ -80,31 +78,24 @@ MASKS = {
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, None), (True, None), (True, 1), (True, 3), (True, 100)])
-@pytest.mark.parametrize("mask", MASKS)
-def test_masked_softmax(mask: str, causal: bool, window: int | None) -> None:
-    scores = draw(2, 3, 4, 6).requires_grad_()
+@pytest.mark.parametrize(("mask", "shape"), [*((mask, (2, 3, 4, 6)) for mask in MASKS), ("none", (1, 1, 5, 3))])
+def test_masked_softmax(mask: str, shape: tuple[int, ...], causal: bool, window: int | None) -> None:
+    """With fewer keys than queries, the first queries see nothing."""
+    scores = draw(*shape).requires_grad_()
     actual = reference_attention.softmax_forward(scores, MASKS[mask], 0.3, causal, window)
     assert torch.allclose(actual, by_hand(scores.detach(), MASKS[mask], 0.3, causal, window), rtol=1e-12, atol=0)
     assert gradcheck(lambda leaf: reference_attention.softmax_forward(leaf, MASKS[mask], 0.3, causal, window), scores)
-    dy = draw(2, 3, 4, 6, seed=1)
+    dy = draw(*shape, seed=1)
     (expected,) = torch.autograd.grad(actual, scores, dy)
     assert torch.allclose(
         reference_attention.softmax_input_gradient(dy, actual.detach(), 0.3), expected, rtol=1e-12, atol=1e-15
     )
 
 
-def test_queries_before_the_first_key_see_nothing() -> None:
-    actual = reference_attention.softmax_forward(draw(1, 1, 5, 3), None, 1.0, True, None)
-    assert not actual[0, 0, :2].any()
-    assert torch.allclose(actual[0, 0, 2:].sum(-1), torch.ones(3, dtype=torch.float64))
-
-
-def test_hidden_scores_change_nothing() -> None:
-    scores, mask = draw(1, 1, 2, 4), torch.tensor([True, False, True, False])
-    expected = reference_attention.softmax_forward(scores, mask, 1.0, False, None)
-    for poison in (torch.nan, torch.inf):
-        poisoned = scores.masked_fill(~mask, poison)
-        assert torch.equal(reference_attention.softmax_forward(poisoned, mask, 1.0, False, None), expected)
+def test_special_scores_and_empty_ones() -> None:
+    softmax = implementation("softmax", "reference")
+    softmax_checks.check_special_values(softmax, 24, "cpu")
+    softmax_checks.check_empty(softmax, "cpu")
 
 
 def test_wrong_arguments_are_refused() -> None:
@@ -119,27 +110,3 @@ def test_wrong_arguments_are_refused() -> None:
         reference_attention.softmax_forward(scores, None, 1.0, False, 3)
     with pytest.raises(ValueError, match="window is 0"):
         reference_attention.softmax_forward(scores, None, 1.0, True, 0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_cross_entropy_halves_without_an_exchange(dtype: torch.dtype) -> None:
-    logits = (draw(7, 33) * 5).to(dtype)
-    targets = torch.arange(7) * 4
-    exact = logits.double().clone().requires_grad_()
-    losses = functional.cross_entropy(exact, targets, reduction="none")
-    losses.sum().backward()
-    softmax = torch.empty_like(logits)
-    everything = torch.ones(7, dtype=torch.bool)
-    log_sum_exp, target = reference_cross_entropy.cross_entropy_row_statistics(logits, targets, everything, softmax)
-    reference_cross_entropy.cross_entropy_logit_gradient(softmax, targets, everything, None)
-    assert (log_sum_exp - target - losses).abs().max() <= (1e-12 if dtype == torch.float64 else 1e-5)
-    assert (softmax.double() - exact.grad).abs().max() <= 2 * torch.finfo(dtype).eps
-
-
-def test_cross_entropy_of_far_logits_stays_finite() -> None:
-    logits = torch.tensor([[1e4, -1e4, 0.0], [-1e4, -1e4, -1e4]])
-    targets = torch.tensor([1, 0])
-    log_sum_exp, target = reference_cross_entropy.cross_entropy_row_statistics(
-        logits, targets, torch.ones(2, dtype=torch.bool), None
-    )
-    assert torch.allclose(log_sum_exp - target, torch.tensor([2e4, math.log(3)]), atol=2e-3)

@@ -81,6 +81,7 @@ def test_reference_has_the_bits_of_the_canonical_norm(size: int) -> None:
 
 
 @needs_triton
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
 def test_squared_norms_are_exact_in_float64(size: int, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 SOFTMAX = implementation("softmax", "triton")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_against_double(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -31,6 +32,7 @@ def test_windows_that_start_late_and_few_keys(shape: tuple[int, ...], window: in
     softmax_checks.check_against_double(SOFTMAX, shape, torch.float32, DEVICE, "general", True, window)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", MASKS)
 def test_awkward_layouts(layout: Layout, mask: str) -> None:

@@ -18,6 +18,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Box
 from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
 
 VOCABULARY = 61
@@ -104,6 +105,17 @@ def shards(states: Sequence[UnitState], flats: Sequence[Tensor]) -> list[Shard]:
     ]
 
 
+def train_step(replica: Replica, config: PretrainConfig, batch: StepBatch, step: int) -> StepResult:
+    """Run one step with the learning rate and the loss scale that pretrain would choose."""
+    rate = learning_rate(config.optimizer, step + 1, config.training.steps)
+    scaler = replica.loss_scaler
+    scale = 1.0 if scaler is None else scaler.scale(step)
+    result = replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale))
+    if scaler is not None:
+        scaler.observe(step, result.skipped)
+    return result
+
+
 def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeout: float = 30.0) -> RankRun:
     """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, keeping the first step's gradients.
 
@@ -126,13 +138,7 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
     results = []
     for step in range(config.training.steps if steps is None else steps):
         batch = loader.load(step * config.batch.global_size)
-        rate = learning_rate(config.optimizer, step + 1, config.training.steps)
-        scaler = replica.loss_scaler
-        scale = 1.0 if scaler is None else scaler.scale(step)
-        given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
-        results.append(replica.engine.run(given))
-        if scaler is not None:
-            scaler.observe(step, results[-1].skipped)
+        results.append(train_step(replica, config, batch, step))
     states = replica.states()
     return RankRun(results, gradients, shards(states, [state.master for state in states]))
 

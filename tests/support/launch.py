@@ -8,7 +8,6 @@ run itself does. Use `start` or `launch_with_torchrun` where the launcher, signa
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from tests.support.ranks import FORK_SERVER, die_with_parent
+from tests.support.ranks import FORK_SERVER, die_with_parent, free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "pretrain_gpt.py"
@@ -124,7 +123,7 @@ def launch(
         subprocess.TimeoutExpired: a rank still ran after `timeout` seconds.
     """
     argv = [str(program), *TINY, *arguments]
-    port = str(_free_port())
+    port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="megapipe-launch-") as outputs:
         files = [Path(outputs) / name for name in ("stdout", "stderr")]
         ranks = []
@@ -183,9 +182,3 @@ def _rank(argv: list[str], folder: str, variables: dict[str, str], output: str, 
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status if isinstance(status, int) else 1)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

@@ -13,10 +13,8 @@ from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import GradientReduction
-from megapipe.engine.step import StepInput
 from megapipe.layers.context import BertContext
 from megapipe.layout.units import StateBytes
-from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.parallel.mesh import Mesh
@@ -26,7 +24,7 @@ from megapipe.schedules.actions import Action
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import Traffic, counted, counted_exchanges, counted_links
-from tests.support.gpt_runs import RankRun, Shard, shards
+from tests.support.gpt_runs import RankRun, Shard, shards, train_step
 from tests.support.live_bytes import LiveBytes
 
 COUNTED_STEP = 1
@@ -95,7 +93,6 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
         results, lasting, host = [], 0, 0
         for step in range(steps):
             batch = loader.load(step * config.batch.global_size)
-            rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             if step == COUNTED_STEP:
                 traffic.clear()
                 sleep(SETTLING_BETWEEN_STEPS)
@@ -105,13 +102,8 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
                     replica.assembly.swaps.pool.num_bytes,
                 )
                 samples = sampled(replica, live)
-            scaler = replica.loss_scaler
-            scale = 1.0 if scaler is None else scaler.scale(step)
             with live:
-                given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale)
-                results.append(replica.engine.run(given))
-            if scaler is not None:
-                scaler.observe(step, results[-1].skipped)
+                results.append(train_step(replica, config, batch, step))
             if step == COUNTED_STEP:
                 bytes_of_actions = [sample for _, sample in samples]
                 peak, together = (

@@ -2,7 +2,7 @@
 
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -141,73 +141,76 @@ def test_unknown_and_missing_names_are_reported(tmp_path: Path) -> None:
         opened("dcp", tmp_path / "short")
 
 
-def outside(metadata: dcp.metadata.Metadata) -> None:
-    for info in metadata.storage_data.values():
-        info.relative_path = "../secret.distcp"
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "state"
+    write("dcp", folder, *drawn(MODELS["llama"]))
+    return folder
 
 
-def past_the_end(metadata: dcp.metadata.Metadata) -> None:
-    for info in metadata.storage_data.values():
-        info.offset += 1 << 40
+@pytest.fixture
+def metadata(good: Path) -> Iterator[Path]:
+    """The file of metadata in a good folder, which a test may change."""
+    before = (good / ".metadata").read_bytes()
+    yield good / ".metadata"
+    (good / ".metadata").write_bytes(before)
 
 
-def a_huge_tensor(metadata: dcp.metadata.Metadata) -> None:
-    stored = metadata.state_dict_metadata["model.head.norm.weight"]
-    stored.size = torch.Size([1 << 50])
+Change = Callable[[dcp.metadata.Metadata], object]
 
 
-def overlapping(metadata: dcp.metadata.Metadata) -> None:
-    stored = metadata.state_dict_metadata["model.head.norm.weight"]
-    stored.chunks = stored.chunks * 2
+def with_places(**fields: object) -> Change:
+    """Set fields of every place in a file."""
+    return lambda metadata: [vars(info).update(fields) for info in metadata.storage_data.values()]
+
+
+def with_norm(change: Callable[[Any], dict[str, object]]) -> Change:
+    """Set fields of a tensor, computed from it."""
+
+    def changed(metadata: dcp.metadata.Metadata) -> None:
+        stored = metadata.state_dict_metadata["model.head.norm.weight"]
+        vars(stored).update(change(stored))
+
+    return changed
 
 
 def swapped(metadata: dcp.metadata.Metadata) -> None:
-    places = list(metadata.storage_data)
-    first = metadata.storage_data[places[0]]
-    metadata.storage_data[places[0]] = metadata.storage_data[places[1]]
-    metadata.storage_data[places[1]] = first
-
-
-def extended(metadata: dcp.metadata.Metadata) -> None:
-    for info in metadata.storage_data.values():
-        info.transform_descriptors = ["zstd"]
-
-
-def without_places(metadata: dcp.metadata.Metadata) -> None:
-    metadata.storage_data = {}
+    places = metadata.storage_data
+    first, second, *_ = places
+    places[first], places[second] = places[second], places[first]
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (outside, "not in its folder"),
-        (past_the_end, "bytes"),
-        (a_huge_tensor, "do not cover it"),
-        (overlapping, "do not cover it"),
+        (with_places(relative_path="../secret.distcp"), "not in its folder"),
+        (with_places(offset=1 << 40), "bytes"),
+        (with_norm(lambda stored: {"size": torch.Size([1 << 50])}), "do not cover it"),
+        (with_norm(lambda stored: {"chunks": stored.chunks * 2}), "do not cover it"),
         (swapped, "do not hold the part"),
-        (extended, "extensions"),
-        (without_places, "is not metadata of"),
+        (with_places(transform_descriptors=["zstd"]), "extensions"),
+        (lambda metadata: metadata.storage_data.clear(), "is not metadata of"),
     ],
-    ids=lambda value: getattr(value, "__name__", ""),
+    ids=lambda part: part if isinstance(part, str) else "",
 )
-def test_hostile_metadata_is_refused(change: Callable[[Any], None], message: str, tmp_path: Path) -> None:
-    contents, values = drawn(MODELS["llama"])
-    write("dcp", tmp_path / "state", contents, values)
-    path = tmp_path / "state" / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change(metadata)
-    path.write_bytes(pickle.dumps(metadata))
+def test_hostile_metadata_is_refused(change: Change, message: str, metadata: Path) -> None:
+    value = pickle.loads(metadata.read_bytes())
+    change(value)
+    metadata.write_bytes(pickle.dumps(value))
 
     def read_all() -> None:
-        source = opened("dcp", tmp_path / "state")
+        source = opened("dcp", metadata.parent)
         for tensor in source.contents.tensors:
             source.read(tensor)
 
     with pytest.raises(CheckpointError, match=message):
         read_all()
-    path.write_bytes(path.read_bytes()[:-100])
+
+
+def test_damaged_and_foreign_metadata_is_refused(metadata: Path) -> None:
+    metadata.write_bytes(metadata.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match=r"\.metadata is not read"):
-        opened("dcp", tmp_path / "state")
-    path.write_bytes(pickle.dumps(["something", "else"]))
+        opened("dcp", metadata.parent)
+    metadata.write_bytes(pickle.dumps(["something", "else"]))
     with pytest.raises(DamagedCheckpointError, match="is not metadata of"):
-        opened("dcp", tmp_path / "state")
+        opened("dcp", metadata.parent)
