@@ -1,4 +1,4 @@
-"""Schedule files with parameters (format 3): one file for any number of ranks and micro-batches.
+"""Schedule files with parameters (format 3): one file for any number of ranks and micro-batches, such as::
 
     megapipe schedule 3
     name my_1f1b
