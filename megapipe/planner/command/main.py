@@ -246,6 +246,7 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     problems = [
         f"{place} is {number:,.15g}; it must be {rule}"
         for name, more in COMMANDS[command].flags
+        if "nargs" not in more  # those are names of files
         for place, number, rule in outside(more.get("type"), given.flags[name.removeprefix("--")], name)
     ]
     if problems:

@@ -67,8 +67,8 @@ def test_wrong_input_exits_with_status_2():
         (["search", *LAYOUT, "--write_config=/proc/a.yaml"], "/proc/a.yaml cannot be written: "),
     ],
 )
-def test_wrong_values_are_refused_before_any_work(capsys, arguments, message):
-    (line,) = refusal(capsys, *arguments)
+def test_wrong_values_are_refused_before_any_work(arguments, message):
+    (line,) = refusal(*arguments)
     assert message in line
 
 
