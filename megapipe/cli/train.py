@@ -19,7 +19,7 @@ from jsonargparse import ArgumentParser
 
 from megapipe.config import ConfigError
 from megapipe.config.command_line import OneLineParser, natural, positive
-from megapipe.config.load import KINDS, Given, build_parser, kind_of, parse_given
+from megapipe.config.load import KINDS, Given, asks_for_help, build_parser, kind_of, parse_given
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.spec.model_folder import with_model_folders
@@ -203,7 +203,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
     before_training()
     parsed: Given[PretrainConfig] | ConfigError
     try:
-        parsed = parse_given(parser_of(kind), kind, arguments)
+        parsed = _given(kind, arguments)
     except ConfigError as error:
         if "WORLD_SIZE" not in os.environ:
             for problem in error.problems:
@@ -328,7 +328,7 @@ def main(arguments: Sequence[str]) -> int:
         return run_program(kind, rest)
     try:
         job = _job(flags)
-        _check_layout(parse_given(parser_of(kind), kind, rest), job.ranks * job.nodes)
+        _check_layout(_given(kind, rest), job.ranks * job.nodes)
     except ConfigError as error:
         for problem in error.problems:
             print(f"error: {problem}", file=sys.stderr)
@@ -372,9 +372,16 @@ def _job(flags: argparse.Namespace) -> Job:
     return job
 
 
-def parser_of(kind: type[PretrainConfig]) -> ArgumentParser:
-    """Return the parser of `megapipe train`, with examples and with the flags that `main` parses first."""
-    parser = build_parser(f"Pretrain a {kind.kind.upper()}.", kind)
+def _given(kind: type[PretrainConfig], arguments: Sequence[str]) -> Given[PretrainConfig]:
+    return parse_given(parser_of(kind, documented=asks_for_help(arguments)), kind, arguments)
+
+
+def parser_of(kind: type[PretrainConfig], *, documented: bool = True) -> ArgumentParser:
+    """Return the parser of `megapipe train`, with examples and with the flags that `main` parses first.
+
+    documented: with the help of every field.
+    """
+    parser = build_parser(f"Pretrain a {kind.kind.upper()}.", kind, documented=documented)
     parser.prog, parser.epilog = "megapipe train", EXAMPLES
     parser.usage = "%(prog)s [-n RANKS] --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
     parser.add_argument("--plan", type=str, help=PLAN_HELP)

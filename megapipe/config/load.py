@@ -153,10 +153,18 @@ def _misplaced(key: str, known: Sequence[str]) -> str | None:
     )
 
 
+def asks_for_help(arguments: Sequence[str]) -> bool:
+    """Whether the output for a command line includes the help of fields."""
+    return not {"-h", "--help", "--help-all", "--help_all"}.isdisjoint(arguments)
+
+
 def build_parser(
     description: str, kind: type[PretrainConfig] = PretrainConfig, *, documented: bool = True
 ) -> ArgumentParser:
-    """Return a parser with every field of a kind of run. documented: with the docstrings of fields as help."""
+    """Return a parser with every field of a kind of run.
+
+    documented: with the docstrings of fields as help, which takes three times as long.
+    """
     set_parsing_settings(docstring_parse_attribute_docstrings=documented)
     set_loader("yaml", decode_yaml, exceptions=(yaml.YAMLError,))
     parser = FieldParser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
@@ -215,7 +223,7 @@ def parse_as(kind: type[Config], arguments: Sequence[str]) -> Config:
 @cache
 def _plain_parser(kind: str) -> ArgumentParser:
     """Return the parser of a kind without flags of a program. Making one takes several times as long as parsing."""
-    return build_parser("", KINDS[kind])
+    return build_parser("", KINDS[kind], documented=False)
 
 
 @dataclass(frozen=True)

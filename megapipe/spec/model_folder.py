@@ -9,7 +9,6 @@ from typing import Any
 from megapipe.config import ConfigError
 from megapipe.config.load import underscored
 from megapipe.config.untrusted import read_json
-from megapipe.spec.family import FamilyError, family_of
 
 CONFIG = "config.json"
 
@@ -42,6 +41,8 @@ def _is_described(name: str) -> bool:
 
 def _flags(flag: str, path: Path) -> list[str]:
     """Return the flags for a folder's fields. flag: the one that named the folder, for messages."""
+    from megapipe.spec.family import FamilyError  # with numpy, which most command lines need not wait for
+
     file = path if path.name == CONFIG and path.is_file() else path / CONFIG
     config = read_json(file, ConfigError)
     try:
@@ -58,6 +59,8 @@ def model_fields(config: Any) -> dict[str, Any]:
 
     Raises FamilyError as `Family.model_fields` does.
     """
+    from megapipe.spec.family import FamilyError, family_of
+
     if not isinstance(config, dict):
         raise FamilyError("it does not contain a JSON object")
     family = family_of(config.get("model_type"))

@@ -15,7 +15,7 @@ from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, PositiveInt, Probability, Size, outside
 from megapipe.config.help_format import packaged_files
-from megapipe.config.load import Given, build_parser, kind_of, parse_given
+from megapipe.config.load import Given, asks_for_help, build_parser, kind_of, parse_given
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware
 from megapipe.planner.search.space import Objective
@@ -37,8 +37,6 @@ MEMORY_RESERVE = 0.05
 buffers (1 to 2 GB) and fragmentation."""
 NO_DATA = "DATA"
 """Placeholder for the data.prefix of a configuration that is written without one."""
-DOCUMENTED = frozenset({"-h", "--help", "--help-all", "--help_all"})
-"""Arguments whose output includes the help of fields."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +239,7 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     # `dry-run` and `compare` have files as positional arguments.
     files = [f"--config={word}" for word in arguments if word in known or os.path.isfile(word)]
     kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *files])
-    parser = _parser(command, kind, documented=not DOCUMENTED.isdisjoint(arguments))
+    parser = _parser(command, kind, documented=asks_for_help(arguments))
     given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
     problems = [
         f"{place} is {number:,.15g}; it must be {rule}"
@@ -255,7 +253,7 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:
-    """Return the parser of a command. documented: include the help of every field, which takes longer."""
+    """Return the parser of a command. documented: include the help of every field."""
     about = COMMANDS[command]
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"megapipe plan {command}"
