@@ -154,7 +154,7 @@ def _misplaced(key: str, known: Sequence[str]) -> str | None:
 
 
 def asks_for_help(arguments: Sequence[str]) -> bool:
-    """Whether the output for a command line includes the help of fields."""
+    """Return whether the output for a command line includes the help of fields."""
     return not {"-h", "--help", "--help-all", "--help_all"}.isdisjoint(arguments)
 
 

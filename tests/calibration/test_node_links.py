@@ -64,7 +64,7 @@ def by_a_clock_of_messages(mesh: Mesh, sizes: tuple[int, ...]) -> NodeLinks:
 
 @pytest.mark.slow
 def test_a_slow_node_is_seen_in_what_it_sends() -> None:
-    """Three nodes sit out a round each. The answer's way, half the time of a message and its answer, is no part."""
+    """Each of three nodes is idle in one round. The answer's own time, half of one message's, is subtracted."""
     measured = on_ranks(3, "cpu", by_a_clock_of_messages, (1, 1, 1))
     assert measured[0] == measured[1] == measured[2]
     (links,) = set(measured)
