@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from megapipe.config import ConfigError
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.parallel import MeshShape, ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
@@ -66,7 +65,7 @@ def samples_for(config: PretrainConfig) -> Samples:
     Raises:
         ConfigError: a BERT run without data. DataError: shards that cannot be used.
     """
-    if not isinstance(config, BertPretrainConfig):
+    if config.kind == "gpt":
         return RandomSamples(config.data.sequence_length, config.model.vocabulary_size)
     if not any(config.data.prefixes):
         raise ConfigError(

@@ -18,6 +18,7 @@ class BertModelConfig(ModelConfig):
     """Shape of the model, a bidirectional encoder with a masked-token head and an optional sentence-pair head."""
 
     kind: ClassVar[str] = "bert"
+    is_causal: ClassVar[bool] = False
     vocabulary_size: TokenCount = 30522
     """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
     max_positions: TokenCount = 512
@@ -57,6 +58,10 @@ class BertModelConfig(ModelConfig):
         return replace(self, hidden_size=self.embedding_size, embedding_size=None)
 
     @property
+    def shares_blocks(self) -> bool:
+        return self.shared_blocks
+
+    @property
     def usual_transform_activation(self) -> str:
         """The value that null means for `transform_activation`."""
         return "gelu_tanh" if self.activation == "gelu_tanh" else "gelu"
@@ -86,6 +91,10 @@ class BertModelConfig(ModelConfig):
                     f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
                     f"{'null' if neutral is None else neutral}"
                 )
+        if self.mtp_layers:
+            found.append(
+                f"model.mtp_layers is {self.mtp_layers}; only a GPT predicts further tokens: set model.mtp_layers to 0"
+            )
         if self.kv_latent_size is not None:
             found.append(
                 f"model.kv_latent_size is {self.kv_latent_size}; only a GPT has multi-latent attention: set it to null"
@@ -165,6 +174,15 @@ class BertPretrainConfig(PretrainConfig):
 
     model: BertModelConfig = field(default_factory=BertModelConfig)
     data: BertDataConfig = field(default_factory=BertDataConfig)
+
+    @property
+    def predictions(self) -> int:
+        return self.data.max_predictions
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        pairs = {"order": ("sop",), "next": ("nsp",), "none": ()}
+        return ("mlm", *pairs[self.data.pairs])
 
     def problems(self) -> list[str]:
         found = super().problems()

@@ -114,6 +114,8 @@ class ModelConfig:
 
     kind: ClassVar[str] = "gpt"
     """Kind of model, as in --kind."""
+    is_causal: ClassVar[bool] = True
+    """Whether a token attends only to itself and the tokens before it."""
     vocabulary_size: TokenCount = 50257
     """Number of token ids; at least the tokenizer's. Padding for tensor parallelism is added automatically."""
     num_layers: Size = 12
@@ -313,6 +315,11 @@ class ModelConfig:
     def of_embedding(self) -> Self:
         """A model that is as wide as the embeddings of this one."""
         return self
+
+    @property
+    def shares_blocks(self) -> bool:
+        """Whether all blocks have the same weights."""
+        return False
 
     @property
     def kv_heads(self) -> int:
@@ -639,17 +646,12 @@ class ModelConfig:
             "embedding_norm": (None, False),
             "embedding_dropout": (0.0,),
         }
-        found = [
+        return [
             f"model.{name} is {getattr(self, name)!r} with model.mtp_layers {self.mtp_layers}, whose embeddings are "
             f"those of words alone: set model.{name} to {values[0]!r}, or model.mtp_layers to 0"
             for name, values in supported.items()
             if getattr(self, name) not in values
         ]
-        if self.kind != "gpt":
-            found.append(
-                f"model.mtp_layers is {self.mtp_layers}; only a GPT predicts further tokens: set model.mtp_layers to 0"
-            )
-        return found
 
     def _path_problems(self) -> list[str]:
         found = self._mtp_problems() + self._activation_problems()

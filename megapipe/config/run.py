@@ -387,6 +387,16 @@ class PretrainConfig:
     init_from: str = ""
     """Folder with initial weights: a megapipe checkpoint, or a Hugging Face folder of the same model family."""
 
+    @property
+    def predictions(self) -> int | None:
+        """Maximum number of tokens of a sample that the model's head predicts; None for all."""
+        return None
+
+    @property
+    def loss_terms(self) -> tuple[str, ...]:
+        """Names of the terms of the loss."""
+        return ("lm", "mtp") if self.model.mtp_layers else ("lm",)
+
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break, except those of the model alone.
 

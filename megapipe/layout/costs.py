@@ -11,11 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import cast
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.stages import loss_terms_of
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.spec.attention import why_a_mask
 from megapipe.spec.layers import layer_ops
@@ -101,15 +99,9 @@ class LayoutCosts:
         return self.config.data.sequence_length // self.context
 
     @property
-    def predictions(self) -> int | None:
-        """Maximum number of masked tokens per sample that a BERT's head predicts; None for a GPT, which predicts all
-        tokens."""
-        return self.config.data.max_predictions if isinstance(self.config, BertPretrainConfig) else None
-
-    @property
     def loss_terms(self) -> int:
         """Numbers that the loss consists of."""
-        return len(loss_terms_of(self.config))
+        return len(self.config.loss_terms)
 
     @cached_property
     def tied(self) -> tuple[TiedNames, ...]:
@@ -180,7 +172,7 @@ class LayoutCosts:
             context=self.context,
             context_attention=parallel.context_attention,
             recompute=frozenset(recompute.parts if recompute.method == "selective" else ()),
-            predictions=self.predictions,
+            predictions=self.config.predictions,
             recompute_logits=recompute.logits,
             isolate_documents=isolates,
             document_blocks=blocks,

@@ -5,7 +5,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import cast
 
-from megapipe.config.bert import BertModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.schedules import Schedule, ScheduleError, check_microbatches, rank_costs, simulate
@@ -175,7 +174,7 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
                 f"model.{field}, but the tied weight is on the first and the last rank, which this schedule "
                 f"updates at different times; set model.{otherwise}, or use 2bw"
             )
-    if isinstance(config.model, BertModelConfig) and config.model.shared_blocks and config.parallel.pipeline > 1:
+    if config.model.shares_blocks and config.parallel.pipeline > 1:
         problems.append(
             "model.shared_blocks is true, but each rank has a copy of the shared weights, which this schedule updates "
             "at different times; set model.shared_blocks false, or use 2bw"
@@ -211,7 +210,7 @@ def _vocabulary_problems(config: PretrainConfig, num_microbatches: int) -> list[
         for wrong, what, remedy in (
             (parallel.pipeline == 1, "parallel.pipeline is 1", "use more pipeline ranks"),
             (
-                isinstance(config.model, BertModelConfig),
+                not config.model.is_causal,
                 "only a GPT's vocabulary can be shared by pipeline ranks",
                 "train a GPT",
             ),

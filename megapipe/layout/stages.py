@@ -8,7 +8,6 @@ from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import num_slices, num_stages, splits_backwards
@@ -37,10 +36,6 @@ def cached_method(method: Method) -> Method:
     return cast(Method, cached_property(lambda instance: cache(partial(method, instance))))
 
 
-PAIR_TERMS = {"order": "sop", "next": "nsp"}
-"""Kind of sentence pairs -> name of the term of the loss."""
-
-
 @dataclass(frozen=True)
 class StageLayout:
     """The layers of each stage of a model.
@@ -62,7 +57,7 @@ class StageLayout:
             num_stages(config),
             config.data.sequence_length,
             config.parallel.layers_per_stage,
-            predictions_of(config),
+            config.predictions,
             config.recompute.logits,
         )
         return layout.sharded(stage_layers(config), config.parallel.pipeline) if sharded else layout
@@ -105,18 +100,6 @@ def num_parameters(config: PretrainConfig) -> int:
     """Return the parameters of a run's model; a tied weight counts once."""
     specs = {spec.name: spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values()}
     return sum(specs.values())
-
-
-def predictions_of(config: PretrainConfig) -> int | None:
-    """Return the tokens of a sample that the head predicts, None for all."""
-    return config.data.max_predictions if isinstance(config, BertPretrainConfig) else None
-
-
-def loss_terms_of(config: PretrainConfig) -> tuple[str, ...]:
-    """Return the names of the terms of the loss."""
-    if isinstance(config, BertPretrainConfig):
-        return ("mlm", PAIR_TERMS[config.data.pairs]) if config.data.pairs != "none" else ("mlm",)
-    return ("lm", "mtp") if config.model.mtp_layers else ("lm",)
 
 
 def lay_out(
@@ -217,7 +200,7 @@ def slice_problems(config: PretrainConfig) -> list[str]:
     unit = TILE * config.parallel.tensor
     even = unit * count if config.schedule.slice_split == "uniform" else unit
     refused = [
-        (isinstance(config, BertPretrainConfig), "a BERT's attention is not causal", "train a GPT"),
+        (not model.is_causal, "a BERT's attention is not causal", "train a GPT"),
         (config.parallel.context > 1, f"parallel.context {config.parallel.context} shards them", "set it to 1"),
         (any(each.kv_latent_size is not None for each in kinds), "model.kv_latent_size is set", "leave it out"),
         (any(each.num_experts is not None for each in kinds), "model.num_experts is set", "leave it out"),

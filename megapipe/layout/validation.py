@@ -4,7 +4,6 @@ config/ checks each field; this module checks the rules of layout, batch and sch
 and optimizers.
 """
 
-from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size, num_microbatches, ramp_problems
 from megapipe.layout.scheduling import schedule_problems
@@ -56,7 +55,7 @@ def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
 
 def token_order(config: PretrainConfig) -> TokenOrder:
     """Return how context ranks shard the tokens of a sample. A BERT's attention is not causal."""
-    return order_of(config.parallel.context_attention, causal=not isinstance(config, BertPretrainConfig))
+    return order_of(config.parallel.context_attention, causal=config.model.is_causal)
 
 
 def context_problems(config: PretrainConfig) -> list[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.registry import Registry
-from megapipe.layout.stages import layers_of, loss_terms_of, predictions_of
+from megapipe.layout.stages import layers_of
 from megapipe.models import bert, gpt
 from megapipe.parallel.groups import Group
 from megapipe.spec.parameters import LayerSpec
@@ -47,8 +47,8 @@ def family_of(config: PretrainConfig) -> ModelFamily:
         encoder = config.model
         return ModelFamily(
             layers_of(config),
-            loss_terms_of(config),
-            predictions_of(config),
+            config.loss_terms,
+            config.predictions,
             lambda spec, group, alignment, kernels: bert.build_layer(
                 spec, encoder, group, alignment, kernels, recompute
             ),
@@ -56,7 +56,7 @@ def family_of(config: PretrainConfig) -> ModelFamily:
     decoder = config.model
     return ModelFamily(
         layers_of(config),
-        loss_terms_of(config),
+        config.loss_terms,
         None,
         lambda spec, group, alignment, kernels: gpt.build_layer(spec, decoder, group, alignment, kernels, recompute),
     )

@@ -382,7 +382,7 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
             moved = 2 * weights * shape.width
             yield from passes("attention dropout", moved, moved, again=again, mask=weights)
         return
-    causal = not isinstance(model, BertModelConfig) and keys == shape.sequence_length // shape.num_chunks
+    causal = model.is_causal and keys == shape.sequence_length // shape.num_chunks
     share = CAUSAL_SHARE if causal else 1.0
     if causal and shape.slices:  # all keys of earlier slices, and half of its own
         places = shape.slices[shape.slice]
@@ -448,7 +448,7 @@ def _seen_keys(shape: MicrobatchShape) -> int:
     window, length = shape.model.attention_reach.tokens, shape.sequence_length
     if window is None:
         return length
-    return min(2 * window - 1 if isinstance(shape.model, BertModelConfig) else window, length)
+    return min(window if shape.model.is_causal else 2 * window - 1, length)
 
 
 LEAST_HEAD_DIM = 16

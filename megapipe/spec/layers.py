@@ -25,7 +25,7 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     ops = {name: tuple(block_ops(MicrobatchShape(each))) for name, each in model.kinds_of_layers.items()}
     kinds = map(model.kind_of_layer, range(model.num_layers))
     blocks = [_layer(f"blocks.{index}", "block", index, ops[kind], kind) for index, kind in enumerate(kinds)]
-    if isinstance(model, BertModelConfig) and model.shared_blocks:
+    if model.shares_blocks:
         shared = {path: replace(spec, one_accumulator=True) for path, spec in blocks[0].parameters.items()}
         blocks = [replace(block, parameters=shared) for block in blocks]
     variant = model.kind_of_head

@@ -16,7 +16,7 @@ from megapipe.layout.hardware.description import Hardware, HostLink, hardware_de
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import num_stages, schedule_options, stage_ranks
-from megapipe.layout.stages import Keyed, StageLayout, predictions_of, unplanned
+from megapipe.layout.stages import Keyed, StageLayout, unplanned
 from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
 from megapipe.schedules.actions import Ints
@@ -122,7 +122,7 @@ class RunLayout:
     def flops(self) -> tuple[Flops, ...]:
         """Return the FLOPs of a micro-batch in one layer of each kind."""
         config = self.config
-        sizes = config.batch.micro_size, config.data.sequence_length, predictions_of(config), config.recompute.logits
+        sizes = config.batch.micro_size, config.data.sequence_length, config.predictions, config.recompute.logits
         # The cached value keeps the layers alive, so that no other object gets the same id.
         return _flops(Keyed((tuple(map(id, self.layers)), sizes), (config.model, self.layers)))
 
@@ -204,7 +204,7 @@ def _shape_of(config: PretrainConfig) -> _Shape:
         config.data.sequence_length,
         None if by_hand is None else tuple(by_hand),
         (config.parallel.vocabulary, config.parallel.pipeline),
-        predictions_of(config),
+        config.predictions,
         config.recompute.logits,
         (config.training.fp8, config.training.fp8_first_kept, config.training.fp8_last_kept),
         repr(config.parallel.layers),

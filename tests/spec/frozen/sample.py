@@ -60,7 +60,7 @@ def values(case: Case) -> tuple[list[list[int]], list[list[int]]]:
             layer,
             case.config.batch.micro_size,
             SEQUENCE,
-            costs.predictions,
+            costs.config.predictions,
             case.config.recompute.logits,
         )
         partial = costs.partial_reduction(layer, Unit(tuple(layer.parameters.values()))).get("tensor", [])
