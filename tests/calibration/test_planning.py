@@ -55,7 +55,7 @@ def test_a_node_has_as_many_devices_as_ranks() -> None:
     assert [node.devices_per_node for node in hardware.nodes(6)] == [3, 3]
 
 
-def test_the_plan_is_valid_and_the_same_each_time_and_what_is_given_stays() -> None:
+def test_the_plan_is_valid_and_repeats_and_keeps_flags() -> None:
     asked = given("--parallel.pipeline=2", "--batch.micro_size=2", "--zero.stage=1")
     config, message = planned(asked, "auto", {"LOCAL_WORLD_SIZE": "4"}, 4)
     assert message.startswith("plan for 4 x core: ")

@@ -55,7 +55,7 @@ def wait_for_the_dead(rank: int, kind: LinkKind) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("kind", PROCESS_KINDS)
-def test_dead_peer_is_named_at_once_and_leaves_no_shared_memory(kind: LinkKind) -> None:
+def test_a_dead_peer_is_named_and_leaves_no_memory(kind: LinkKind) -> None:
     before = shared_memory_files()
     message, seconds = run_ranks(2, wait_for_the_dead, kind, may_die=[1])[0]
     assert not shared_memory_files() - before

@@ -173,7 +173,7 @@ def test_the_page_of_a_search_fits_a_narrow_window(tmp_path):
     assert "3B tokens: " in notes
 
 
-def test_the_page_has_tooltips_and_fits_its_window_light_and_dark(tmp_path):
+def test_the_page_has_tooltips_and_fits_its_window(tmp_path):
     path = tmp_path / "report.html"
     output("predict", *LAYOUT, "--html", str(path))
     with open_page(path, 1280, 900) as page:

@@ -84,7 +84,7 @@ def test_too_few_rows_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_presets_predict_the_rows_that_they_were_fitted_to_and_others(name: str) -> None:
+def test_presets_predict_fitted_and_other_rows(name: str) -> None:
     """The goal: on average within 4%, each within 8%. Every row is assumed to be interleaved if it has a pipeline,
     with the sizes of the table, and it fits the memory of its machine."""
     table = TABLES[name]
