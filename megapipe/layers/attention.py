@@ -42,7 +42,7 @@ from megapipe.layers.linear import (
     within,
 )
 from megapipe.layers.norms import Norm, ProjectionNorm
-from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_in_backward
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_product
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
@@ -420,19 +420,18 @@ class Attention(nn.Module):
         batch, length, groups, heads, width = query.shape
         rows = query.permute(0, 2, 3, 1, 4).reshape(batch * groups, heads * length, width)
         key, value = (part.permute(0, 2, 3, 1, 4).reshape(batch * groups, length, -1) for part in (key, value))
-        mix = partial(self._mixed, context=context)
-        mixed = rerun_in_backward(mix, rows, key, value) if self.recompute else mix(rows, key, value)
+        make = partial(self._dropped_weights, context=context)
+        mixed = rerun_product(make, value, rows, key) if self.recompute else torch.bmm(make(rows, key), value)
         return mixed.view(batch, groups, heads, length, -1).permute(0, 3, 1, 2, 4)
 
-    def _mixed(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return attention outputs [n, rows, d'] for query [n, rows, d], key [n, s, d] and value [n, s, d']; n = b x
-        kv groups."""
+    def _dropped_weights(self, query: Tensor, key: Tensor, context: MicrobatchContext) -> Tensor:
+        """Return attention weights [n, rows, s] after dropout, for query [n, rows, d] and key [n, s, d]; n = b x kv
+        groups."""
         weights = self._weights(query, key, context)
-        if self.dropout.active(context):
-            length = key.shape[1]
-            by_head = weights.view(-1, self.num_heads, length, length)
-            weights = self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
-        return torch.bmm(weights, value)
+        if not self.dropout.active(context):
+            return weights
+        by_head = weights.view(-1, self.num_heads, key.shape[1], key.shape[1])
+        return self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
 
 
 def widened(value: Tensor, query: Tensor) -> Tensor:

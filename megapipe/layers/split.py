@@ -285,25 +285,29 @@ def saved_input(ctx: Any, saved: Sequence[Tensor]) -> Tensor:
     return saved[0] if ctx.make is None else Rerun(ctx.make, tuple(saved))()
 
 
-class _RerunFunction(torch.autograd.Function):
+class _RerunProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        ctx.function = function
-        return function(*tensors)
+    def forward(ctx: Any, make: Callable[..., Tensor], value: Tensor, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(value, *tensors)
+        ctx.make = make
+        return torch.bmm(make(*tensors), value)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        leaves = tuple(tensor.detach().requires_grad_() for tensor in ctx.saved_tensors)
+        value, *tensors = ctx.saved_tensors
+        leaves = tuple(tensor.detach().requires_grad_() for tensor in tensors)
         with torch.enable_grad():
-            output = ctx.function(*leaves)
-        return None, *torch.autograd.grad(output, leaves, gradient)
+            weights = ctx.make(*leaves)
+        of_weights = torch.bmm(gradient, value.transpose(1, 2))
+        of_value = torch.bmm(weights.detach().transpose(1, 2), gradient)
+        return None, of_value, *torch.autograd.grad(weights, leaves, of_weights)
 
 
-def rerun_in_backward(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """Call `function` on tensors that all require grad, and save only these: the backward reruns it.
+def rerun_product(make: Callable[..., Tensor], value: Tensor, *tensors: Tensor) -> Tensor:
+    """Return the batched product of `make(*tensors)` and `value`, and save only these tensors, which all require grad.
+    The backward makes the first factor again, but not the product.
 
-    function: has no parameters, and returns the same bits every time.
+    make: has no parameters, and returns the same bits every time.
     """
-    output: Tensor = _RerunFunction.apply(function, *tensors)
+    output: Tensor = _RerunProduct.apply(make, value, *tensors)
     return output

@@ -153,9 +153,9 @@ def gate_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
 
 
 def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
-    """Return the moments of attention without a fused kernel: the weights and mixed values if recomputed, and the
-    weights' gradients before and after the softmax. Its backward follows that of the MLP, which has freed its saved
-    tensors."""
+    """Return the moments of attention without a fused kernel: the weights and the gradient of the values if weights
+    are recomputed, and the gradients of the weights before and after the softmax. Its backward follows that of the
+    MLP, which has freed its saved tensors."""
     if shape.attention != "unfused":
         return ()
     rows = shape.tokens * shape.model.num_heads // shape.tensor

@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 from itertools import combinations, product
+from math import prod
 from typing import Any
 
 import pytest
@@ -14,8 +15,8 @@ from megapipe.config.model import ModelConfig
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.layers import layer_flops, model_layers, tensor_problems
-from megapipe.spec.ops import ContextAttention
+from megapipe.spec.layers import layer_flops, layer_ops, model_layers, tensor_problems
+from megapipe.spec.ops import ContextAttention, MicrobatchShape
 from tests.spec.counting import DTYPES, PREDICTIONS, SEQUENCE, Subject
 from tests.spec.sizes import predicted_bytes, sent_bytes
 from tests.support.meshes import run_threads
@@ -217,6 +218,20 @@ def test_counted_flops_are_declared_ones(name: str) -> None:
         again = 2 * 3 * SEQUENCE**2 * model.num_heads * model.head_dim * in_pieces
         assert sum(counted_flops) == declared.executed + again, layer.kind
         assert counted_flops[0] == declared.forward or (recompute_logits and name in GPT)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_counted_products_of_recomputed_parts_are_declared_ones(name: str) -> None:
+    model = replace(model_of(name, "unfused"), sliding_window=None)
+    block = model_layers(model)[1]
+    without = sum(Subject(model, block).flops())
+    for part in PARTS:
+        shape = MicrobatchShape(model, 3, SEQUENCE, "fp32", "unfused", recompute=frozenset({part}))
+        kernels = [
+            kernel for op in layer_ops("block", shape) for kernel in op.kernels() if kernel.phase == "recompute"
+        ]
+        declared = sum(2 * prod(each.product) * each.compute * each.times for each in kernels if each.product)
+        assert sum(Subject(model, block, recompute=[part]).flops()) - without == declared, part
 
 
 def traffic(mesh: Mesh, model: ModelConfig, kind: ContextAttention, precision: str) -> tuple[int, int]:
