@@ -51,9 +51,7 @@ def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
     if shape.recompute_logits:
         logits = min(rows, chunk_rows(columns, shape.width)) * columns * shape.width
         whole = hidden + elements * (FULL_BYTES + shape.width) + logits
-    elif shape.width == FULL_BYTES:
-        whole = 2 * hidden + _gradient(shape, elements)  # rows are scaled before the product
-    else:
+    else:  # rows are scaled before the product
         whole = hidden + max(hidden + elements * shape.width, _gradient(shape, elements))
     return (
         Moment("backward", whole),
