@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,27 +37,35 @@ KIND, STAGE, UNIT, MICROBATCH, VERSION, SLOT, GROUP = range(len(COLUMNS))
 
 
 class Kind(IntEnum):
-    """The kind of an action. Communication kinds mark the start; the action that needs the result waits for it."""
+    """The kind of an action, with its word in texts. Communication kinds mark the start; the action that needs the
+    result waits for it."""
 
-    FORWARD = 0
-    BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-    RECOMPUTE = 4
-    SEND_ACTIVATION = 5
-    RECV_ACTIVATION = 6
-    SEND_GRADIENT = 7
-    RECV_GRADIENT = 8
-    GATHER_WEIGHTS = 9
-    RELEASE_WEIGHTS = 10
-    REDUCE_GRADIENTS = 11
-    REDUCE_TIED = 12
-    REDUCE_COUNTS = 13
-    REDUCE_SCALARS = 14
-    OFFLOAD = 15
-    RELOAD = 16
-    UPDATE = 17
-    SNAPSHOT = 18
+    letters: str
+
+    def __new__(cls, number: int, letters: str = "") -> Self:
+        kind = int.__new__(cls, number)
+        kind._value_, kind.letters = number, letters
+        return kind
+
+    FORWARD = 0, "F"
+    BACKWARD = 1, "B"
+    BACKWARD_INPUT = 2, "BI"
+    BACKWARD_WEIGHT = 3, "BW"
+    RECOMPUTE = 4, "R"
+    SEND_ACTIVATION = 5, "SA"
+    RECV_ACTIVATION = 6, "RA"
+    SEND_GRADIENT = 7, "SG"
+    RECV_GRADIENT = 8, "RG"
+    GATHER_WEIGHTS = 9, "GW"
+    RELEASE_WEIGHTS = 10, "LW"
+    REDUCE_GRADIENTS = 11, "DG"
+    REDUCE_TIED = 12, "DT"
+    REDUCE_COUNTS = 13, "DC"
+    REDUCE_SCALARS = 14, "DS"
+    OFFLOAD = 15, "OF"
+    RELOAD = 16, "RE"
+    UPDATE = 17, "U"
+    SNAPSHOT = 18, "SS"
 
 
 COMPUTE_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
@@ -129,7 +137,7 @@ LETTERS: Final[dict[Kind, str]] = {
     Kind.UPDATE: "U",
     Kind.SNAPSHOT: "SS",
 }
-_KINDS: Final = {letters: kind for kind, letters in LETTERS.items()}
+_KINDS: Final = {kind.letters: kind for kind in Kind}
 _MARKS: Final = ("", "/", ".", ":", "@", "^")
 _WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?", re.ASCII)
 _LARGEST: Final = 2**31 - 1
@@ -138,7 +146,7 @@ _LARGEST: Final = 2**31 - 1
 def write_action(action: Action, slices: int = 1) -> str:
     """Return the word for an action. slices: number of slices of each micro-batch, as in `Header.slices`."""
     fields = zip(_MARKS, _fields(action, slices)[:-1], strict=True)
-    return LETTERS[Kind(action.kind)] + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
+    return Kind(action.kind).letters + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
 
 
 def _fields(action: Action, slices: int) -> tuple[int, ...]:

@@ -32,6 +32,11 @@ from megapipe.schedules.errors import ScheduleError, excerpt
 from megapipe.schedules.schedule import Header, Origin, Schedule, SectionName
 
 
+def _column(number: int) -> cached_property[Rows]:
+    """Return a property of `Table`: a column of its rows, contiguous in memory."""
+    return cached_property(lambda table: np.ascontiguousarray(table.rows[:, number]))
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of all ranks, rank by rank in program order, micro-batches and versions absolute.
@@ -89,40 +94,20 @@ class Table:
         section = int(self.section[row])
         return "prologue" if section == 0 else "epilogue" if section == self.num_sections - 1 else "body"
 
-    @cached_property
-    def kind(self) -> Rows:
-        """Kind of each row's action, as `Kind`."""
-        return np.ascontiguousarray(self.rows[:, KIND])
-
-    @cached_property
-    def stage(self) -> Rows:
-        """Stage of each row."""
-        return np.ascontiguousarray(self.rows[:, STAGE])
-
-    @cached_property
-    def unit(self) -> Rows:
-        """Unit of each row within its stage; -1 for the whole stage."""
-        return np.ascontiguousarray(self.rows[:, UNIT])
-
-    @cached_property
-    def microbatch(self) -> Rows:
-        """Micro-batch of each row, counted from the first step; -1 for none."""
-        return np.ascontiguousarray(self.rows[:, MICROBATCH])
-
-    @cached_property
-    def version(self) -> Rows:
-        """Weight version that each row reads or writes; -1 for none."""
-        return np.ascontiguousarray(self.rows[:, VERSION])
-
-    @cached_property
-    def slot(self) -> Rows:
-        """Buffer slot of each row's message; -1 for none."""
-        return np.ascontiguousarray(self.rows[:, SLOT])
-
-    @cached_property
-    def group(self) -> Rows:
-        """Group of each row; rows of one group are one action, -1 for a row that is an action by itself."""
-        return np.ascontiguousarray(self.rows[:, GROUP])
+    kind = _column(KIND)
+    """Kind of each row's action, as `Kind`."""
+    stage = _column(STAGE)
+    """Stage of each row."""
+    unit = _column(UNIT)
+    """Unit of each row within its stage; -1 for the whole stage."""
+    microbatch = _column(MICROBATCH)
+    """Micro-batch of each row, counted from the first step; -1 for none."""
+    version = _column(VERSION)
+    """Weight version that each row reads or writes; -1 for none."""
+    slot = _column(SLOT)
+    """Buffer slot of each row's message; -1 for none."""
+    group = _column(GROUP)
+    """Group of each row; rows of one group are one action, -1 for a row that is an action by itself."""
 
     @cached_property
     def action_first(self) -> Ints:
