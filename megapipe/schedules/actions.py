@@ -71,6 +71,15 @@ class Kind(IntEnum):
 COMPUTE_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 """The kinds that a generator may write; lowering adds the rest."""
 
+BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The kinds that make the gradient of a stage's input."""
+
+GRADIENT_KINDS: Final = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+"""The kinds of backward compute."""
+
+ADDING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""The kinds that add to a layer's gradients."""
+
 COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
 """The kinds that compute with a model's layers."""
 
@@ -184,9 +193,6 @@ def describe(action: Action, slices: int = 1) -> str:
     names = ("stage", "unit", "micro-batch", "slice", "version", "slot", "group")
     fields = (f"{name} {value}" for name, value in zip(names, _fields(action, slices), strict=True) if value >= 0)
     return " ".join([Kind(action.kind).name, ", ".join(fields)]).strip()
-
-
-BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def pairs_of(actions: Sequence[Action]) -> list[int]:

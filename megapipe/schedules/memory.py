@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import Ints, Kind, Mask, Rows, rows_of
+from megapipe.schedules.actions import BACKWARDS, Ints, Kind, Mask, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Header, Schedule, Sections
 from megapipe.schedules.table import Table
@@ -46,8 +46,7 @@ def activations_made(table: Table) -> Mask:
     """Mark rows after which the activations of a backward are kept: forwards or their recomputation, and reloads."""
     again = table.rows_with(Kind.RECOMPUTE)
     forwards = table.rows_with(Kind.FORWARD)
-    most = max(table.header.units_per_stage) + 1
-    place = table.key * most + table.unit
+    place = unit_places(table)
     made = table.is_kind(Kind.RECOMPUTE)
     made[forwards] = ~np.isin(place[forwards], place[again])
     made[activations_moved(table, Kind.RELOAD)] = True
@@ -56,7 +55,7 @@ def activations_made(table: Table) -> Mask:
 
 def activations_gone(table: Table) -> Mask:
     """Mark rows after which activations are no longer kept: backwards or their input halves, and offloads."""
-    gone = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    gone = table.is_kind(*BACKWARDS)
     gone[activations_moved(table, Kind.OFFLOAD)] = True
     return gone
 
@@ -114,7 +113,11 @@ class Offload:
             )
         if self.units and len(self.units) != len(header.stages):
             raise ScheduleError(f"offload has units for {len(self.units)} stages, but there are {len(header.stages)}")
-        self._check_weights(header)
+        if header.host_weights.any() and header.mode == "train" and not self.optimizer:
+            raise ScheduleError(
+                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
+                "offload both"
+            )
         for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
             if len(set(own)) < len(own) or not set(own) <= set(range(count)):
                 raise ScheduleError(
@@ -126,13 +129,6 @@ class Offload:
                 raise ScheduleError(
                     f"stage {stage}: units {twice} are both recomputed and offloaded; choose one of the two"
                 )
-
-    def _check_weights(self, header: Header) -> None:
-        if header.host_weights.any() and header.mode == "train" and not self.optimizer:
-            raise ScheduleError(
-                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
-                "offload both"
-            )
 
 
 NOTHING: Final = Offload()
@@ -196,12 +192,12 @@ def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
     return _joined(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
 
 
-def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:
+def reload_needs(table: Table) -> tuple[Ints, Ints]:
     """Return backwards and updates, and the reloads of their activations or state: (rows, rows that they need)."""
     if len(table.rows_with(Kind.RELOAD)) == 0:
         return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
     rows, needed = zip(
-        _joined(table.rows_with(*backwards), activations_moved(table, Kind.RELOAD), unit_places(table)),
+        _joined(table.rows_with(*BACKWARDS), activations_moved(table, Kind.RELOAD), unit_places(table)),
         _joined(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
         strict=True,
     )

@@ -12,6 +12,7 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import (
+    ADDING,
     GROUP,
     KIND,
     MICROBATCH,
@@ -145,6 +146,13 @@ class Table:
         """First row of each rank, and the number of rows; shape [ranks + 1]."""
         return np.searchsorted(self.rank, np.arange(self.header.num_ranks + 1))
 
+    @cached_property
+    def last_added(self) -> Ints:
+        """The last row that adds to each stage's gradients in each update, -1 where none; shape [stages, updates]."""
+        rows = self.rows_with(*ADDING)
+        keys = self.stage[rows] * self.num_updates + self.update[rows]
+        return last_row_per(keys, rows, self.num_stages * self.num_updates).reshape(-1, self.num_updates)
+
     @property
     def num_stages(self) -> int:
         return len(self.header.stages)
@@ -246,6 +254,13 @@ def refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:
     """Raise at the first of some rows that is marked as wrong."""
     if wrong.any():
         raise failure(table, int(rows[np.argmax(wrong)]), problem)
+
+
+def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") -> None:
+    """Raise at the second of two rows that have the same place. places: of each of the rows."""
+    order = np.argsort(places, kind="stable")
+    again = np.append(False, places[order][1:] == places[order][:-1])
+    refuse(table, rows[order], again, f"it appears a second time{remedy}")
 
 
 def missing(table: Table, rank: int, action: Action) -> ScheduleError:

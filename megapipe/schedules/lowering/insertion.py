@@ -12,6 +12,8 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import (
+    ADDING,
+    BACKWARDS,
     COLUMNS,
     COMPUTE_KINDS,
     KIND,
@@ -26,7 +28,7 @@ from megapipe.schedules.actions import (
     rows_of,
 )
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import ADDING, last_additions, num_places, of_states, residences
+from megapipe.schedules.gathers import last_additions, num_places, of_states, residences
 from megapipe.schedules.memory import Offload, unit_places
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
@@ -162,7 +164,7 @@ def add_recompute(table: Table, spans: Spans) -> Insertion:
     for stage, own in enumerate(spans):
         for span in own:
             first[stage, span.stop - 1] = span.start
-    backwards = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    backwards = table.rows_with(*BACKWARDS)
     start = first[table.stage[backwards], table.unit[backwards]]
     backwards, start = backwards[start >= 0], start[start >= 0]
     length = table.unit[backwards] - start + 1
@@ -187,8 +189,7 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     """
     compute = table.rows_with(*COMPUTE_KINDS)
     section = (table.rank * table.num_sections + table.section)[compute]
-    forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in (
-        (Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)))  # fmt: skip
+    forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in ((Kind.FORWARD,), BACKWARDS))
     # Copies around a row of a group go around the whole group.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
     ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
@@ -308,14 +309,6 @@ def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
     return rows[order], anchor[order]
 
 
-def _last_gradient_rows(table: Table) -> Ints:
-    """The last row that adds to each stage's gradient in each update, shape [stages, updates]."""
-    adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    keys = table.stage[adding] * table.num_updates + table.update[adding]
-    shape = table.num_stages, table.num_updates
-    return last_row_per(keys, adding, shape[0] * shape[1]).reshape(shape)
-
-
 def _tied(table: Table) -> Insertion:
     """Return one reduction per tied group and rank, after the last backward of every use there.
 
@@ -324,7 +317,7 @@ def _tied(table: Table) -> Insertion:
     hardware queue everything launched after it would wait, too.
     """
     header = table.header
-    last = _last_gradient_rows(table)
+    last = table.last_added
     updates = np.arange(last.shape[1])
     latest = np.full((header.num_ranks, last.shape[1]), -1, dtype=np.int64)
     rows, anchors = [], []
@@ -344,17 +337,17 @@ def _tied(table: Table) -> Insertion:
     return Insertion(np.concatenate(rows), anchor, InsertionOrder.REDUCE_TIED, table.section[anchor])
 
 
-def _last_rows_by_rank(table: Table, last: Ints) -> Ints:
-    """From the last rows per stage to the last rows per rank, shape [ranks, updates]."""
-    by_rank = np.full((table.header.num_ranks, last.shape[1]), -1, dtype=np.int64)
-    np.maximum.at(by_rank, table.header.stage_ranks, last)
+def _last_by_rank(table: Table) -> Ints:
+    """Return the last row that adds to a gradient on each rank in each update, shape [ranks, updates]."""
+    by_rank = np.full((table.header.num_ranks, table.num_updates), -1, dtype=np.int64)
+    np.maximum.at(by_rank, table.header.stage_ranks, table.last_added)
     return by_rank
 
 
 def _scalars(table: Table) -> Insertion:
     """Return one sum of losses, norms and flags per rank and step, after the rank's last gradient of the step."""
     every = table.header.updates_per_step
-    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))[:, every - 1 :: every]
+    by_rank = _last_by_rank(table)[:, every - 1 :: every]
     anchor = by_rank.ravel()
     steps = np.tile(np.arange(by_rank.shape[1]), len(by_rank))
     rows = rows_of(Kind.REDUCE_SCALARS, microbatch=(steps + 1) * table.header.num_microbatches - 1)
@@ -368,7 +361,7 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     receives of the next one, so that a rank that waits in an update can still receive. Lazy ones wait for the end of
     the section after which the new version is read: update t is at the end of body t, the last one at the end.
     """
-    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))
+    by_rank = _last_by_rank(table)
     section_key = table.rank * table.num_sections + table.section
     updates = np.arange(by_rank.shape[1])
     parts = []

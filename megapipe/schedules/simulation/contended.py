@@ -87,37 +87,21 @@ class _Run:
         processes: int,
         traffic_share: float,
     ) -> None:
-        table, messages = dependencies.table, dependencies.messages
-        count = len(table.rows)
+        table, count = dependencies.table, len(dependencies.table.rows)
         self._table, self._costs, self._durations = table, costs, durations
         self._slowdown, self._processes, self._share = slowdown, processes, traffic_share
         self._kind: list[int] = table.kind.tolist()
         self.start, self.end, self.cause = [NEVER] * count, [NEVER] * count, [-1] * count
         self._left = list(durations)
         self._awaits: dict[int, list[int]] = {}
-        for rows, needed in (
-            (messages.use, messages.send),
-            (dependencies.gathers.row, dependencies.gathers.needed),
-            (dependencies.gradient_buffers.row, dependencies.gradient_buffers.needed),
-            (dependencies.reduced.row, dependencies.reduced.needed),
-        ):
-            self._note(rows.tolist(), needed.tolist())
-        collectives = dependencies.collective_needs()
-        self._note(collectives.row.tolist(), collectives.needed.tolist())
-        ranks = table.rank
-        self._link_of = {
-            send: (int(ranks[send]), int(ranks[receive]))
-            for send, receive in zip(messages.send.tolist(), messages.receive.tolist(), strict=True)
-        }
+        for row, other in zip(*(side.tolist() for side in dependencies.waits()), strict=True):
+            if row != other:
+                self._awaits.setdefault(row, []).append(other)
+        self._link_of = dependencies.link_of_sends()
         self._link_free: dict[tuple[int, int], float] = {}
         offsets = table.offsets.tolist()
         self._ranks = [_Rank(first, last) for first, last in pairwise(offsets)]
         self._now = 0.0
-
-    def _note(self, rows: list[int], needed: list[int]) -> None:
-        for row, other in zip(rows, needed, strict=True):
-            if row != other:
-                self._awaits.setdefault(row, []).append(other)
 
     def to_the_end(self) -> None:
         """Compute the times of every row."""

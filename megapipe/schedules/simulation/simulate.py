@@ -1,12 +1,11 @@
 """An event-driven run of a lowered schedule: when does each action start and end, and what does that cost?"""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_STREAM, VERSION, Ints, Kind, Mask
-from megapipe.schedules.dependencies import Dependencies
+from megapipe.schedules.dependencies import Dependencies, Needs, joined
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
@@ -61,37 +60,20 @@ class _Clocks:
         from_host = table.header.host_weights[table.stage[gathers], table.unit[gathers]]
         self._from_host = set(gathers[from_host].tolist())
         self._awaits: dict[int, list[int]] = {}
-        self._opens = table.action_first  # a group starts when all of its rows can
-        self._note_waits(messages.use.tolist(), messages.send.tolist())
+        waits = dependencies.waits()
         if self._blocking:
-            self._note_waits(messages.send.tolist(), messages.receive.tolist())
-        self._note_waits(dependencies.gathers.row.tolist(), dependencies.gathers.needed.tolist())
-        self._note_waits(dependencies.gradient_buffers.row.tolist(), dependencies.gradient_buffers.needed.tolist())
-        self._note_waits(dependencies.reduced.row.tolist(), dependencies.reduced.needed.tolist())
-        self._note_waits(dependencies.reloads.row.tolist(), dependencies.reloads.needed.tolist())
-        self._note_waits(dependencies.snapshots.row.tolist(), dependencies.snapshots.needed.tolist())
-        collectives = dependencies.collective_needs()
-        self._note_waits(collectives.row.tolist(), collectives.needed.tolist())
-        self._link_of = dict(
-            zip(
-                messages.send.tolist(),
-                zip(table.rank[messages.send].tolist(), table.rank[messages.receive].tolist(), strict=True),
-                strict=True,
-            )
-        )
+            waits = joined(waits, Needs(messages.send, messages.receive))
+        # A group starts when all of its rows can.
+        for row, other in zip(table.action_first[waits.row].tolist(), waits.needed.tolist(), strict=True):
+            self._awaits.setdefault(row, []).append(other)
+        self._link_of = dependencies.link_of_sends()
         self._links = {pair: costs.links.get(pair, costs.link) for pair in set(self._link_of.values())}
         self._link_free = dict.fromkeys(self._links, (0.0, -1))
-        self._compute = [(0.0, -1)] * num_ranks
-        self._data_parallel = [(0.0, -1)] * num_ranks
-        self._copied_out = [(0.0, -1)] * num_ranks
-        self._offloaded = [(0.0, -1)] * num_ranks
-        self._copied_in = [(0.0, -1)] * num_ranks
+        self._compute, self._data_parallel, self._copied_out, self._offloaded, self._copied_in = (
+            [(0.0, -1)] * num_ranks for _ in range(5)
+        )
         self._rows = table.rows
-        self._collectives = collectives
-
-    def _note_waits(self, rows: Sequence[int], needed: Sequence[int]) -> None:
-        for row, other in zip(self._opens[rows].tolist(), needed, strict=True):
-            self._awaits.setdefault(row, []).append(other)
+        self._collectives = dependencies.collective_needs()
 
     def ready(self, row: int) -> bool:
         """Whether all that the row awaits from other ranks has its time."""

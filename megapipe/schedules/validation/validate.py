@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.schedules.actions import ADDING
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError, excerpt
-from megapipe.schedules.gathers import ADDING, check_states
+from megapipe.schedules.gathers import check_states
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import NumericalClass, Schedule
 from megapipe.schedules.table import Table

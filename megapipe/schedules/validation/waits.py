@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
-from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
+from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, joined, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Connection, Header, Schedule
 from megapipe.schedules.table import Table, action_at, failure, first_row_per, neighbourhood
@@ -212,12 +212,8 @@ def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
 
 def _one_after_another(table: Table, flushes: bool) -> Needs:
     """A collective starts when the one before it on its communicator has started on all members."""
-    rows, needed = [], []
-    for members in collectives_by_group(table, flushes=flushes):
-        by_rank = np.stack(members)
-        rows.append(np.repeat(by_rank[:, 1:], len(by_rank), axis=0).ravel())
-        needed.append(np.tile(by_rank[:, :-1], (len(by_rank), 1)).ravel())
-    return Needs(np.concatenate([NO_NEEDS.row, *rows]), np.concatenate([NO_NEEDS.needed, *needed]))
+    groups = map(np.stack, collectives_by_group(table, flushes=flushes))
+    return joined(*(against_all(by_rank[:, 1:], by_rank[:, :-1]) for by_rank in groups))
 
 
 def host_waits(table: Table) -> Needs:
@@ -229,7 +225,7 @@ def host_waits(table: Table) -> Needs:
 
 
 def _stuck(table: Table, *parts: Needs) -> tuple[Needs, Ints]:
-    waits = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
+    waits = joined(*parts)
     return waits, hanging(table, waits)
 
 
@@ -269,7 +265,7 @@ def needs_resident_kernels(schedule: Schedule) -> bool:
     waits += [Needs(messages.use, messages.send), Needs(messages.use, messages.receive), collectives]
     if schedule.flushes:
         waits.append(host_waits(table))
-    row, needed = (np.concatenate([getattr(part, name) for part in waits]) for name in ("row", "needed"))
+    row, needed = joined(*waits)
     lanes = np.searchsorted(lane[order], np.arange(2 * table.header.num_ranks + 1))
     return len(Progress(place[table.action_first[row]], place[needed], lanes).stuck()) > 0
 
@@ -294,10 +290,8 @@ def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *
     parts = [Needs(following[messages.send], messages.receive), Needs(following[messages.receive], messages.send)]
     for members in collectives_by_group(table, flushes=flushes):
         by_rank = np.stack(members)
-        rows = np.repeat(following[by_rank], len(by_rank), axis=0).ravel()
-        parts.append(Needs(rows, np.tile(by_rank, (len(by_rank), 1)).ravel()))
-    both = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
-    return both.where_known()
+        parts.append(against_all(following[by_rank], by_rank))
+    return joined(*parts).where_known()
 
 
 _SENDERS: Final = {Kind.SEND_ACTIVATION: "following", Kind.SEND_GRADIENT: "preceding"}
