@@ -222,10 +222,9 @@ class HeaderReader:
         units = tuple(stage["units"] for stage in self._stages)
         check_number(units)
         pools = {pool: fields.pop(pool, 0) for pool in _POOLS}
-        if self._version == 1:
-            states = self._version_1_states(units, fields, pools)
-        else:
-            states = self._named_states(units, pools)
+        states = (
+            self._version_1_states(units, fields, pools) if self._version == 1 else self._named_states(units, pools)
+        )
         return Header(
             num_ranks=len(ranks),
             stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
@@ -272,14 +271,9 @@ class HeaderReader:
         number = len(self._stages)
         if line.number_at(1) != number:
             raise line.error(line.words[1], f"stages must be numbered from 0 in order: expected stage {number}")
-        given: dict[str, int] = {}
-        for index in range(2, len(line.words), 2):
-            key = line.words[index].text
-            if key not in _STAGE_FIELDS or key in given:
-                raise line.error(
-                    line.words[index], f"{key!r} is not one of {', '.join(_STAGE_FIELDS)}, or appears twice"
-                )
-            given[key] = line.number_at(index + 1, least=1 if key in _AT_LEAST_ONE else 0)
+        given = {
+            key: line.number_at(at, least=1 if key in _AT_LEAST_ONE else 0) for key, at in _pairs(line, _STAGE_FIELDS)
+        }
         if "rank" not in given:
             raise line.error(line.words[1], f"stage {number} has no rank; write 'stage {number} rank R'")
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
@@ -297,24 +291,13 @@ class HeaderReader:
         )
         if stage >= len(self._stages) or not first <= last < self._stages[stage]["units"]:
             raise line.error(line.words[1], f"{line.words[1].text!r} does not name layers of a stage defined above")
-        given: dict[str, Any] = {}
-        for index in range(2, len(line.words), 2):
-            key = line.words[index].text
-            if key not in (*_STATE_CHOICES, *_STATE_NUMBERS) or key in given:
-                names = ", ".join((*_STATE_CHOICES, *_STATE_NUMBERS))
-                raise line.error(line.words[index], f"{key!r} is not one of {names}, or appears twice")
-            given[key] = (
-                line.number_at(index + 1) if key in _STATE_NUMBERS else line.one_of(index + 1, _STATE_CHOICES[key])
-            )
+        given: dict[str, Any] = {
+            key: line.number_at(at) if key in _STATE_NUMBERS else line.one_of(at, _STATE_CHOICES[key])
+            for key, at in _pairs(line, (*_STATE_CHOICES, *_STATE_NUMBERS))
+        }
+        sharded = given.pop("gradients", "whole") == "sharded"
         self._states[stage] += [
-            StateUnit(
-                layer,
-                given.get("weights", "whole"),
-                "gradients" in given,
-                given.get("size", 1),
-                given.get("shards", 0),
-            )
-            for layer in range(first, last + 1)
+            StateUnit(layer, sharded_gradients=sharded, **given) for layer in range(first, last + 1)
         ]
 
     def _stage_list(self, line: TextLine) -> tuple[int, ...]:
@@ -329,6 +312,17 @@ class HeaderReader:
         return stages
 
 
+def _pairs(line: TextLine, keys: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield each key of a line from its third word on, and the index of its value."""
+    seen = set()
+    for index in range(2, len(line.words), 2):
+        key = line.words[index].text
+        if key not in keys or key in seen:
+            raise line.error(line.words[index], f"{key!r} is not one of {', '.join(keys)}, or appears twice")
+        seen.add(key)
+        yield key, index + 1
+
+
 def dumps(schedule: Schedule) -> str:
     """The schedule as text.
 
@@ -340,7 +334,11 @@ def dumps(schedule: Schedule) -> str:
     lines = write_header(schedule.header)
     for section in SECTIONS:
         if any(len(rows) for rows in schedule.sections[section]):
-            lines += ["", section, *_write_ranks(schedule, section)]
+            lines += ["", section]
+            lines += [
+                " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank), schedule.header.slices)])
+                for rank in range(schedule.header.num_ranks)
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -424,14 +422,6 @@ def _read_header(
             "the ranks of the stages",
         )
     return lines, reader, header
-
-
-def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
-    header = schedule.header
-    return [
-        " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank), header.slices)])
-        for rank in range(header.num_ranks)
-    ]
 
 
 def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:

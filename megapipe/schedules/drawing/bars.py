@@ -17,18 +17,12 @@ from megapipe.schedules.table import Table, action_at
 COMPUTE, SEND, RECEIVE, COLLECTIVES = "compute", "send", "receive", "collectives"
 COPY_OUT, COPY_IN = "copy out", "copy in"
 LANES: Final = {
-    Kind.SEND_ACTIVATION: SEND,
-    Kind.SEND_GRADIENT: SEND,
-    Kind.RECV_ACTIVATION: RECEIVE,
-    Kind.RECV_GRADIENT: RECEIVE,
-    Kind.GATHER_WEIGHTS: COLLECTIVES,
-    Kind.REDUCE_GRADIENTS: COLLECTIVES,
-    Kind.REDUCE_TIED: COLLECTIVES,
-    Kind.REDUCE_COUNTS: COLLECTIVES,
-    Kind.REDUCE_SCALARS: COLLECTIVES,
-    Kind.OFFLOAD: COPY_OUT,
+    **dict.fromkeys((Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), SEND),
+    **dict.fromkeys((Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT), RECEIVE),
+    **dict.fromkeys((Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), COLLECTIVES),
+    **dict.fromkeys((Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS), COLLECTIVES),
+    **dict.fromkeys((Kind.OFFLOAD, Kind.SNAPSHOT), COPY_OUT),
     Kind.RELOAD: COPY_IN,
-    Kind.SNAPSHOT: COPY_OUT,
 }
 
 
@@ -118,45 +112,27 @@ def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]
     return curves
 
 
+ORANGE: Final = ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0")
 FILLS: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.FORWARD: ("#3b7dd8", "#6ea3e8", "#9cc3f2", "#c5dcf8"),
-    Kind.BACKWARD: ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0"),
-    Kind.BACKWARD_INPUT: ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0"),
+    Kind.BACKWARD: ORANGE,
+    Kind.BACKWARD_INPUT: ORANGE,
     Kind.BACKWARD_WEIGHT: ("#3f9c6c", "#6fba92", "#9bd3b5", "#c6e7d5"),
     Kind.RECOMPUTE: ("#8b93a1",),
     Kind.UPDATE: ("#8657c4",),
-    Kind.SEND_ACTIVATION: ("#7fa9dc",),
-    Kind.SEND_GRADIENT: ("#e9b872",),
-    Kind.RECV_ACTIVATION: ("#7fa9dc",),
-    Kind.RECV_GRADIENT: ("#e9b872",),
+    **dict.fromkeys((Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION), ("#7fa9dc",)),
+    **dict.fromkeys((Kind.SEND_GRADIENT, Kind.RECV_GRADIENT), ("#e9b872",)),
     Kind.GATHER_WEIGHTS: ("#5fb3b3",),
-    Kind.REDUCE_GRADIENTS: ("#b26bb5",),
-    Kind.REDUCE_TIED: ("#b26bb5",),
-    Kind.REDUCE_COUNTS: ("#c9a3d6",),
-    Kind.REDUCE_SCALARS: ("#c9a3d6",),
+    **dict.fromkeys((Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), ("#b26bb5",)),
+    **dict.fromkeys((Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS), ("#c9a3d6",)),
     Kind.OFFLOAD: ("#a8894f",),
     Kind.RELOAD: ("#cdb587",),
     Kind.SNAPSHOT: ("#7d8f3c",),
 }
-NAMES: Final[dict[Kind, str]] = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
+NAMES: Final = {kind: kind.name.lower().replace("_", " ").replace("recv", "receive") for kind in FILLS} | {
     Kind.BACKWARD_INPUT: "backward, input half",
     Kind.BACKWARD_WEIGHT: "backward, weight half",
-    Kind.RECOMPUTE: "recompute",
-    Kind.UPDATE: "update",
-    Kind.SEND_ACTIVATION: "send activation",
-    Kind.SEND_GRADIENT: "send gradient",
-    Kind.RECV_ACTIVATION: "receive activation",
-    Kind.RECV_GRADIENT: "receive gradient",
-    Kind.GATHER_WEIGHTS: "gather weights",
-    Kind.REDUCE_GRADIENTS: "reduce gradients",
     Kind.REDUCE_TIED: "reduce tied weight",
-    Kind.REDUCE_COUNTS: "reduce counts",
-    Kind.REDUCE_SCALARS: "reduce scalars",
-    Kind.OFFLOAD: "offload",
-    Kind.RELOAD: "reload",
-    Kind.SNAPSHOT: "snapshot",
 }
 
 
@@ -185,14 +161,7 @@ def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
     height = bottom + LEGEND + 8
     title = f"{header.name}: {header.num_ranks} ranks, {counted(header)}"
     title += f", {simulation.table.steps} steps" * (simulation.table.steps > 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="12" y="24" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
-        f'<text x="12" y="42" fill="#4a5361">{escape(_figures(simulation, unit))}</text>',
-    ]
+    parts = svg_head(title, _figures(simulation, unit), width, height, 24)
     for rank in range(header.num_ranks):
         y = TOP + rank * ROW_HEIGHT
         parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
@@ -201,6 +170,19 @@ def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
     parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
     parts += legend(bars, bottom + 8, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def svg_head(title: str, note: str, width: int, height: int, y: int, attributes: str = "") -> list[str]:
+    """Return the start of an SVG document on white, with a title at a height and a note below it, which may have
+    attributes."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="{y}" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
+        f'<text x="12" y="{y + 18}"{attributes} fill="#4a5361">{escape(note)}</text>',
+    ]
 
 
 def counted(header: Header) -> str:
@@ -248,16 +230,13 @@ def _bar(bar: Bar, scale: float) -> str:
     text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2 and not place:
         text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
+    overlapped = f", overlapped from {start:g} to {end:g}" if count > 1 else ""
     edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # it would cover a thin bar
     return (
-        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{_paired(bar)}</title>"
+        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{overlapped}</title>"
         f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" '
         f'fill="{colour}"{edge}/>{text}</g>'
     )
-
-
-def _paired(bar: Bar) -> str:
-    return f", overlapped from {bar.drawn[0]:g} to {bar.drawn[1]:g}" if bar.part[1] > 1 else ""
 
 
 PAIRS: Final = "one above the other: overlapped"
