@@ -1,6 +1,6 @@
 """A schedule as data: header, three sections of int32 rows per rank, and the questions that readers ask of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -54,10 +54,11 @@ class Sections:
     epilogue: tuple[Rows, ...]
 
     @classmethod
-    def flushing(cls, body: tuple[Rows, ...]) -> "Sections":
-        """Sections of a schedule that ends every step with an empty pipeline."""
-        empty = tuple(empty_rows() for _ in body)
-        return cls(empty, body, empty)
+    def flushing(cls, body: Iterable[Rows]) -> "Sections":
+        """Sections of a schedule that ends every step with an empty pipeline. body: the rows of each rank."""
+        rows = tuple(body)
+        empty = tuple(empty_rows() for _ in rows)
+        return cls(empty, rows, empty)
 
     def __getitem__(self, name: SectionName) -> tuple[Rows, ...]:
         return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}[name]

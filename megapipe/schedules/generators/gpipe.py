@@ -29,8 +29,6 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Sections:
     """
     microbatches = np.arange(num_microbatches)
     return Sections.flushing(
-        tuple(
-            np.concatenate([rows_of(Kind.FORWARD, rank, microbatches), rows_of(Kind.BACKWARD, rank, microbatches)])
-            for rank in range(num_ranks)
-        )
+        np.concatenate([rows_of(Kind.FORWARD, rank, microbatches), rows_of(Kind.BACKWARD, rank, microbatches)])
+        for rank in range(num_ranks)
     )

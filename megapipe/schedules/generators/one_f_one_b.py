@@ -32,12 +32,10 @@ def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Sections:
     section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2)."""
     microbatches = np.arange(num_microbatches)
     return Sections.flushing(
-        tuple(
-            alternate(
-                rows_of(Kind.FORWARD, rank, microbatches),
-                rows_of(Kind.BACKWARD, rank, microbatches),
-                warmup=num_ranks - 1 - rank,
-            )
-            for rank in range(num_ranks)
+        alternate(
+            rows_of(Kind.FORWARD, rank, microbatches),
+            rows_of(Kind.BACKWARD, rank, microbatches),
+            warmup=num_ranks - 1 - rank,
         )
+        for rank in range(num_ranks)
     )

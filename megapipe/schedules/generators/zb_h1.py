@@ -33,4 +33,4 @@ def zb_h1(num_ranks: int, num_microbatches: int) -> Sections:
     Rank r keeps up to r weight halves waiting and runs them in the drain.
     """
     programs = [one_stage(rank, num_microbatches, num_ranks - 1 - rank, rank, True) for rank in range(num_ranks)]
-    return Sections.flushing(tuple(map(rows_from_steps, programs)))
+    return Sections.flushing(map(rows_from_steps, programs))

@@ -23,7 +23,7 @@ import numpy as np
 from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, joined, shard_passes
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import Connection, Header, Schedule
+from megapipe.schedules.schedule import Connection, Schedule
 from megapipe.schedules.table import Table, action_at, failure, first_row_per, neighbourhood
 
 
@@ -304,7 +304,6 @@ _Meeting = Connection | frozenset[int]
 class FirstUses:
     """The first use of each link and group by each rank of a lowered schedule, in program order, with its action."""
 
-    header: Header
     by_rank: list[list[tuple[_Meeting, Action]]]
 
     @classmethod
@@ -317,7 +316,7 @@ class FirstUses:
             if len(meeting) > 1 and (rank, meeting) not in met:
                 met.add((rank, meeting))
                 uses[rank].append((meeting, action_at(table, row)))
-        return cls(table.header, uses)
+        return cls(uses)
 
     def deadlock(self, connected: Collection[Connection]) -> str:
         """Return where ranks deadlock, or an empty string if they do not.
