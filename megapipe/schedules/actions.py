@@ -80,6 +80,11 @@ GRADIENT_KINDS: Final = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 ADDING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 """The kinds that add to a layer's gradients."""
 
+SENDS: Final = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+SUMS_OF_RANKS: Final = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+"""Collectives of pipeline ranks."""
+
 COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
 """The kinds that compute with a model's layers."""
 

@@ -152,9 +152,7 @@ class HeaderReader:
         self.lines: dict[str, TextLine] = {}
         self._fields: dict[str, Any] = {}
         self._stages: list[dict[str, int]] = []
-        self._routes: list[tuple[int, ...]] = []
-        self._tied: list[tuple[int, ...]] = []
-        self._zero: list[tuple[int, ...]] = []
+        self._lists: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
         self._states: defaultdict[int, list[StateUnit]] = defaultdict(list)
 
     def read(self, line: TextLine) -> None:
@@ -170,14 +168,12 @@ class HeaderReader:
         self.lines.setdefault(key, line)
         if key == "stage":
             self._read_stage(line)
-        elif key == "route":
-            self._routes.append(self._stage_list(line))
+        elif key in ("route", "tied"):
+            self._lists[key].append(self._stage_list(line))
         elif key == "vocabulary":
             self._fields[key] = self._stage_list(line)
-        elif key == "tied":
-            self._tied.append(self._stage_list(line))
         elif key == "zero":
-            self._zero.append(tuple(line.number_at(index) for index in range(1, max(2, len(line.words)))))
+            self._lists[key].append(tuple(line.number_at(index) for index in range(1, max(2, len(line.words)))))
         elif key == "state":
             self._read_states(line)
         elif key in _NUMBERS | _VERSION_1_POOLS:
@@ -228,10 +224,11 @@ class HeaderReader:
         return Header(
             num_ranks=len(ranks),
             stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
-            routes=tuple(self._routes) or (tuple(range(len(self._stages) - len(fields.get("vocabulary", ())))),),
+            routes=tuple(self._lists["route"])
+            or (tuple(range(len(self._stages) - len(fields.get("vocabulary", ())))),),
             units_per_stage=units,
             versions_per_stage=tuple(stage["versions"] for stage in self._stages),
-            tied_groups=tuple(self._tied),
+            tied_groups=tuple(self._lists["tied"]),
             states=states.checked(fields["name"], units),
             **fields,
             **slots,
@@ -251,15 +248,15 @@ class HeaderReader:
     ) -> StateTable:
         """Return the table that the scalars of format 1 and its lines of ZeRO stages describe."""
         home: WeightHome = "host" if fields.pop("weights_in_host", False) else "sharded"
-        table = StateTable.uniform(layers_per_stage, **pools, weights=home)
-        if not self._zero or not table.units:
+        table, zero = StateTable.uniform(layers_per_stage, **pools, weights=home), self._lists["zero"]
+        if not zero or not table.units:
             return table
-        if tuple(map(len, self._zero)) != tuple(layers_per_stage):
+        if tuple(map(len, zero)) != tuple(layers_per_stage):
             raise ScheduleError(
-                f"{fields['name']} has ZeRO stages of {list(map(len, self._zero))} units by stage, but stages have "
+                f"{fields['name']} has ZeRO stages of {list(map(len, zero))} units by stage, but stages have "
                 f"{list(layers_per_stage)} units; give one for each unit"
             )
-        return table.limited(self._zero)
+        return table.limited(zero)
 
     def _once(self, line: TextLine, field: str, value: object) -> None:
         line.expect_length(2)

@@ -269,23 +269,22 @@ def _num_shards(flags: argparse.Namespace) -> int:
     return 2 * flags.ranks if flags.vocabulary else 0
 
 
+def _check_positive(flags: argparse.Namespace, name: str) -> None:
+    if (given := getattr(flags, name)) is not None and given < 1:
+        raise ScheduleError(f"--{name} is {given}; it must be at least 1, or left out to keep all activations")
+
+
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
+    _check_positive(flags, "recompute")
     if flags.recompute is None:
         return []
-    if flags.recompute < 1:
-        raise ScheduleError(
-            f"--recompute is {flags.recompute}; it must be at least 1, or left out to keep all activations"
-        )
     units, shards = range(flags.units), _num_shards(flags)
     spans = [units[at : at + flags.recompute] for at in units[:: flags.recompute]]
     return [spans] * (num_stages - shards) + [[] for _ in range(shards)]
 
 
 def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
-    if flags.offload is not None and flags.offload < 1:
-        raise ScheduleError(
-            f"--offload is {flags.offload}; it must be at least 1, or left out to keep all activations"
-        )
+    _check_positive(flags, "offload")
     shards = _num_shards(flags)
     moved: tuple[int, ...] = () if flags.offload is None else tuple(range(0, flags.units, flags.offload))
     units = () if flags.offload is None else (moved,) * (num_stages - shards) + ((),) * shards

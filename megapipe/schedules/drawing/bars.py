@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Kind, describe
+from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Kind, describe
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
@@ -17,10 +17,9 @@ from megapipe.schedules.table import Table, action_at
 COMPUTE, SEND, RECEIVE, COLLECTIVES = "compute", "send", "receive", "collectives"
 COPY_OUT, COPY_IN = "copy out", "copy in"
 LANES: Final = {
-    **dict.fromkeys((Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT), SEND),
-    **dict.fromkeys((Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT), RECEIVE),
-    **dict.fromkeys((Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), COLLECTIVES),
-    **dict.fromkeys((Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS), COLLECTIVES),
+    **dict.fromkeys(SENDS, SEND),
+    **dict.fromkeys(RECEIVES, RECEIVE),
+    **dict.fromkeys((Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, *SUMS_OF_RANKS), COLLECTIVES),
     **dict.fromkeys((Kind.OFFLOAD, Kind.SNAPSHOT), COPY_OUT),
     Kind.RELOAD: COPY_IN,
 }
@@ -66,7 +65,7 @@ def bars_of(simulation: Simulation) -> list[Bar]:
     """Return every action that takes time, by rank, then in program order; waiting has no bar."""
     table = simulation.table
     critical, chunk_of = set(simulation.critical_path()), chunks_of(table.header)
-    travelling = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
+    travelling = table.is_kind(*SENDS) & (simulation.end > simulation.start)
     bars = []
     for row in np.flatnonzero(simulation.working | travelling).tolist():
         bar = bar_of(table, row, chunk_of, float(simulation.start[row]), float(simulation.end[row]), row in critical)
@@ -280,10 +279,15 @@ def legend(bars: list[Bar], y: int, x: int) -> list[str]:
     return parts
 
 
-COLOURS: Final = {
-    Kind.FORWARD: 34, Kind.RECOMPUTE: 90, Kind.BACKWARD: 33, Kind.BACKWARD_INPUT: 33, Kind.BACKWARD_WEIGHT: 32,
-    Kind.UPDATE: 35,
-}  # fmt: skip
+CELLS: Final = {
+    Kind.FORWARD: (34, "0123456789"),
+    Kind.RECOMPUTE: (90, "r"),
+    Kind.BACKWARD: (33, "abcdefghij"),
+    Kind.BACKWARD_INPUT: (33, "abcdefghij"),
+    Kind.BACKWARD_WEIGHT: (32, "+"),
+    Kind.UPDATE: (35, "U"),
+}
+"""Colour of a kind in a terminal, and its letters by the last digit of the micro-batch."""
 LEGEND_LINE: Final = (
     "0-9 forward, a-j backward (or its input half), + weight half, r recomputation, U update, digits and "
     "letters by the last digit of the micro-batch; . idle"
@@ -311,15 +315,9 @@ def draw_terminal(simulation: Simulation, width: int = 120, colour: bool = False
 
 
 def _cell(bar: Bar, colour: bool) -> str:
-    digit = bar.microbatch % 10
-    letter = {
-        Kind.FORWARD: str(digit),
-        Kind.RECOMPUTE: "r",
-        Kind.BACKWARD: "abcdefghij"[digit],
-        Kind.BACKWARD_INPUT: "abcdefghij"[digit],
-        Kind.BACKWARD_WEIGHT: "+",
-    }.get(bar.kind, "U")
-    return f"\x1b[{COLOURS[bar.kind]}m{letter}\x1b[0m" if colour else letter
+    number, letters = CELLS[bar.kind]
+    letter = letters[bar.microbatch % len(letters)]
+    return f"\x1b[{number}m{letter}\x1b[0m" if colour else letter
 
 
 THREADS: Final = {lane: place for place, lane in enumerate((COMPUTE, SEND, RECEIVE, COLLECTIVES, COPY_OUT, COPY_IN))}

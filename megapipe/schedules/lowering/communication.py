@@ -114,13 +114,16 @@ def _match(table: Table, producers: Ints, consumers: Ints, target: Ints) -> tupl
     return producers[given_order], consumers[taken_order]
 
 
-def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
-    kind, stage, microbatch = Kind(int(table.kind[row])), table.stage[row], table.microbatch[row]
-    return ScheduleError(
-        f"{table.header.name} cannot be lowered: {table.place_of(row)}, {kind.name} stage {stage}, micro-batch "
-        f"{microbatch}: {problem}; every micro-batch must pass every stage of its route exactly once, forward and "
-        "backward"
-    )
+EVERY_STAGE: Final = "every micro-batch must pass every stage of its route exactly once, forward and backward"
+
+
+def _misfit(table: Table, row: int, problem: str, remedy: str = EVERY_STAGE) -> ScheduleError:
+    where = f"{table.place_of(row)}, {_named(table, row)}"
+    return ScheduleError(f"{table.header.name} cannot be lowered: {where}: {problem}; {remedy}")
+
+
+def _named(table: Table, row: int) -> str:
+    return f"{Kind(int(table.kind[row])).name} stage {table.stage[row]}, micro-batch {table.microbatch[row]}"
 
 
 def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> Posts:
@@ -155,19 +158,17 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
         raise ScheduleError(
             f"{table.header.name} deadlocks: its compute actions wait for each other in a cycle: "
             + "; ".join(
-                f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
-                f"micro-batch {table.microbatch[row]}"
+                f"{table.place_of(row)} at {_named(table, row)}"
                 for row in _waiting_rows(table, messages, posts)[stuck].tolist()
             )
             + "; change the order on one of these ranks"
         )
     if np.any(posts.row < section_start):
-        index = int(np.argmax(posts.row < section_start))
-        user = int(messages.consumer[index])
-        raise ScheduleError(
-            f"{table.header.name} cannot be lowered: {table.place_of(user)}, {Kind(int(table.kind[user])).name} stage "
-            f"{table.stage[user]}, micro-batch {messages.microbatch[index]}: its receive would have to be posted "
-            "before its section starts; use micro-batches in the order in which the other rank sends them"
+        raise _misfit(
+            table,
+            int(messages.consumer[np.argmax(posts.row < section_start)]),
+            "its receive would have to be posted before its section starts",
+            "use micro-batches in the order in which the other rank sends them",
         )
     return posts
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, Action, Ints, Kind, write_action
+from megapipe.schedules.actions import COMPUTE_STREAM, SENDS, Action, Ints, Kind, write_action
 from megapipe.schedules.drawing.bars import (
     COMPUTE,
     LANES,
@@ -93,16 +93,21 @@ class Overlay:
     @cached_property
     def ranks(self) -> list[tuple[Side, Side]]:
         """Per rank its measured and its predicted time."""
-        return [(self._measured_side(rank), self._predicted_side(rank)) for rank in range(self._num_ranks)]
+        return [
+            (
+                self._side(mine, self.measured_start, self.measured_end, sum(self._waits_until(mine)[1:])),
+                self._side(mine, self.predicted_start, self.predicted_end),
+            )
+            for mine in map(self._rows_of, range(self._num_ranks))
+        ]
 
     @cached_property
     def partings(self) -> list[Parting]:
         """Return every row, largest loss first. The losses of a rank add up to its measured span minus its predicted
         span."""
         found = []
-        for rank in range(self._num_ranks):
-            mine = self._rows_of(rank)
-            waits = self._waits_until(rank, mine)
+        for mine in map(self._rows_of, range(self._num_ranks)):
+            waits = self._waits_until(mine)
             for order, at in enumerate(mine.tolist()):
                 work = took = float(self.measured_end[at] - self.measured_start[at])
                 predicted_work = predicted = float(self.predicted_end[at] - self.predicted_start[at])
@@ -150,7 +155,7 @@ class Overlay:
         """Places in ``rows`` of a rank's actions."""
         return np.flatnonzero(self.window.table.rank[self.rows] == rank)
 
-    def _waits_until(self, rank: int, mine: Ints) -> list[float]:
+    def _waits_until(self, mine: Ints) -> list[float]:
         """Return the waiting before the end of each action of a rank, since the action before it, including rows in
         between."""
         total = np.append(0.0, np.cumsum(np.nan_to_num(self.window.wait)))
@@ -159,22 +164,13 @@ class Overlay:
         found: list[float] = (total[rows + 1] - total[before + 1]).tolist()
         return found
 
-    def _measured_side(self, rank: int) -> Side:
-        mine = self._rows_of(rank)
-        wait = sum(self._waits_until(rank, mine)[1:])
-        return self._side(mine, self.measured_start, self.measured_end, wait)
-
-    def _predicted_side(self, rank: int) -> Side:
-        mine = self._rows_of(rank)
-        start, end = self.predicted_start[mine], self.predicted_end[mine]
-        idle = float(end[-1] - start[0] - (end - start).sum())
-        return self._side(mine, self.predicted_start, self.predicted_end, idle)
-
-    def _side(self, mine: Ints, start: Times, end: Times, wait: float) -> Side:
+    def _side(self, mine: Ints, start: Times, end: Times, wait: float | None = None) -> Side:
+        """Return a rank's time. wait: by default, all time without work."""
         span = float(end[mine[-1]] - start[mine[0]])
         work = end[mine] - start[mine]
         compute = float(work[np.isin(self.window.table.kind[self.rows[mine]], COMPUTE_STREAM)].sum())
-        return Side(span, compute, wait, span - float(work.sum()) - wait)
+        idle = span - float(work.sum())
+        return Side(span, compute, idle if wait is None else wait, 0.0 if wait is None else idle - wait)
 
 
 def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
@@ -365,7 +361,7 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
     """Return the simulated bars of the same actions; messages from their start to their arrival."""
     simulation, table = overlay.simulation, overlay.window.table
     chunk_of = chunks_of(table.header)
-    sends = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
+    sends = table.is_kind(*SENDS) & (simulation.end > simulation.start)
     rows = overlay.window.rows
     shown = rows[(simulation.working | sends)[rows] & (overlay.window.owner[rows] == rows)]
     start, end = simulation.start, predicted_ends(overlay.window, simulation)

@@ -13,6 +13,7 @@ from megapipe.schedules.actions import (
     COMPUTE_STREAM,
     GRADIENT_KINDS,
     MICROBATCH,
+    RECEIVES,
     SLOT,
     STAGE,
     UNIT,
@@ -142,7 +143,7 @@ COLUMN_USES: Final = {
     "stage": (STAGE, tuple(set(Kind) - {Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS}), _NONE),
     "unit": (UNIT, (*_OF_VERSION, Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), (*COMPUTE_STREAM, *_MOVED)),
     "version": (VERSION, (*COMPUTE_STREAM, *_OF_VERSION), _MOVED),
-    "slot": (SLOT, (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT), (Kind.FORWARD, *BACKWARDS)),
+    "slot": (SLOT, RECEIVES, (Kind.FORWARD, *BACKWARDS)),
 }
 """Columns by name: number, the kinds that always use it, and those that may use it; others never do."""
 FORWARD_MODE_KINDS: Final = (

@@ -20,11 +20,11 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
+from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Action, Ints, Kind, Mask, describe, write_action
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, joined, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Connection, Schedule
-from megapipe.schedules.table import Table, action_at, failure, first_row_per, neighbourhood
+from megapipe.schedules.table import Table, action_at, failure, neighbourhood
 
 
 def check_compute_order(table: Table) -> None:
@@ -229,15 +229,7 @@ def _stuck(table: Table, *parts: Needs) -> tuple[Needs, Ints]:
     return waits, hanging(table, waits)
 
 
-_COMMUNICATION = (
-    Kind.SEND_ACTIVATION,
-    Kind.RECV_ACTIVATION,
-    Kind.SEND_GRADIENT,
-    Kind.RECV_GRADIENT,
-    Kind.REDUCE_COUNTS,
-    Kind.REDUCE_SCALARS,
-    Kind.REDUCE_TIED,
-)
+_COMMUNICATION: Final = (*SENDS, *RECEIVES, *SUMS_OF_RANKS)
 _BODIES = 2
 """Bodies of a schedule without a flush that `needs_resident_kernels` looks at."""
 
@@ -335,23 +327,11 @@ class FirstUses:
 
 
 def _candidates(table: Table) -> list[int]:
-    """Return rows that include all first uses, in program order: the first of each kind, stage and route or unit."""
-    routes, header = len(table.header.routes), table.header
-    found: list[Ints] = []
-    for kind in (*_SENDERS, *_RECEIVERS):
-        rows = table.rows_with(kind)
-        keys = table.stage[rows] * np.int64(routes) + table.microbatch[rows] % routes
-        found.append(first_row_per(keys, rows, table.num_stages * routes))
-    for kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
-        rows = table.rows_with(kind)
-        found.append(first_row_per(table.rank[rows], rows, header.num_ranks))
-    rows = table.rows_with(Kind.REDUCE_TIED)
-    units = header.most_states + len(header.tied_groups)
-    found.append(first_row_per(table.stage[rows] * np.int64(units) + table.unit[rows], rows, table.num_stages * units))
-    rows = table.shared_reductions
-    found.append(first_row_per(table.stage[rows].astype(np.int64), rows, table.num_stages))
-    every = np.concatenate(found)
-    return sorted(every[every >= 0].tolist())
+    """Return rows that include all first uses, in program order: the first of each kind, stage, unit and route."""
+    rows, route = np.union1d(table.rows_with(*_COMMUNICATION), table.shared_reductions), table.microbatch
+    places = np.stack([table.rank, table.kind, table.stage, table.unit, route % len(table.header.routes)], axis=1)
+    first: Ints = np.unique(places[rows], axis=0, return_index=True)[1]
+    return sorted(rows[first].tolist())
 
 
 def _meeting(table: Table, row: int) -> _Meeting:
