@@ -4,6 +4,7 @@ An error about a row (`failure`) or about one that is missing shows the rank, th
 around it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -250,10 +251,11 @@ def failure(table: Table, row: int, problem: str) -> ScheduleError:
     return ScheduleError(f"{where}: {problem}", neighbourhood(table, row))
 
 
-def refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:
-    """Raise at the first of some rows that is marked as wrong."""
+def refuse(table: Table, rows: Ints, wrong: Mask, problem: str | Callable[[int], str]) -> None:
+    """Raise at the first of some rows that is marked as wrong. problem: may depend on its index among the rows."""
     if wrong.any():
-        raise failure(table, int(rows[np.argmax(wrong)]), problem)
+        index = int(np.argmax(wrong))
+        raise failure(table, int(rows[index]), problem if isinstance(problem, str) else problem(index))
 
 
 def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") -> None:

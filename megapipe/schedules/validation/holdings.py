@@ -39,11 +39,11 @@ def _check_readers(table: Table, receive: Kind, reading: Mask, opens: Mask) -> N
     slot_of[table.key[received]] = table.slot[received]
     rows = np.flatnonzero(reading)
     expected = np.where(opens[rows], slot_of[table.key[rows]], -1)
-    wrong = table.slot[rows] != expected
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        problem = f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
-        raise failure(table, int(rows[index]), problem)
+
+    def problem(index: int) -> str:
+        return f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
+
+    refuse(table, rows, table.slot[rows] != expected, problem)
 
 
 GATHERS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)

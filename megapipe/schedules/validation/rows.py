@@ -3,6 +3,7 @@
 Everything means every chunk of every micro-batch, every message, reduction and update.
 """
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -196,14 +197,13 @@ def _check_groups(table: Table) -> None:
     opens = np.flatnonzero(grouped & (table.action_first == np.arange(len(table.rows))))
     place = (table.rank * table.num_sections + table.section)[opens] * (np.int64(1) << 32) + table.group[opens]
     _, first = np.unique(place, return_index=True)
-    apart = np.setdiff1d(opens, opens[first])
-    if len(apart):
-        raise failure(table, int(apart[0]), "the rows of a group must be neighbours, and its number used once")
+    apart = ~np.isin(opens, opens[first])
+    refuse(table, opens, apart, "the rows of a group must be neighbours, and its number used once")
 
 
-def _require(table: Table, good: Mask, problem: str) -> None:
-    if not good.all():
-        raise failure(table, int(np.argmin(good)), problem)
+def _require(table: Table, good: Mask, problem: str | Callable[[int], str]) -> None:
+    """Raise at the first row that is not good. problem: may depend on the row."""
+    refuse(table, np.arange(len(good)), ~good, problem)
 
 
 def _check_use(table: Table, name: str) -> None:
@@ -218,10 +218,9 @@ def _check_use(table: Table, name: str) -> None:
 def _check_stages(table: Table) -> None:
     stage, header = table.stage, table.header
     _require(table, stage < table.num_stages, f"there are {table.num_stages} stages; change its stage, or add one")
-    at_home = (stage < 0) | (header.stage_ranks[stage] == table.rank)
-    if not at_home.all():
-        row = int(np.argmin(at_home))
-        raise failure(table, row, f"stage {stage[row]} is on rank {header.stage_ranks[stage[row]]}; move it there")
+    home = header.stage_ranks[stage]
+    at_home = (stage < 0) | (home == table.rank)
+    _require(table, at_home, lambda row: f"stage {stage[row]} is on rank {home[row]}; move it there")
 
 
 def check_units(table: Table) -> None:
@@ -253,11 +252,8 @@ def _check_last_included(table: Table) -> None:
         (np.flatnonzero(reducing), table.header.microbatches_per_update),
         (table.rows_with(Kind.REDUCE_COUNTS), table.header.num_microbatches),
     ):
-        wrong = rows[(table.microbatch[rows] + 1) % count != 0]
-        if len(wrong):
-            raise failure(
-                table, int(wrong[0]), f"it must name the last micro-batch that it includes, one of every {count}"
-            )
+        wrong = (table.microbatch[rows] + 1) % count != 0
+        refuse(table, rows, wrong, f"it must name the last micro-batch that it includes, one of every {count}")
 
 
 def _check_versions(table: Table) -> None:
@@ -266,11 +262,9 @@ def _check_versions(table: Table) -> None:
     writes = table.is_kind(Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
     # A copy for a checkpoint has the newest version before the update.
     expected: Ints = table.update + np.where(writes, kept, np.where(table.is_kind(Kind.SNAPSHOT), kept - 1, 0))
+    verb = np.where(writes, "writes", "reads")
     good = (table.version < 0) | (table.version == expected)
-    if not good.all():
-        row = int(np.argmin(good))
-        verb = "writes" if writes[row] else "reads"
-        raise failure(table, row, f"update {table.update[row]} {verb} version {expected[row]}")
+    _require(table, good, lambda row: f"update {table.update[row]} {verb[row]} version {expected[row]}")
 
 
 REMOVE_ONE = "; remove one of the two, or change its micro-batch"
@@ -299,9 +293,8 @@ def check_compute(schedule: Schedule) -> None:
             )
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
     check_places(table)
-    others = np.flatnonzero(~table.is_kind(*COMPUTE_KINDS))
-    if len(others):
-        raise failure(table, int(others[0]), "give only forwards and backwards, because megapipe adds everything else")
+    compute = table.is_kind(*COMPUTE_KINDS)
+    _require(table, compute, "give only forwards and backwards, because megapipe adds everything else")
     check_units(table)
     _check_compute(table, _on_route(table))
     check_compute_order(table)
@@ -372,10 +365,8 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
 
 def _refuse(table: Table, kind: Kind, wrong: Mask, problem: str) -> None:
     """Raise at the first row of the kind whose stage and micro-batch are marked."""
-    if wrong.any():
-        rows = table.rows_with(kind)
-        rows = rows[wrong[table.key[rows]]]
-        raise failure(table, int(rows[0]), problem)
+    rows = table.rows_with(kind)
+    refuse(table, rows, wrong[table.key[rows]], problem)
 
 
 def _require_pairs(table: Table, kind: Kind, done: Mask, wanted: Mask) -> None:

@@ -24,7 +24,7 @@ from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Action, I
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, joined, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Connection, Schedule
-from megapipe.schedules.table import Table, action_at, failure, neighbourhood
+from megapipe.schedules.table import Table, action_at, failure, neighbourhood, refuse
 
 
 def check_compute_order(table: Table) -> None:
@@ -113,14 +113,13 @@ def check_links(dependencies: Dependencies) -> None:
     link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
     sent = np.lexsort((messages.send, link))
     received = np.lexsort((messages.receive, link))
-    if not np.array_equal(sent, received):
-        index = int(np.argmax(sent != received))
-        send, receive = int(messages.send[sent[index]]), int(messages.receive[received[index]])
-        problem = (
-            f"rank {table.rank[send]} sends {describe(action_at(table, send))} on this link at this point; receives "
-            "must be posted in the order of the sends"
-        )
-        raise failure(table, receive, problem)
+
+    def problem(index: int) -> str:
+        send = int(messages.send[sent[index]])
+        shown = f"rank {table.rank[send]} sends {describe(action_at(table, send))}"
+        return f"{shown} on this link at this point; receives must be posted in the order of the sends"
+
+    refuse(table, messages.receive[received], sent != received, problem)
 
 
 def check_collectives(table: Table, *, flushes: bool) -> None:
