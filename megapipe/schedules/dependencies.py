@@ -13,7 +13,7 @@ import numpy as np
 
 from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind
 from megapipe.schedules.gathers import USES, awaited_reductions, num_places, of_states
-from megapipe.schedules.memory import move_needs, reload_needs, snapshot_needs, state_places, unit_places
+from megapipe.schedules.memory import matched, move_needs, reload_needs, snapshot_needs, state_places, unit_places
 from megapipe.schedules.schedule import Connection, Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
@@ -282,23 +282,16 @@ class Dependencies:
             rows = rows[np.lexsort((sign * table.unit[rows], table.key[rows]))]
             same = table.key[rows[1:]] == table.key[rows[:-1]]
             yield Needs(rows[1:][same], rows[:-1][same])
-        halves = []
-        for kind in (Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT):
-            rows = table.rows_with(kind)
-            halves.append(rows[np.lexsort((table.unit[rows], table.key[rows]))])
-        yield Needs(*halves)
+        weights, place = table.rows_with(Kind.BACKWARD_WEIGHT), unit_places(table)
+        yield Needs(*matched(weights[np.argsort(place[weights])], table.rows_with(Kind.BACKWARD_INPUT), place))
 
     def _recompute_needs(self) -> Iterator[Needs]:
         """Let a recomputed forward wait for its forward, and its backward wait for the recomputed one."""
-        table = self.table
+        table, place = self.table, unit_places(self.table)
         again = table.rows_with(Kind.RECOMPUTE)
-        place = unit_places(table)
-        again = again[np.argsort(place[again])]
-        for kinds in ((Kind.FORWARD,), BACKWARDS):
-            rows = table.rows_with(*kinds)
-            rows = rows[np.isin(place[rows], place[again])]
-            rows = rows[np.argsort(place[rows])]
-            yield Needs(again, rows) if kinds == (Kind.FORWARD,) else Needs(rows, again)
+        backwards = table.rows_with(*BACKWARDS)
+        yield Needs(*matched(again[np.argsort(place[again])], table.rows_with(Kind.FORWARD), place))
+        yield Needs(*matched(backwards[np.argsort(place[backwards])], again, place))
 
     @cached_property
     def reloads(self) -> Needs:

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from megapipe.schedules.actions import BACKWARDS, Ints, Kind, Mask, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import Header, Schedule, Sections
+from megapipe.schedules.schedule import Header, Schedule, SectionName
 from megapipe.schedules.table import Table
 
 
@@ -172,11 +172,9 @@ def with_snapshots(schedule: Schedule) -> Schedule:
             f"{header.name} of mode {header.mode!r} updates nothing that can be copied for a checkpoint; take a "
             "lowered schedule of mode 'train'"
         )
-    before = sections.body if schedule.flushes else sections.prologue
-    first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(before))
-    if schedule.flushes:
-        return replace(schedule, sections=Sections.flushing(first))
-    return replace(schedule, sections=replace(sections, prologue=first))
+    name: SectionName = "body" if schedule.flushes else "prologue"
+    first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(sections[name]))
+    return replace(schedule, sections=replace(sections, **{name: first}))
 
 
 def _snapshots(header: Header, rank: int) -> Rows:
@@ -189,7 +187,7 @@ def _snapshots(header: Header, rank: int) -> Rows:
 
 def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
     """Return updates and the copies of the state that they replace: (rows, rows that they need)."""
-    return _joined(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
+    return matched(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
 
 
 def reload_needs(table: Table) -> tuple[Ints, Ints]:
@@ -197,8 +195,8 @@ def reload_needs(table: Table) -> tuple[Ints, Ints]:
     if len(table.rows_with(Kind.RELOAD)) == 0:
         return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
     rows, needed = zip(
-        _joined(table.rows_with(*BACKWARDS), activations_moved(table, Kind.RELOAD), unit_places(table)),
-        _joined(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
+        matched(table.rows_with(*BACKWARDS), activations_moved(table, Kind.RELOAD), unit_places(table)),
+        matched(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
         strict=True,
     )
     return np.concatenate(rows), np.concatenate(needed)
@@ -211,17 +209,17 @@ def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
         return
     places, states = unit_places(table), state_places(table)
     out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
-    yield _joined(out, table.rows_with(Kind.FORWARD), places)
-    yield _joined(back, out, places)
+    yield matched(out, table.rows_with(Kind.FORWARD), places)
+    yield matched(back, out, places)
     out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
-    yield _joined(out, table.rows_with(Kind.UPDATE), states)
+    yield matched(out, table.rows_with(Kind.UPDATE), states)
     # Sorted by unit, then by update. Each reload of a unit but the first needs the offload of the update before it.
     out, back = (rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back))
     later = np.diff(table.update[back]) > 0
     yield back[1:][later], out[:-1][later]
 
 
-def _joined(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
+def matched(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
     """Return the rows that have a needed row of the same place, and these needed rows."""
     if len(needed) == 0:
         return needed, needed

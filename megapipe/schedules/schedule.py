@@ -296,26 +296,33 @@ class Header:
         return frozenset(self.stages[each].rank for each in stages)
 
 
+class RankLine(NamedTuple):
+    """A rank's line in a text: its number, its actions, and line and column of each, shape [actions, 2]."""
+
+    number: int
+    rows: Rows
+    places: Rows
+
+
 class Origin(NamedTuple):
-    """The text that a schedule was read from, and the numbers of its lines: of each rank in each section, and of the
-    first header line of each key. words: each rank's actions in each section, with line and column of each."""
+    """The text that a schedule was read from. header: number of the first line of each key. ranks: the line of each
+    rank in each section."""
 
     source: str
     text: tuple[str, ...]
-    lines: dict[tuple[SectionName, int], int]
     header: dict[str, int]
-    words: dict[tuple[SectionName, int], tuple[Rows, Rows]]
+    ranks: dict[tuple[SectionName, int], RankLine]
 
     def place_of(self, section: SectionName, rank: int, row: Rows, earlier: int, period: int) -> tuple[int, int]:
         """Return line and column of a row of a rank's section, unrolled or lowered; for a row that lowering added, the
         line of the rank and column 0. earlier: rows of the same action before it; period: micro-batches of a step."""
-        rows, places = self.words[section, rank]
+        number, rows, places = self.ranks[section, rank]
         same = (rows[:, [KIND, STAGE]] == row[[KIND, STAGE]]).all(axis=1)
         same &= (rows[:, UNIT] == -1) | (rows[:, UNIT] == row[UNIT])
         same &= (row[MICROBATCH] - rows[:, MICROBATCH]) % period == 0
         found = places[same]
         if not len(found):
-            return self.lines[section, rank], 0
+            return number, 0
         line, column = found[min(earlier, len(found) - 1)].tolist()
         return line, column
 

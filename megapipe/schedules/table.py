@@ -89,7 +89,7 @@ class Table:
         """Return the name of a rank, with its line in a section if the schedule was read from a text."""
         if self.origin is None:
             return f"rank {rank}"
-        return f"rank {rank} ({self.origin.source}, line {self.origin.lines[section, rank]})"
+        return f"rank {rank} ({self.origin.source}, line {self.origin.ranks[section, rank].number})"
 
     def section_of(self, row: int) -> SectionName:
         """Return the section of a row."""
@@ -270,7 +270,7 @@ def missing(table: Table, rank: int, action: Action) -> ScheduleError:
     first, last = table.offsets[rank : rank + 2].tolist()
     section = table.section_of(first) if last > first else "body"
     if table.origin is not None:
-        near = excerpt(table.origin.text, table.origin.lines[section, rank])
+        near = excerpt(table.origin.text, table.origin.ranks[section, rank].number)
     else:
         near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
     slices = table.header.slices

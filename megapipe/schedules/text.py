@@ -32,14 +32,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
+from megapipe.schedules.actions import Action, empty_rows, read_action, write_action
 from megapipe.schedules.errors import DIGITS, ScheduleError, TextLine, split_lines
 from megapipe.schedules.parameters import STATEMENTS, UNKNOWN, FileParameters, expand
-from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
+from megapipe.schedules.schedule import SECTIONS, Header, Origin, RankLine, Schedule, SectionName, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome, check_number
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.validate import Promise
@@ -353,7 +353,7 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     """
     lines, reader, header = _read_header(text, source, sizes)
     starts = [index for index, line in enumerate(lines) if line.words[0].text in SECTIONS]
-    found: dict[SectionName, list[_Row]] = {}
+    found: dict[SectionName, list[RankLine]] = {}
     for start, end in pairwise([*starts, len(lines)]):
         name = _section_name(lines[start], found)
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
@@ -365,13 +365,8 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     rows = {name: tuple(each.rows for each in rows) for name, rows in found.items()}
     sections = Sections(rows.get("prologue", empty), rows["body"], rows.get("epilogue", empty))
     placed = {(name, rank): each for name, rows in found.items() for rank, each in enumerate(rows)}
-    origin = Origin(
-        lines[-1].source,
-        lines[0].file,
-        {place: row.number for place, row in placed.items()},
-        {key: line.number for key, line in reader.lines.items()},
-        {place: (row.rows, row.places) for place, row in placed.items()},
-    )
+    numbers = {key: line.number for key, line in reader.lines.items()}
+    origin = Origin(lines[-1].source, lines[0].file, numbers, placed)
     schedule = Schedule(header, sections, origin)
     if "class" in reader.lines:
         return schedule
@@ -428,14 +423,6 @@ def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:
         yield from words if group < 0 else ["+".join(words)]
 
 
-class _Row(NamedTuple):
-    """A rank's row: the number of its line, its actions, and line and column of each, shape [actions, 2]."""
-
-    number: int
-    rows: Rows
-    places: Rows
-
-
 def _section_name(line: TextLine, found: Collection[SectionName]) -> SectionName:
     line.expect_length(1)
     name = next(name for name in SECTIONS if name == line.words[0].text)
@@ -446,7 +433,7 @@ def _section_name(line: TextLine, found: Collection[SectionName]) -> SectionName
     return name
 
 
-def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> list[_Row]:
+def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> list[RankLine]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
             raise line.error(
@@ -463,7 +450,7 @@ def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: 
     return [_read_rank(line, slices) for line in lines]
 
 
-def _read_rank(line: TextLine, slices: int) -> _Row:
+def _read_rank(line: TextLine, slices: int) -> RankLine:
     actions: list[Action] = []
     places: list[tuple[int, int]] = []
     groups = 0
@@ -479,4 +466,4 @@ def _read_rank(line: TextLine, slices: int) -> _Row:
             places.append((word.line or line.number, column))
             column += (len(part) + 1) * (word.line == 0)
     rows = np.array(actions, dtype=np.int32) if actions else empty_rows()
-    return _Row(line.number, rows, np.array(places, dtype=np.int32).reshape(-1, 2))
+    return RankLine(line.number, rows, np.array(places, dtype=np.int32).reshape(-1, 2))

@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 from megapipe.config.command_line import finite, positive, tool_parser, with_hyphens
 from megapipe.config.field_types import real_number, whole_number
 from megapipe.config.parallel import ScheduleConfig, is_schedule_file
-from megapipe.schedules.actions import Kind
+from megapipe.schedules.actions import COMPUTE_KINDS, Kind
 from megapipe.schedules.build import (
     MOST_FORWARDS,
     build,
@@ -30,10 +30,7 @@ from megapipe.schedules.vocabulary import PASS_SECONDS
 
 NEVER_FLUSHING_STEPS = 4
 DEFAULT_SIZES: Final = {"ranks": 4, "microbatches": 8}
-STAGE_TIMES: Final = {
-    kind.name.lower(): kind
-    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
-}
+STAGE_TIMES: Final = {kind.name.lower(): kind for kind in (*COMPUTE_KINDS, Kind.UPDATE)}
 """Compute actions by the flag that sets their time."""
 LOWERING_FLAGS = {
     "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False,

@@ -262,9 +262,11 @@ def _check_versions(table: Table) -> None:
     writes = table.is_kind(Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
     # A copy for a checkpoint has the newest version before the update.
     expected: Ints = table.update + np.where(writes, kept, np.where(table.is_kind(Kind.SNAPSHOT), kept - 1, 0))
-    verb = np.where(writes, "writes", "reads")
-    good = (table.version < 0) | (table.version == expected)
-    _require(table, good, lambda row: f"update {table.update[row]} {verb[row]} version {expected[row]}")
+
+    def problem(row: int) -> str:
+        return f"update {table.update[row]} {'writes' if writes[row] else 'reads'} version {expected[row]}"
+
+    _require(table, (table.version < 0) | (table.version == expected), problem)
 
 
 REMOVE_ONE = "; remove one of the two, or change its micro-batch"

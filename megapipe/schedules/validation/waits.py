@@ -10,12 +10,12 @@ thread blocks. `needs_resident_kernels` returns whether a schedule relies on it.
 
 NCCL connects two ranks when they first send or receive on a communicator, one direction at a time, and the members of
 a group in their first collective. The call blocks the host of every member until all members have made it. So a rank
-that posts an early receive does not reach the send that the other side waits for. `FirstUses` finds such deadlocks of
+that posts an early receive does not reach the send that the other side waits for. `first_deadlock` finds those of
 the first step.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -291,38 +291,41 @@ _Meeting = Connection | frozenset[int]
 """A link, or the ranks of a group with a reduction."""
 
 
-@dataclass(frozen=True)
-class FirstUses:
-    """The first use of each link and group by each rank of a lowered schedule, in program order, with its action."""
+def first_uses(table: Table) -> list[dict[_Meeting, Action]]:
+    """Return the first use of each link and group by each rank of a lowered schedule, in program order, with its
+    action."""
+    uses: list[dict[_Meeting, Action]] = [{} for _ in range(table.header.num_ranks)]
+    for row in _candidates(table):
+        meeting = _meeting(table, row)
+        if len(meeting) > 1:
+            uses[table.rank[row]].setdefault(meeting, action_at(table, row))
+    return uses
 
-    by_rank: list[list[tuple[_Meeting, Action]]]
 
-    @classmethod
-    def of(cls, table: Table) -> "FirstUses":
-        """Return the first uses in an unrolled table."""
-        uses: list[list[tuple[_Meeting, Action]]] = [[] for _ in range(table.header.num_ranks)]
-        met: set[tuple[int, _Meeting]] = set()
-        for row in _candidates(table):
-            meeting, rank = _meeting(table, row), int(table.rank[row])
-            if len(meeting) > 1 and (rank, meeting) not in met:
-                met.add((rank, meeting))
-                uses[rank].append((meeting, action_at(table, row)))
-        return cls(uses)
+def first_deadlock(uses: list[dict[_Meeting, Action]], connected: Collection[Connection]) -> str:
+    """Return where ranks deadlock in their first uses, or an empty string if they do not.
 
-    def deadlock(self, connected: Collection[Connection]) -> str:
-        """Return where ranks deadlock, or an empty string if they do not.
-
-        Args:
-            connected: links that all ranks connect at the start, in this order.
-        """
-        programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in self.by_rank]
-        for connection in connected:
-            for rank in connection:
-                programs[rank].append((connection, None))
-        known = set(connected)
-        for program, uses in zip(programs, self.by_rank, strict=True):
-            program += [(meeting, action) for meeting, action in uses if meeting not in known]
-        return _hanging_ranks(programs)
+    connected: links that all ranks connect at the start, in this order.
+    """
+    programs: list[deque[tuple[_Meeting, Action | None]]] = []
+    for rank, own in enumerate(uses):
+        start = [pair for pair in connected if rank in pair]
+        later = (use for use in own.items() if use[0] not in start)
+        programs.append(deque([*((pair, None) for pair in start), *later]))
+    moved = True
+    while moved:
+        moved = False
+        waiting: dict[_Meeting, set[int]] = {}
+        for rank, program in enumerate(programs):
+            if program:
+                waiting.setdefault(program[0][0], set()).add(rank)
+        for meeting, present in waiting.items():
+            if present == set(meeting):
+                moved = True
+                for rank in present:
+                    programs[rank].popleft()
+    hanging = ((rank, program[0][1]) for rank, program in enumerate(programs) if program)
+    return "; ".join(f"rank {rank} at {describe(action) if action else 'its start'}" for rank, action in hanging)
 
 
 def _candidates(table: Table) -> list[int]:
@@ -345,25 +348,3 @@ def _meeting(table: Table, row: int) -> _Meeting:
     neighbour = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])
     rank, other = header.stages[stage].rank, header.stages[neighbour].rank
     return (rank, other) if kind in _SENDERS else (other, rank)
-
-
-def _hanging_ranks(programs: list[list[tuple[_Meeting, Action | None]]]) -> str:
-    at = [0] * len(programs)
-    moved = True
-    while moved:
-        moved = False
-        waiting: dict[_Meeting, set[int]] = {}
-        for rank, program in enumerate(programs):
-            if at[rank] < len(program):
-                waiting.setdefault(program[at[rank]][0], set()).add(rank)
-        for meeting, present in waiting.items():
-            if present == set(meeting):
-                moved = True
-                for rank in present:
-                    at[rank] += 1
-    hanging = []
-    for rank, program in enumerate(programs):
-        if at[rank] < len(program):
-            action = program[at[rank]][1]
-            hanging.append(f"rank {rank} at {'its start' if action is None else describe(action)}")
-    return "; ".join(hanging)
