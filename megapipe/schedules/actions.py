@@ -163,6 +163,11 @@ def write_action(action: Action, slices: int = 1) -> str:
     return Kind(action.kind).letters + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
 
 
+def short_word(action: Action, slices: int = 1) -> str:
+    """Return the word for an action without what lowering adds to it: version and slot."""
+    return write_action(action._replace(version=-1, slot=-1), slices)
+
+
 def _fields(action: Action, slices: int) -> tuple[int, ...]:
     """Stage, unit, micro-batch, slice (-1 for none), version, slot and group."""
     sliced = slices > 1 and action.microbatch >= 0

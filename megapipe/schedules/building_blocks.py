@@ -121,6 +121,13 @@ def rows_from_steps(steps: list[Step]) -> Rows:
     return rows_of(kind, stage, microbatch)
 
 
+def one_stage_file(name: str, rows: str) -> str:
+    """Return a schedule file for any number p of ranks, with one stage on each, and m micro-batches. rows: the lines
+    of rank r."""
+    header = f"megapipe schedule 3\nname {name}\nranks p\nmicrobatches m\nfor s in 0..p: stage {{s}} rank {{s}}\n"
+    return f"{header}body\nrank r:\n{rows}"
+
+
 def held_after_warmup(num_ranks: int, num_microbatches: int, chunks: int, options: Mapping[str, Any]) -> Floats:
     """Return a lower bound of the micro-batches of each chunk that ranks hold at their peak, shape [ranks, 1].
 

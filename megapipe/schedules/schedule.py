@@ -397,9 +397,7 @@ class Schedule:
             )
         return [
             [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
-            for prologue, body, epilogue in zip(
-                self.sections.prologue, self.sections.body, self.sections.epilogue, strict=True
-            )
+            for prologue, body, epilogue in zip(*(self.sections[name] for name in SECTIONS), strict=True)
         ]
 
     def _at_step(self, rows: Rows, step: int) -> Rows:

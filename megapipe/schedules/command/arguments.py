@@ -197,20 +197,15 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
-    schedule = _without_snapshots(flags, name)
-    return with_snapshots(schedule) if flags.snapshot else schedule
-
-
-def _without_snapshots(flags: argparse.Namespace, name: str) -> Schedule:
     if is_schedule_file(name):
-        return load_file(Path(name), sizes_of(flags))
-    check_ranks(name, flags.ranks)
-    arguments = _arguments(flags, name)
-    stages = len(arguments["units_per_stage"])
-    return build(
-        name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages),
-        offload=_offload(flags, stages), **arguments,
-    )  # fmt: skip
+        schedule = load_file(Path(name), sizes_of(flags))
+    else:
+        check_ranks(name, flags.ranks)
+        arguments = _arguments(flags, name)
+        stages = len(arguments["units_per_stage"])
+        arguments |= {"recompute": _spans(flags, stages), "offload": _offload(flags, stages)}
+        schedule = build(name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, **arguments)
+    return with_snapshots(schedule) if flags.snapshot else schedule
 
 
 def is_short(flags: argparse.Namespace) -> bool:

@@ -20,7 +20,18 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Action, Ints, Kind, Mask, describe, write_action
+from megapipe.schedules.actions import (
+    RECEIVES,
+    SENDS,
+    SUMS_OF_RANKS,
+    Action,
+    Ints,
+    Kind,
+    Mask,
+    describe,
+    short_word,
+    write_action,
+)
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, joined, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Connection, Schedule
@@ -104,7 +115,7 @@ def _placed(table: Table, row: int) -> str:
 
 def _word(table: Table, row: int) -> str:
     """The word of a row, without what lowering adds to it."""
-    return write_action(action_at(table, row)._replace(version=-1, slot=-1), table.header.slices)
+    return short_word(action_at(table, row), table.header.slices)
 
 
 def check_links(dependencies: Dependencies) -> None:
