@@ -27,7 +27,8 @@ from megapipe.schedules.table import Table
 
 USES = (Kind.FORWARD, Kind.RECOMPUTE, *BACKWARDS)
 """Kinds that compute with a layer's weights."""
-STATE_KINDS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.REDUCE_GRADIENTS)
+GATHERS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
+STATE_KINDS = (*GATHERS, Kind.REDUCE_GRADIENTS)
 """Kinds that name a state unit of a stage; compute actions name a layer."""
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import ADDING, Ints, Kind, Mask, describe
-from megapipe.schedules.gathers import USES, StateRows, of_states
+from megapipe.schedules.gathers import GATHERS, USES, StateRows, of_states
 from megapipe.schedules.lowering.communication import READERS, receive_lives
 from megapipe.schedules.memory import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
 from megapipe.schedules.table import Table, action_at, failure, refuse, refuse_repeated
@@ -44,9 +44,6 @@ def _check_readers(table: Table, receive: Kind, reading: Mask, opens: Mask) -> N
         return f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
 
     refuse(table, rows, table.slot[rows] != expected, problem)
-
-
-GATHERS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
 
 
 def check_gathers(table: Table) -> None:
@@ -168,12 +165,8 @@ def _check_states(table: Table) -> None:
         refuse_repeated(table, rows, places[rows])
     _check_pairs(table, out, back, places)
     refuse(table, out, ~np.isin(places[out], places[updates]), "no update changes this state")
-    refuse(
-        table,
-        updates,
-        ~np.isin(places[updates], places[out]),
-        "the state of other updates is moved, but not that of this one",
-    )
+    stays = ~np.isin(places[updates], places[out])
+    refuse(table, updates, stays, "the state of other updates is moved, but not that of this one")
     moves = np.sort(np.concatenate([out, back]))
     there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of them leave: each starts from 0
     refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")

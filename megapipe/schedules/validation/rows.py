@@ -25,7 +25,7 @@ from megapipe.schedules.actions import (
     Mask,
 )
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import STATE_KINDS, of_states
+from megapipe.schedules.gathers import GATHERS, STATE_KINDS, of_states
 from megapipe.schedules.memory import unit_places
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule
 from megapipe.schedules.table import Table, failure, missing, refuse, refuse_repeated
@@ -137,7 +137,7 @@ def _placed(name: str, origin: Origin | None, key: str) -> str:
     return name if origin is None or number is None else f"{name} ({origin.source}, line {number})"
 
 
-_OF_VERSION: Final = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.UPDATE, Kind.SNAPSHOT)
+_OF_VERSION: Final = (*GATHERS, Kind.UPDATE, Kind.SNAPSHOT)
 _MOVED: Final = (Kind.OFFLOAD, Kind.RELOAD)
 _NONE: Final = tuple[Kind, ...]()
 COLUMN_USES: Final = {
@@ -147,13 +147,7 @@ COLUMN_USES: Final = {
     "slot": (SLOT, RECEIVES, (Kind.FORWARD, *BACKWARDS)),
 }
 """Columns by name: number, the kinds that always use it, and those that may use it; others never do."""
-FORWARD_MODE_KINDS: Final = (
-    Kind.FORWARD,
-    Kind.SEND_ACTIVATION,
-    Kind.RECV_ACTIVATION,
-    Kind.GATHER_WEIGHTS,
-    Kind.RELEASE_WEIGHTS,
-)
+FORWARD_MODE_KINDS: Final = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, *GATHERS)
 
 
 def check_fields(table: Table) -> None:
@@ -175,17 +169,13 @@ def check_places(table: Table) -> None:
         row = int(unknown[0])
         place = f"rank {table.rank[row]}, action {row - table.offsets[table.rank[row]]}"
         raise ScheduleError(f"{table.header.name}, {place}: {table.kind[row]} is not a kind of action")
-    _require(
-        table, table.is_kind(*kinds), f"a schedule of mode {table.header.mode!r} cannot have such actions; remove it"
-    )
+    other = f"a schedule of mode {table.header.mode!r} cannot have such actions; remove it"
+    _require(table, table.is_kind(*kinds), other)
     _check_use(table, "stage")
     microbatch = table.rows[:, MICROBATCH]
     in_steps = (microbatch >= 0) & (microbatch < table.num_microbatches)
-    _require(
-        table,
-        in_steps,
-        f"micro-batches are numbered from 0 to {table.num_microbatches - 1}; change it, or the number of them",
-    )
+    numbers = f"micro-batches are numbered from 0 to {table.num_microbatches - 1}"
+    _require(table, in_steps, f"{numbers}; change it, or the number of them")
     _check_stages(table)
 
 
@@ -226,11 +216,10 @@ def _check_stages(table: Table) -> None:
 def check_units(table: Table) -> None:
     """Raise ScheduleError unless compute names a layer of the stage, gathers and reductions a state unit, and tied
     reductions and updates one that it owns."""
-    moved = table.is_kind(Kind.OFFLOAD, Kind.RELOAD)
+    moved = table.is_kind(*_MOVED)
     computes = table.is_kind(*COMPUTE_STREAM) | (moved & (table.version < 0))
-    _require(
-        table, ~computes | (table.unit < table.units), "the stage has fewer units; change its unit, or leave it out"
-    )
+    there = ~computes | (table.unit < table.units)
+    _require(table, there, "the stage has fewer units; change its unit, or leave it out")
     _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
     owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE, Kind.SNAPSHOT) | (moved & (table.version >= 0))
     kept = [frozenset(table.header.state_units(stage)) for stage in range(len(table.header.stages))]
@@ -247,7 +236,7 @@ def _check_last_included(table: Table) -> None:
     # An update may have several reductions of sharded gradients, each after the gradients that it includes.
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
     reducing[of_states(table, reductions, ~table.header.sharded_gradients).row] = True
-    reducing |= table.is_kind(Kind.OFFLOAD, Kind.RELOAD) & (table.version >= 0)
+    reducing |= table.is_kind(*_MOVED) & (table.version >= 0)
     for rows, count in (
         (np.flatnonzero(reducing), table.header.microbatches_per_update),
         (table.rows_with(Kind.REDUCE_COUNTS), table.header.num_microbatches),
@@ -259,7 +248,7 @@ def _check_last_included(table: Table) -> None:
 def _check_versions(table: Table) -> None:
     """A micro-batch of update k reads version k, on every stage; update k writes the version after the oldest kept."""
     kept = np.array(table.header.versions_per_stage, dtype=np.int64)[table.stage]
-    writes = table.is_kind(Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
+    writes = table.is_kind(Kind.UPDATE, *_MOVED)
     # A copy for a checkpoint has the newest version before the update.
     expected: Ints = table.update + np.where(writes, kept, np.where(table.is_kind(Kind.SNAPSHOT), kept - 1, 0))
 
@@ -320,24 +309,15 @@ def _check_compute(table: Table, on_route: Mask) -> None:
     if table.header.mode == "forward":
         return
     split = done[Kind.BACKWARD_INPUT] | done[Kind.BACKWARD_WEIGHT]
-    _refuse(
-        table,
-        Kind.BACKWARD,
-        split & done[Kind.BACKWARD],
-        "the backward is present both whole and in halves; remove one",
-    )
+    both = "the backward is present both whole and in halves; remove one"
+    _refuse(table, Kind.BACKWARD, split & done[Kind.BACKWARD], both)
     _require_pairs(table, Kind.BACKWARD, done[Kind.BACKWARD] | split, on_route)
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         _require_pairs(table, kind, done[kind], split)
     _check_recompute(table)
+    differ = "forward and backward of a micro-batch must both be whole or both be in units; write both whole"
     for kind in GRADIENT_KINDS:
-        differs = done[kind] & (whole[kind] != whole[Kind.FORWARD])
-        _refuse(
-            table,
-            kind,
-            differs,
-            "forward and backward of a micro-batch must both be whole or both be in units; write both whole",
-        )
+        _refuse(table, kind, done[kind] & (whole[kind] != whole[Kind.FORWARD]), differ)
 
 
 def _check_recompute(table: Table) -> None:
@@ -359,9 +339,8 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
     refuse_repeated(table, parts, unit_places(table)[parts], REMOVE_ONE)
     counts = np.bincount(table.key[parts], minlength=len(units))
     partial = (counts > 0) & ((counts != units) | (wholes > 0))
-    _refuse(
-        table, kind, partial, "some of its units are missing, or it is present both whole and in units; write it whole"
-    )
+    problem = "some of its units are missing, or it is present both whole and in units; write it whole"
+    _refuse(table, kind, partial, problem)
     return (wholes + counts) > 0, wholes > 0
 
 
