@@ -86,16 +86,14 @@ _VERSION_1_KEYS: Final = (
 
 def write_header(header: Header) -> list[str]:
     """Return the header as lines, without values that are the default, except the class."""
-    defaults = {each.name: each.default for each in fields(Header)}
+    defaults = {each.name: each.default for each in (*fields(StateTable), *fields(Header))}
     lines = [f"{MAGIC} {FORMAT_VERSION}", f"name {header.name}", f"class {header.numerical_class}"]
     if header.mode != "train":
         lines.append(f"mode {header.mode}")
     for key, field in _NUMBERS.items():
-        value, usual = (
-            (getattr(header.states, field), 0) if field in _POOLS else (getattr(header, field), defaults[field])
-        )
+        value = getattr(header.states if field in _POOLS else header, field)
         value = header.whole_microbatches if key == "microbatches" else value
-        if value != usual:
+        if value != defaults[field]:
             lines.append(f"{key} {value}")
     lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
     for stage, place in enumerate(header.stages):

@@ -85,11 +85,8 @@ def _described(name: str) -> dict[str, str]:
 def _validate(flags: argparse.Namespace) -> None:
     schedule = load_file(flags.file, sizes_of(flags))
     report = validate(schedule)
-    numbers = {
-        "peak_activations": report.peak_activations,
-        "pending_weight_halves": report.pending_weight_halves,
-        "weight_versions": report.weight_versions,
-    }
+    names = ("peak_activations", "pending_weight_halves", "weight_versions")
+    numbers = {name: getattr(report, name) for name in names}
     if flags.json:
         facts = {
             "class": schedule.header.numerical_class,

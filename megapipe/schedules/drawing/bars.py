@@ -238,9 +238,6 @@ def _bar(bar: Bar, scale: float) -> str:
     )
 
 
-PAIRS: Final = "one above the other: overlapped"
-
-
 def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
     """The colours of each kind: one for each chunk of a rank, or for each slice; equal colours appear once."""
     chunks: dict[Kind, set[int]] = {}
@@ -249,14 +246,15 @@ def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
     return {kind: list(dict.fromkeys(fill(kind, chunk) for chunk in sorted(chunks[kind]))) for kind in sorted(chunks)}
 
 
-def shade_note(bars: Iterable[Bar]) -> str:
-    """What the shades mean, empty if there is one chunk and one slice."""
+def notes(bars: Sequence[Bar]) -> list[str]:
+    """What the shades mean, if there are several chunks or slices, and bars one above the other."""
     most, slices = max((bar.shade for bar in bars), default=0), any(bar.slice > 0 for bar in bars)
     names = [str(chunk) for chunk in range(min(most, 3) + 1)]
     if most > 3:
         names[-1] += " and later"
     what = ("slices", "a sequence") if slices else ("chunks", "a rank")
-    return f"dark to light: {what[0]} {', '.join(names)} of {what[1]}" if most else ""
+    shades = [f"dark to light: {what[0]} {', '.join(names)} of {what[1]}"] if most else []
+    return shades + ["one above the other: overlapped"] * any(bar.part[1] > 1 for bar in bars)
 
 
 def legend(bars: list[Bar], y: int, x: int) -> list[str]:
@@ -268,12 +266,8 @@ def legend(bars: list[Bar], y: int, x: int) -> list[str]:
             x += 12
         parts.append(f'<text x="{x + 6}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
         x += 22 + round(6.4 * len(NAMES[kind]))
-    notes = [
-        shade_note(bars),
-        PAIRS if any(bar.part[1] > 1 for bar in bars) else "",
-        "dark edge: every other step" if any(bar.step % 2 for bar in bars) else "",
-    ]
-    for note in filter(None, notes):
+    steps = ["dark edge: every other step"] * any(bar.step % 2 for bar in bars)
+    for note in notes(bars) + steps:
         parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">{note}</text>')
         x += 16 + round(6.2 * len(note))
     return parts
