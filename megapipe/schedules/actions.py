@@ -130,6 +130,68 @@ def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
     return table[kinds]
 
 
+_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The kinds that a generator may write; lowering adds the rest."""
+
+BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The kinds that make the gradient of a stage's input."""
+
+GRADIENT_KINDS: Final = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+"""The kinds of backward compute."""
+
+ADDING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""The kinds that add to a layer's gradients."""
+
+SENDS: Final = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+SUMS_OF_RANKS: Final = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+"""Collectives of pipeline ranks."""
+
+COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
+"""The kinds that compute with a model's layers."""
+
+
+class Action(NamedTuple):
+    """View of one row of a schedule; the fields are the columns, in their order."""
+
+    kind: Kind
+    stage: int = -1
+    unit: int = -1
+    microbatch: int = -1
+    version: int = -1
+    slot: int = -1
+    group: int = -1
+
+
+def rows_of(
+    kind: int | Ints | Rows,
+    stage: int | Ints | Rows = -1,
+    microbatch: int | Ints | Rows = -1,
+    *,
+    unit: int | Ints | Rows = -1,
+    version: int | Ints | Rows = -1,
+    slot: int | Ints | Rows = -1,
+) -> Rows:
+    """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
+    columns = (kind, stage, unit, microbatch, version, slot, -1)
+    rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
+    for number, column in enumerate(columns):
+        rows[..., number] = column
+    return rows
+
+
+def empty_rows() -> Rows:
+    """No actions: shape [0, len(COLUMNS)]."""
+    return np.empty((0, len(COLUMNS)), dtype=np.int32)
+
+
+def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
+    """Which entries of a kind column are one of ``wanted``."""
+    table = np.zeros(len(Kind), dtype=np.bool_)
+    table[list(wanted)] = True
+    return table[kinds]
+
+
 LETTERS: Final[dict[Kind, str]] = {
     Kind.FORWARD: "F",
     Kind.BACKWARD: "B",
