@@ -22,7 +22,7 @@ from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import ReceiveSlots, Transfers
 from megapipe.parallel.groups import Group, ReduceOperation, Work
-from megapipe.schedules.actions import Kind, write_action
+from megapipe.schedules.actions import Kind, short_word
 from megapipe.schedules.measured.traces import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
 
@@ -172,10 +172,7 @@ class Recorder:
         """Return the recorded events in order. clock_offset: to subtract from this rank's times, in nanoseconds."""
         slices = self._schedule.header.slices
         words = {
-            section: [
-                write_action(action._replace(version=-1, slot=-1), slices)
-                for action in self._schedule.actions(section, self._rank)
-            ]
+            section: [short_word(action, slices) for action in self._schedule.actions(section, self._rank)]
             for section in SECTIONS
         }
         read = self._clock.nanoseconds

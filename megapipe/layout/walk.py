@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.schedules.actions import (
+    ADDING,
     COMPUTE_STREAM,
     KIND,
     MICROBATCH,
@@ -29,7 +30,6 @@ from megapipe.schedules.actions import (
     Rows,
     kind_mask,
 )
-from megapipe.schedules.gathers import ADDING
 from megapipe.schedules.schedule import Header
 
 Bytes = npt.NDArray[np.float64]

@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 from enum import IntEnum
 from itertools import groupby
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -37,31 +37,115 @@ KIND, STAGE, UNIT, MICROBATCH, VERSION, SLOT, GROUP = range(len(COLUMNS))
 
 
 class Kind(IntEnum):
-    """The kind of an action. Communication kinds mark the start; the action that needs the result waits for it."""
+    """The kind of an action, with its word in texts. Communication kinds mark the start; the action that needs the
+    result waits for it."""
 
-    FORWARD = 0
-    BACKWARD = 1
-    BACKWARD_INPUT = 2
-    BACKWARD_WEIGHT = 3
-    RECOMPUTE = 4
-    SEND_ACTIVATION = 5
-    RECV_ACTIVATION = 6
-    SEND_GRADIENT = 7
-    RECV_GRADIENT = 8
-    GATHER_WEIGHTS = 9
-    RELEASE_WEIGHTS = 10
-    REDUCE_GRADIENTS = 11
-    REDUCE_TIED = 12
-    REDUCE_COUNTS = 13
-    REDUCE_SCALARS = 14
-    OFFLOAD = 15
-    RELOAD = 16
-    UPDATE = 17
-    SNAPSHOT = 18
+    letters: str
+
+    def __new__(cls, number: int, letters: str = "") -> Self:
+        kind = int.__new__(cls, number)
+        kind._value_, kind.letters = number, letters
+        return kind
+
+    FORWARD = 0, "F"
+    BACKWARD = 1, "B"
+    BACKWARD_INPUT = 2, "BI"
+    BACKWARD_WEIGHT = 3, "BW"
+    RECOMPUTE = 4, "R"
+    SEND_ACTIVATION = 5, "SA"
+    RECV_ACTIVATION = 6, "RA"
+    SEND_GRADIENT = 7, "SG"
+    RECV_GRADIENT = 8, "RG"
+    GATHER_WEIGHTS = 9, "GW"
+    RELEASE_WEIGHTS = 10, "LW"
+    REDUCE_GRADIENTS = 11, "DG"
+    REDUCE_TIED = 12, "DT"
+    REDUCE_COUNTS = 13, "DC"
+    REDUCE_SCALARS = 14, "DS"
+    OFFLOAD = 15, "OF"
+    RELOAD = 16, "RE"
+    UPDATE = 17, "U"
+    SNAPSHOT = 18, "SS"
 
 
 COMPUTE_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 """The kinds that a generator may write; lowering adds the rest."""
+
+BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The kinds that make the gradient of a stage's input."""
+
+GRADIENT_KINDS: Final = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+"""The kinds of backward compute."""
+
+ADDING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""The kinds that add to a layer's gradients."""
+
+SENDS: Final = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+SUMS_OF_RANKS: Final = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+"""Collectives of pipeline ranks."""
+
+COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
+"""The kinds that compute with a model's layers."""
+
+
+class Action(NamedTuple):
+    """View of one row of a schedule; the fields are the columns, in their order."""
+
+    kind: Kind
+    stage: int = -1
+    unit: int = -1
+    microbatch: int = -1
+    version: int = -1
+    slot: int = -1
+    group: int = -1
+
+
+def rows_of(
+    kind: int | Ints | Rows,
+    stage: int | Ints | Rows = -1,
+    microbatch: int | Ints | Rows = -1,
+    *,
+    unit: int | Ints | Rows = -1,
+    version: int | Ints | Rows = -1,
+    slot: int | Ints | Rows = -1,
+) -> Rows:
+    """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
+    columns = (kind, stage, unit, microbatch, version, slot, -1)
+    rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
+    for number, column in enumerate(columns):
+        rows[..., number] = column
+    return rows
+
+
+def empty_rows() -> Rows:
+    """No actions: shape [0, len(COLUMNS)]."""
+    return np.empty((0, len(COLUMNS)), dtype=np.int32)
+
+
+def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
+    """Which entries of a kind column are one of ``wanted``."""
+    table = np.zeros(len(Kind), dtype=np.bool_)
+    table[list(wanted)] = True
+    return table[kinds]
+
+
+_KINDS: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+"""The kinds that a generator may write; lowering adds the rest."""
+
+BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+"""The kinds that make the gradient of a stage's input."""
+
+GRADIENT_KINDS: Final = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
+"""The kinds of backward compute."""
+
+ADDING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+"""The kinds that add to a layer's gradients."""
+
+SENDS: Final = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
+RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+SUMS_OF_RANKS: Final = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+"""Collectives of pipeline ranks."""
 
 COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
 """The kinds that compute with a model's layers."""
@@ -129,7 +213,7 @@ LETTERS: Final[dict[Kind, str]] = {
     Kind.UPDATE: "U",
     Kind.SNAPSHOT: "SS",
 }
-_KINDS: Final = {letters: kind for kind, letters in LETTERS.items()}
+_KINDS: Final = {kind.letters: kind for kind in Kind}
 _MARKS: Final = ("", "/", ".", ":", "@", "^")
 _WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?", re.ASCII)
 _LARGEST: Final = 2**31 - 1
@@ -138,7 +222,12 @@ _LARGEST: Final = 2**31 - 1
 def write_action(action: Action, slices: int = 1) -> str:
     """Return the word for an action. slices: number of slices of each micro-batch, as in `Header.slices`."""
     fields = zip(_MARKS, _fields(action, slices)[:-1], strict=True)
-    return LETTERS[Kind(action.kind)] + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
+    return Kind(action.kind).letters + "".join(f"{mark}{value}" for mark, value in fields if value >= 0)
+
+
+def short_word(action: Action, slices: int = 1) -> str:
+    """Return the word for an action without what lowering adds to it: version and slot."""
+    return write_action(action._replace(version=-1, slot=-1), slices)
 
 
 def _fields(action: Action, slices: int) -> tuple[int, ...]:
@@ -176,9 +265,6 @@ def describe(action: Action, slices: int = 1) -> str:
     names = ("stage", "unit", "micro-batch", "slice", "version", "slot", "group")
     fields = (f"{name} {value}" for name, value in zip(names, _fields(action, slices), strict=True) if value >= 0)
     return " ".join([Kind(action.kind).name, ", ".join(fields)]).strip()
-
-
-BACKWARDS: Final = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
 
 
 def pairs_of(actions: Sequence[Action]) -> list[int]:

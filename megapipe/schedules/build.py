@@ -170,13 +170,19 @@ def check_ranks(name: str, num_ranks: int) -> None:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of one step in their order, for evaluation on the newest weights."""
-    body = tuple(rows[rows[:, KIND] == Kind.FORWARD] for rows in schedule.expand(1))
-    for rows in body:
-        rows[:, GROUP] = -1
+    """The forwards of one step in their order, for evaluation on the newest weights: whole chunks, as a generator
+    would write them, without what lowering added."""
+    body = []
+    for rows in schedule.expand(1):
+        whole = rows[(rows[:, KIND] == Kind.FORWARD) & (rows[:, UNIT] <= 0)]
+        whole[:, [UNIT, VERSION, SLOT, GROUP]] = -1
+        body.append(whole)
     header = replace(
         schedule.header,
         mode="forward",
+        lowered=False,
+        activation_slots=(),
+        gradient_slots=(),
         versions_per_stage=(1,) * len(schedule.header.stages),
         updates_per_step=1,
         gradient_buffers=1,
@@ -298,7 +304,7 @@ def fit_for_training(
         if header.lowered or said != unsaid:
             _check_equal(header, name, said, wanted)
     if mode == "forward":
-        schedule = forward_only(_whole_forwards(schedule))
+        schedule = forward_only(schedule)
     if not schedule.header.lowered:
         filled = replace(
             schedule.header,
@@ -346,17 +352,6 @@ def _check_route(header: Header) -> None:
             f"training runs every micro-batch through stages 0 to {stages[-1]} in order, stage n being part n; leave "
             "out routes, parts and replicas",
         )
-
-
-def _whole_forwards(schedule: Schedule) -> Schedule:
-    """The forwards of one step as a generator would write them: whole chunks, without what lowering added."""
-    body = []
-    for rows in schedule.expand(1):
-        whole = rows[(rows[:, KIND] == Kind.FORWARD) & (rows[:, UNIT] <= 0)]
-        whole[:, [UNIT, VERSION, SLOT, GROUP]] = -1
-        body.append(whole)
-    header = replace(schedule.header, lowered=False, activation_slots=(), gradient_slots=(), states=WHOLE_STATES)
-    return replace(schedule, header=header, sections=Sections.flushing(tuple(body)))
 
 
 def _check_equal(header: Header, name: str, said: object, wanted: object) -> None:

@@ -20,6 +20,8 @@ from megapipe.schedules.schedule import Sections, StagePlace
 Floats = npt.NDArray[np.float64]
 Step = tuple[Kind, int, int]
 """Kind, stage, micro-batch."""
+Programs = tuple[list[Step], ...]
+"""The steps of each rank, in their order."""
 
 
 class StagePlacement(NamedTuple):
@@ -119,6 +121,13 @@ def rows_from_steps(steps: list[Step]) -> Rows:
     return rows_of(kind, stage, microbatch)
 
 
+def one_stage_file(name: str, rows: str) -> str:
+    """Return a schedule file for any number p of ranks, with one stage on each, and m micro-batches. rows: the lines
+    of rank r."""
+    header = f"megapipe schedule 3\nname {name}\nranks p\nmicrobatches m\nfor s in 0..p: stage {{s}} rank {{s}}\n"
+    return f"{header}body\nrank r:\n{rows}"
+
+
 def held_after_warmup(num_ranks: int, num_microbatches: int, chunks: int, options: Mapping[str, Any]) -> Floats:
     """Return a lower bound of the micro-batches of each chunk that ranks hold at their peak, shape [ranks, 1].
 
@@ -165,7 +174,7 @@ class Times:
 class Timed:
     """Programs with the weight halves placed, and the longest time on any one rank from its first start to its end."""
 
-    programs: tuple[list[Step], ...]
+    programs: Programs
     cost: float
 
 
@@ -179,7 +188,7 @@ def split_backwards(sections: Sections, placement: StagePlacement, times: Times,
         )
     programs = tuple(steps_of(rows) for rows in sections.body)
     timed = fill_idle_time(programs, placement, times, max_pending)
-    return Sections.flushing(tuple(rows_from_steps(steps) for steps in timed.programs))
+    return Sections.flushing(map(rows_from_steps, timed.programs))
 
 
 def steps_of(rows: Rows) -> list[Step]:
@@ -201,11 +210,7 @@ def most_held(steps: list[Step]) -> int:
 
 
 def fill_idle_time(
-    programs: tuple[list[Step], ...],
-    placement: StagePlacement,
-    times: Times,
-    max_pending: int | None,
-    limit: int | None = None,
+    programs: Programs, placement: StagePlacement, times: Times, max_pending: int | None, limit: int | None = None
 ) -> Timed:
     """Run forwards and input halves in their order, adding a weight half for each input half. Weight halves that the
     programs already hold stay where they are.
@@ -223,12 +228,7 @@ class _Filler:
     """Clocks of all ranks over their programs."""
 
     def __init__(
-        self,
-        programs: tuple[list[Step], ...],
-        placement: StagePlacement,
-        times: Times,
-        max_pending: int | None,
-        limit: int | None,
+        self, programs: Programs, placement: StagePlacement, times: Times, max_pending: int | None, limit: int | None
     ) -> None:
         self._programs, self._stages, self._times = programs, placement.stages, times
         self._max, self._limit, self._held = max_pending, limit, [0] * len(programs)
@@ -262,15 +262,14 @@ class _Filler:
 
     def _ready(self, rank: int, step: Step) -> float | None:
         kind, stage, microbatch = step
-        if kind == Kind.BACKWARD_WEIGHT:
+        if kind == Kind.BACKWARD_WEIGHT or (kind == Kind.FORWARD and stage == 0):
             return 0.0
-        last = len(self._stages) - 1
+        source: Step
         if kind == Kind.FORWARD:
-            source = None if stage == 0 else (kind, stage - 1, microbatch)
+            source = (kind, stage - 1, microbatch)
         else:
-            source = (Kind.FORWARD, stage, microbatch) if stage == last else (kind, stage + 1, microbatch)
-        if source is None:
-            return 0.0
+            last = stage == len(self._stages) - 1
+            source = (Kind.FORWARD, stage, microbatch) if last else (kind, stage + 1, microbatch)
         if source not in self._ends:
             return None
         hop = self._stages[source[1]].rank != rank
@@ -322,9 +321,13 @@ def balance_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, 
         raise ScheduleError(f"{len(layers)} layers cannot fill {num_stages} stages with at least one layer each")
     if not np.all(np.isfinite(layers)) or layers.min() < 0:
         raise ScheduleError(f"layer costs must be finite and not negative, got {list(costs)}")
-    bottleneck = _smallest_bottleneck(layers, num_stages)
-    cuts = _evenest_cuts(layers, num_stages, bottleneck * (1 + BALANCE_ROUNDING))
-    return tuple((first, last) for first, last in pairwise(cuts.tolist()))
+    # The cost of layers start to end - 1 is at [end, start]; infinite if there are none.
+    total = np.append(0.0, np.cumsum(layers))
+    runs = total[:, None] - total[None]
+    runs[np.triu_indices(len(total))] = np.inf
+    bottleneck = _smallest_bottleneck(runs, num_stages)
+    cuts = _evenest_cuts(runs, num_stages, bottleneck * (1 + BALANCE_ROUNDING))
+    return tuple(pairwise(cuts.tolist()))
 
 
 def check_assignment(sizes: Sequence[int], num_layers: int, num_stages: int) -> tuple[tuple[int, int], ...]:
@@ -338,23 +341,8 @@ def check_assignment(sizes: Sequence[int], num_layers: int, num_stages: int) -> 
     return tuple((end - size, end) for size, end in zip(sizes, ends, strict=True))
 
 
-def _prefix(layers: np.ndarray[tuple[int], np.dtype[np.float64]]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    return np.concatenate([[0.0], np.cumsum(layers)])
-
-
-def _costs_of_runs(
-    layers: np.ndarray[tuple[int], np.dtype[np.float64]],
-) -> np.ndarray[tuple[int, int], np.dtype[np.float64]]:
-    """Return the cost of layers start to end - 1 at [end, start]; infinite if there are none."""
-    total = _prefix(layers)
-    runs = total[:, None] - total[None]
-    runs[np.triu_indices(len(total))] = np.inf
-    return runs
-
-
-def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int) -> float:
+def _smallest_bottleneck(runs: Floats, num_stages: int) -> float:
     """Return the smallest possible cost of the largest stage, by dynamic programming over stages and layers."""
-    runs = _costs_of_runs(layers)
     best = np.full(len(runs), np.inf)
     best[0] = 0.0
     for _ in range(num_stages):
@@ -362,9 +350,8 @@ def _smallest_bottleneck(layers: np.ndarray[tuple[int], np.dtype[np.float64]], n
     return float(best[-1])
 
 
-def _evenest_cuts(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stages: int, limit: float) -> Ints:
+def _evenest_cuts(runs: Floats, num_stages: int, limit: float) -> Ints:
     """Return the cut with the least sum of squares whose stages cost at most ``limit``, shape [stages + 1]."""
-    runs = _costs_of_runs(layers)
     squares = np.where(runs <= limit, runs, np.inf) ** 2
     best = np.full(len(runs), np.inf)
     best[0] = 0.0
@@ -374,7 +361,7 @@ def _evenest_cuts(layers: np.ndarray[tuple[int], np.dtype[np.float64]], num_stag
         came_from[stage] = sums.argmin(axis=1)
         best = sums.min(axis=1)
     cuts = np.zeros(num_stages + 1, dtype=np.int64)
-    cuts[-1] = len(layers)
+    cuts[-1] = len(runs) - 1
     for stage in range(num_stages - 1, -1, -1):
         cuts[stage] = came_from[stage, cuts[stage + 1]]
     return cuts

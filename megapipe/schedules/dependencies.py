@@ -7,14 +7,14 @@ for. All functions expect a table whose rows are well formed and complete.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind
-from megapipe.schedules.gathers import ADDING, USES, awaited_reductions, num_places, of_states
-from megapipe.schedules.memory import move_needs, reload_needs, snapshot_needs
-from megapipe.schedules.schedule import Header
+from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind
+from megapipe.schedules.gathers import USES, awaited_reductions, num_places, of_states
+from megapipe.schedules.memory import matched, move_needs, reload_needs, snapshot_needs, state_places, unit_places
+from megapipe.schedules.schedule import Connection, Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 MOST_SWEEPS_BETWEEN_CHECKS: Final = 32
@@ -80,12 +80,7 @@ class Progress:
         return self._row.tolist(), self._needed.tolist(), self._needed_rank.tolist()
 
 
-BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-"""Kinds that make the gradient of a stage's input."""
-
-
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """``row[i]`` needs ``needed[i]`` done first."""
 
     row: Ints
@@ -98,6 +93,11 @@ class Needs:
 
 
 NO_NEEDS = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
+
+
+def joined(*parts: Needs) -> Needs:
+    """Return the needs of all parts."""
+    return Needs(*map(np.concatenate, zip(NO_NEEDS, *parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -122,15 +122,6 @@ class Dependencies:
     @cached_property
     def _backward(self) -> tuple[Ints, Ints]:
         return self.table.first_by_key(*BACKWARDS), self.table.last_by_key(*BACKWARDS)
-
-    @cached_property
-    def _last_added(self) -> Ints:
-        """The last row that adds to each stage's gradients in each update; shape [stages, updates]."""
-        table = self.table
-        rows = table.rows_with(*ADDING)
-        shape = table.num_stages, table.num_updates
-        keys = table.stage[rows] * shape[1] + table.update[rows]
-        return last_row_per(keys, rows, shape[0] * shape[1]).reshape(shape)
 
     def _neighbour_keys(self, neighbours: Ints) -> Ints:
         """For each key, the key of the same micro-batch at the neighbouring stage, -1 where there is none."""
@@ -221,17 +212,14 @@ class Dependencies:
 
     def _hand_overs(self, same_rank: bool) -> Needs:
         """A forward needs the forward of the preceding stage, a backward needs the backward of the following one."""
-        row, needed, header = [], [], self.table.header
+        header, parts = self.table.header, [self.shard_needs]
         for (first, last), neighbours in (
             (self._forward, header.preceding_stages),
             (self._backward, header.following_stages),
         ):
             neighbour = self._neighbour_keys(neighbours)
-            row.append(first)
-            needed.append(np.where(neighbour < 0, -1, last[neighbour]))
-        row.append(self.shard_needs.row)
-        needed.append(self.shard_needs.needed)
-        needs = Needs(np.concatenate(row), np.concatenate(needed)).where_known()
+            parts.append(Needs(first, np.where(neighbour < 0, -1, last[neighbour])))
+        needs = joined(*parts).where_known()
         wanted = (self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank
         return Needs(needs.row[wanted], needs.needed[wanted])
 
@@ -264,8 +252,7 @@ class Dependencies:
         after = np.where(opens, later, -1)
         for other in by_rank:
             parts.append((after, np.broadcast_to(other[:-1], after.shape)))
-        row, needed = (np.concatenate([part[side].ravel() for part in parts]) for side in (0, 1))
-        return Needs(row, needed).where_known()
+        return joined(*(Needs(row.ravel(), needed.ravel()) for row, needed in parts)).where_known()
 
     def _slice_needs(self) -> Iterator[Needs]:
         """On each stage a slice's forward needs that of the slice before it, whose keys and values it reads; its
@@ -295,29 +282,21 @@ class Dependencies:
             rows = rows[np.lexsort((sign * table.unit[rows], table.key[rows]))]
             same = table.key[rows[1:]] == table.key[rows[:-1]]
             yield Needs(rows[1:][same], rows[:-1][same])
-        halves = []
-        for kind in (Kind.BACKWARD_WEIGHT, Kind.BACKWARD_INPUT):
-            rows = table.rows_with(kind)
-            halves.append(rows[np.lexsort((table.unit[rows], table.key[rows]))])
-        yield Needs(*halves)
+        weights, place = table.rows_with(Kind.BACKWARD_WEIGHT), unit_places(table)
+        yield Needs(*matched(weights[np.argsort(place[weights])], table.rows_with(Kind.BACKWARD_INPUT), place))
 
     def _recompute_needs(self) -> Iterator[Needs]:
         """Let a recomputed forward wait for its forward, and its backward wait for the recomputed one."""
-        table = self.table
+        table, place = self.table, unit_places(self.table)
         again = table.rows_with(Kind.RECOMPUTE)
-        most = max(table.header.units_per_stage) + 1
-        place = table.key * most + table.unit + 1
-        again = again[np.argsort(place[again])]
-        for kinds in ((Kind.FORWARD,), BACKWARDS):
-            rows = table.rows_with(*kinds)
-            rows = rows[np.isin(place[rows], place[again])]
-            rows = rows[np.argsort(place[rows])]
-            yield Needs(again, rows) if kinds == (Kind.FORWARD,) else Needs(rows, again)
+        backwards = table.rows_with(*BACKWARDS)
+        yield Needs(*matched(again[np.argsort(place[again])], table.rows_with(Kind.FORWARD), place))
+        yield Needs(*matched(backwards[np.argsort(place[backwards])], again, place))
 
     @cached_property
     def reloads(self) -> Needs:
         """Backwards need the reload of their activations, and updates need that of their state."""
-        return Needs(*reload_needs(self.table, BACKWARDS))
+        return Needs(*reload_needs(self.table))
 
     @cached_property
     def snapshots(self) -> Needs:
@@ -331,7 +310,7 @@ class Dependencies:
         update's gradients.
         """
         table, header = self.table, self.table.header
-        last = self._last_added
+        last = table.last_added
         reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
         adding = table.rows_with(*ADDING)
         # If a chunk is whole, each unit's reduction needs the chunk's last row; if it is cut into units, the row of
@@ -367,11 +346,8 @@ class Dependencies:
 
     def _updates_after_reductions(self, updates: Ints) -> Needs:
         """Let each update wait for the reduction of its own unit, if a step has several updates."""
-        table = self.table
-        rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
-        most = table.header.most_states + len(table.header.tied_groups)
-        place = (table.stage * table.num_updates + table.update) * most + table.unit
-        found = last_row_per(place[rows], rows, table.num_stages * table.num_updates * most)
+        rows, place = self.table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), state_places(self.table)
+        found = last_row_per(place[rows], rows, int(place.max()) + 1)
         return Needs(updates, found[place[updates]]).where_known()
 
     def _version_needs(self) -> Iterator[Needs]:
@@ -411,17 +387,28 @@ class Dependencies:
         """
         table, header = self.table, self.table.header
         counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
-        parts = [_against_all(self._counts_users(), counts), self.shard_needs]
+        parts = [against_all(self._counts_users(), counts), self.shard_needs]
         if header.updates_per_step == 1:
             updates = table.rows_with(Kind.UPDATE)
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
             scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.num_microbatches)
             place = table.rank[updates] * table.num_updates + table.update[updates]
             first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)
-            parts.append(_against_all(first_update, scalars))
+            parts.append(against_all(first_update, scalars))
             parts.append(Needs(first_update[:, table.update[tied]].ravel(), np.tile(tied, header.num_ranks)))
-        both = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
-        return both.where_known()
+        return joined(*parts).where_known()
+
+    def waits(self) -> Needs:
+        """Rows that wait for rows of other ranks, or of other streams of their rank, to end."""
+        arrivals = Needs(self.messages.use, self.messages.send)
+        copies, collectives = joined(self.reloads, self.snapshots), self.collective_needs()
+        return joined(arrivals, self.gathers, self.gradient_buffers, self.reduced, copies, collectives)
+
+    def link_of_sends(self) -> dict[int, Connection]:
+        """Return the ranks that each send connects, by its row."""
+        messages, rank = self.messages, self.table.rank
+        links = zip(rank[messages.send].tolist(), rank[messages.receive].tolist(), strict=True)
+        return dict(zip(messages.send.tolist(), links, strict=True))
 
     def _counts_users(self) -> Ints:
         """The first backward of a route's last stage in each rank and step, -1 where none; shape [ranks, steps]."""
@@ -440,7 +427,7 @@ def shard_passes(table: Table) -> list[Ints]:
     return [rows[table.rank[rows] == rank] for rank in range(table.header.num_ranks)] if len(rows) else []
 
 
-def _against_all(users: Ints, members: Ints) -> Needs:
+def against_all(users: Ints, members: Ints) -> Needs:
     """Each rank's user of a collective (shape [ranks, count]) needs every rank's member of it (same shape)."""
     ranks = len(users)
     return Needs(np.repeat(users, ranks, axis=0).ravel(), np.tile(members, (ranks, 1)).ravel())

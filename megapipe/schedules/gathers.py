@@ -20,16 +20,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind, Mask
+from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 
-USES = (Kind.FORWARD, Kind.RECOMPUTE, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+USES = (Kind.FORWARD, Kind.RECOMPUTE, *BACKWARDS)
 """Kinds that compute with a layer's weights."""
-ADDING = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""Kinds that add to a layer's gradients."""
-STATE_KINDS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.REDUCE_GRADIENTS)
+GATHERS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
+STATE_KINDS = (*GATHERS, Kind.REDUCE_GRADIENTS)
 """Kinds that name a state unit of a stage; compute actions name a layer."""
 
 

@@ -15,9 +15,9 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import Ints, Kind, Mask, Rows, rows_of
+from megapipe.schedules.actions import BACKWARDS, Ints, Kind, Mask, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import Header, Schedule, Sections
+from megapipe.schedules.schedule import Header, Schedule, SectionName
 from megapipe.schedules.table import Table
 
 
@@ -46,8 +46,7 @@ def activations_made(table: Table) -> Mask:
     """Mark rows after which the activations of a backward are kept: forwards or their recomputation, and reloads."""
     again = table.rows_with(Kind.RECOMPUTE)
     forwards = table.rows_with(Kind.FORWARD)
-    most = max(table.header.units_per_stage) + 1
-    place = table.key * most + table.unit
+    place = unit_places(table)
     made = table.is_kind(Kind.RECOMPUTE)
     made[forwards] = ~np.isin(place[forwards], place[again])
     made[activations_moved(table, Kind.RELOAD)] = True
@@ -56,7 +55,7 @@ def activations_made(table: Table) -> Mask:
 
 def activations_gone(table: Table) -> Mask:
     """Mark rows after which activations are no longer kept: backwards or their input halves, and offloads."""
-    gone = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    gone = table.is_kind(*BACKWARDS)
     gone[activations_moved(table, Kind.OFFLOAD)] = True
     return gone
 
@@ -114,7 +113,11 @@ class Offload:
             )
         if self.units and len(self.units) != len(header.stages):
             raise ScheduleError(f"offload has units for {len(self.units)} stages, but there are {len(header.stages)}")
-        self._check_weights(header)
+        if header.host_weights.any() and header.mode == "train" and not self.optimizer:
+            raise ScheduleError(
+                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
+                "offload both"
+            )
         for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
             if len(set(own)) < len(own) or not set(own) <= set(range(count)):
                 raise ScheduleError(
@@ -126,13 +129,6 @@ class Offload:
                 raise ScheduleError(
                     f"stage {stage}: units {twice} are both recomputed and offloaded; choose one of the two"
                 )
-
-    def _check_weights(self, header: Header) -> None:
-        if header.host_weights.any() and header.mode == "train" and not self.optimizer:
-            raise ScheduleError(
-                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
-                "offload both"
-            )
 
 
 NOTHING: Final = Offload()
@@ -176,11 +172,9 @@ def with_snapshots(schedule: Schedule) -> Schedule:
             f"{header.name} of mode {header.mode!r} updates nothing that can be copied for a checkpoint; take a "
             "lowered schedule of mode 'train'"
         )
-    before = sections.body if schedule.flushes else sections.prologue
-    first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(before))
-    if schedule.flushes:
-        return replace(schedule, sections=Sections.flushing(first))
-    return replace(schedule, sections=replace(sections, prologue=first))
+    name: SectionName = "body" if schedule.flushes else "prologue"
+    first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(sections[name]))
+    return replace(schedule, sections=replace(sections, **{name: first}))
 
 
 def _snapshots(header: Header, rank: int) -> Rows:
@@ -193,16 +187,16 @@ def _snapshots(header: Header, rank: int) -> Rows:
 
 def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
     """Return updates and the copies of the state that they replace: (rows, rows that they need)."""
-    return _joined(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
+    return matched(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
 
 
-def reload_needs(table: Table, backwards: tuple[Kind, ...]) -> tuple[Ints, Ints]:
+def reload_needs(table: Table) -> tuple[Ints, Ints]:
     """Return backwards and updates, and the reloads of their activations or state: (rows, rows that they need)."""
     if len(table.rows_with(Kind.RELOAD)) == 0:
         return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
     rows, needed = zip(
-        _joined(table.rows_with(*backwards), activations_moved(table, Kind.RELOAD), unit_places(table)),
-        _joined(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
+        matched(table.rows_with(*BACKWARDS), activations_moved(table, Kind.RELOAD), unit_places(table)),
+        matched(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
         strict=True,
     )
     return np.concatenate(rows), np.concatenate(needed)
@@ -215,17 +209,17 @@ def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
         return
     places, states = unit_places(table), state_places(table)
     out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
-    yield _joined(out, table.rows_with(Kind.FORWARD), places)
-    yield _joined(back, out, places)
+    yield matched(out, table.rows_with(Kind.FORWARD), places)
+    yield matched(back, out, places)
     out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
-    yield _joined(out, table.rows_with(Kind.UPDATE), states)
+    yield matched(out, table.rows_with(Kind.UPDATE), states)
     # Sorted by unit, then by update. Each reload of a unit but the first needs the offload of the update before it.
     out, back = (rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back))
     later = np.diff(table.update[back]) > 0
     yield back[1:][later], out[:-1][later]
 
 
-def _joined(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
+def matched(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
     """Return the rows that have a needed row of the same place, and these needed rows."""
     if len(needed) == 0:
         return needed, needed

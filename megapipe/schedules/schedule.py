@@ -1,6 +1,6 @@
 """A schedule as data: header, three sections of int32 rows per rank, and the questions that readers ask of it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -54,10 +54,11 @@ class Sections:
     epilogue: tuple[Rows, ...]
 
     @classmethod
-    def flushing(cls, body: tuple[Rows, ...]) -> "Sections":
-        """Sections of a schedule that ends every step with an empty pipeline."""
-        empty = tuple(empty_rows() for _ in body)
-        return cls(empty, body, empty)
+    def flushing(cls, body: Iterable[Rows]) -> "Sections":
+        """Sections of a schedule that ends every step with an empty pipeline. body: the rows of each rank."""
+        rows = tuple(body)
+        empty = tuple(empty_rows() for _ in rows)
+        return cls(empty, rows, empty)
 
     def __getitem__(self, name: SectionName) -> tuple[Rows, ...]:
         return {"prologue": self.prologue, "body": self.body, "epilogue": self.epilogue}[name]
@@ -295,26 +296,33 @@ class Header:
         return frozenset(self.stages[each].rank for each in stages)
 
 
+class RankLine(NamedTuple):
+    """A rank's line in a text: its number, its actions, and line and column of each, shape [actions, 2]."""
+
+    number: int
+    rows: Rows
+    places: Rows
+
+
 class Origin(NamedTuple):
-    """The text that a schedule was read from, and the numbers of its lines: of each rank in each section, and of the
-    first header line of each key. words: each rank's actions in each section, with line and column of each."""
+    """The text that a schedule was read from. header: number of the first line of each key. ranks: the line of each
+    rank in each section."""
 
     source: str
     text: tuple[str, ...]
-    lines: dict[tuple[SectionName, int], int]
     header: dict[str, int]
-    words: dict[tuple[SectionName, int], tuple[Rows, Rows]]
+    ranks: dict[tuple[SectionName, int], RankLine]
 
     def place_of(self, section: SectionName, rank: int, row: Rows, earlier: int, period: int) -> tuple[int, int]:
         """Return line and column of a row of a rank's section, unrolled or lowered; for a row that lowering added, the
         line of the rank and column 0. earlier: rows of the same action before it; period: micro-batches of a step."""
-        rows, places = self.words[section, rank]
+        number, rows, places = self.ranks[section, rank]
         same = (rows[:, [KIND, STAGE]] == row[[KIND, STAGE]]).all(axis=1)
         same &= (rows[:, UNIT] == -1) | (rows[:, UNIT] == row[UNIT])
         same &= (row[MICROBATCH] - rows[:, MICROBATCH]) % period == 0
         found = places[same]
         if not len(found):
-            return self.lines[section, rank], 0
+            return number, 0
         line, column = found[min(earlier, len(found) - 1)].tolist()
         return line, column
 
@@ -389,9 +397,7 @@ class Schedule:
             )
         return [
             [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
-            for prologue, body, epilogue in zip(
-                self.sections.prologue, self.sections.body, self.sections.epilogue, strict=True
-            )
+            for prologue, body, epilogue in zip(*(self.sections[name] for name in SECTIONS), strict=True)
         ]
 
     def _at_step(self, rows: Rows, step: int) -> Rows:

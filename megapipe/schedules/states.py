@@ -105,7 +105,7 @@ class StateTable:
                 )
             for layer, own in groupby(units, lambda unit: unit.layer):
                 self._check_room(f"{name}: layer {layer} of stage {stage}", list(own))
-        return self if self.units != whole_units(layers_per_stage) else StateTable((), *self._pools)
+        return self if self.units != whole_units(layers_per_stage) else replace(self, units=())
 
     def _check_room(self, what: str, units: Sequence[StateUnit]) -> None:
         """Raise ScheduleError unless everything that a layer computes with fits into the pools at one time."""
@@ -118,10 +118,6 @@ class StateTable:
                 raise ScheduleError(
                     f"{what} needs {needed} of the {pool} for its whole {of}, but the pool is {room}; make it larger"
                 )
-
-    @property
-    def _pools(self) -> tuple[int, int]:
-        return self.weight_pool, self.gradient_pool
 
 
 WHOLE_STATES: Final = StateTable()

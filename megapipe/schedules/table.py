@@ -4,6 +4,7 @@ An error about a row (`failure`) or about one that is missing shows the rank, th
 around it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -12,6 +13,7 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import (
+    ADDING,
     GROUP,
     KIND,
     MICROBATCH,
@@ -30,6 +32,11 @@ from megapipe.schedules.actions import (
 )
 from megapipe.schedules.errors import ScheduleError, excerpt
 from megapipe.schedules.schedule import Header, Origin, Schedule, SectionName
+
+
+def _column(number: int) -> cached_property[Rows]:
+    """Return a property of `Table`: a column of its rows, contiguous in memory."""
+    return cached_property(lambda table: np.ascontiguousarray(table.rows[:, number]))
 
 
 @dataclass(frozen=True)
@@ -82,47 +89,27 @@ class Table:
         """Return the name of a rank, with its line in a section if the schedule was read from a text."""
         if self.origin is None:
             return f"rank {rank}"
-        return f"rank {rank} ({self.origin.source}, line {self.origin.lines[section, rank]})"
+        return f"rank {rank} ({self.origin.source}, line {self.origin.ranks[section, rank].number})"
 
     def section_of(self, row: int) -> SectionName:
         """Return the section of a row."""
         section = int(self.section[row])
         return "prologue" if section == 0 else "epilogue" if section == self.num_sections - 1 else "body"
 
-    @cached_property
-    def kind(self) -> Rows:
-        """Kind of each row's action, as `Kind`."""
-        return np.ascontiguousarray(self.rows[:, KIND])
-
-    @cached_property
-    def stage(self) -> Rows:
-        """Stage of each row."""
-        return np.ascontiguousarray(self.rows[:, STAGE])
-
-    @cached_property
-    def unit(self) -> Rows:
-        """Unit of each row within its stage; -1 for the whole stage."""
-        return np.ascontiguousarray(self.rows[:, UNIT])
-
-    @cached_property
-    def microbatch(self) -> Rows:
-        """Micro-batch of each row, counted from the first step; -1 for none."""
-        return np.ascontiguousarray(self.rows[:, MICROBATCH])
-
-    @cached_property
-    def version(self) -> Rows:
-        """Weight version that each row reads or writes; -1 for none."""
-        return np.ascontiguousarray(self.rows[:, VERSION])
-
-    @cached_property
-    def slot(self) -> Rows:
-        """Buffer slot of each row's message; -1 for none."""
-        return np.ascontiguousarray(self.rows[:, SLOT])
-
-    @cached_property
-    def group(self) -> Rows:
-        """Group of each row; rows of one group are one action, -1 for a row that is an action by itself."""
-        return np.ascontiguousarray(self.rows[:, GROUP])
+    kind = _column(KIND)
+    """Kind of each row's action, as `Kind`."""
+    stage = _column(STAGE)
+    """Stage of each row."""
+    unit = _column(UNIT)
+    """Unit of each row within its stage; -1 for the whole stage."""
+    microbatch = _column(MICROBATCH)
+    """Micro-batch of each row, counted from the first step; -1 for none."""
+    version = _column(VERSION)
+    """Weight version that each row reads or writes; -1 for none."""
+    slot = _column(SLOT)
+    """Buffer slot of each row's message; -1 for none."""
+    group = _column(GROUP)
+    """Group of each row; rows of one group are one action, -1 for a row that is an action by itself."""
 
     @cached_property
     def action_first(self) -> Ints:
@@ -159,6 +146,13 @@ class Table:
     def offsets(self) -> Ints:
         """First row of each rank, and the number of rows; shape [ranks + 1]."""
         return np.searchsorted(self.rank, np.arange(self.header.num_ranks + 1))
+
+    @cached_property
+    def last_added(self) -> Ints:
+        """The last row that adds to each stage's gradients in each update, -1 where none; shape [stages, updates]."""
+        rows = self.rows_with(*ADDING)
+        keys = self.stage[rows] * self.num_updates + self.update[rows]
+        return last_row_per(keys, rows, self.num_stages * self.num_updates).reshape(-1, self.num_updates)
 
     @property
     def num_stages(self) -> int:
@@ -257,10 +251,18 @@ def failure(table: Table, row: int, problem: str) -> ScheduleError:
     return ScheduleError(f"{where}: {problem}", neighbourhood(table, row))
 
 
-def refuse(table: Table, rows: Ints, wrong: Mask, problem: str) -> None:
-    """Raise at the first of some rows that is marked as wrong."""
+def refuse(table: Table, rows: Ints, wrong: Mask, problem: str | Callable[[int], str]) -> None:
+    """Raise at the first of some rows that is marked as wrong. problem: may depend on its index among the rows."""
     if wrong.any():
-        raise failure(table, int(rows[np.argmax(wrong)]), problem)
+        index = int(np.argmax(wrong))
+        raise failure(table, int(rows[index]), problem if isinstance(problem, str) else problem(index))
+
+
+def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") -> None:
+    """Raise at the second of two rows that have the same place. places: of each of the rows."""
+    order = np.argsort(places, kind="stable")
+    again = np.append(False, places[order][1:] == places[order][:-1])
+    refuse(table, rows[order], again, f"it appears a second time{remedy}")
 
 
 def missing(table: Table, rank: int, action: Action) -> ScheduleError:
@@ -268,7 +270,7 @@ def missing(table: Table, rank: int, action: Action) -> ScheduleError:
     first, last = table.offsets[rank : rank + 2].tolist()
     section = table.section_of(first) if last > first else "body"
     if table.origin is not None:
-        near = excerpt(table.origin.text, table.origin.lines[section, rank])
+        near = excerpt(table.origin.text, table.origin.ranks[section, rank].number)
     else:
         near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
     slices = table.header.slices

@@ -32,14 +32,14 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import groupby, pairwise
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Rows, empty_rows, read_action, write_action
+from megapipe.schedules.actions import Action, empty_rows, read_action, write_action
 from megapipe.schedules.errors import DIGITS, ScheduleError, TextLine, split_lines
 from megapipe.schedules.parameters import STATEMENTS, UNKNOWN, FileParameters, expand
-from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule, SectionName, Sections, StagePlace
+from megapipe.schedules.schedule import SECTIONS, Header, Origin, RankLine, Schedule, SectionName, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome, check_number
 from megapipe.schedules.table import Table
 from megapipe.schedules.validation.validate import Promise
@@ -86,16 +86,14 @@ _VERSION_1_KEYS: Final = (
 
 def write_header(header: Header) -> list[str]:
     """Return the header as lines, without values that are the default, except the class."""
-    defaults = {each.name: each.default for each in fields(Header)}
+    defaults = {each.name: each.default for each in (*fields(StateTable), *fields(Header))}
     lines = [f"{MAGIC} {FORMAT_VERSION}", f"name {header.name}", f"class {header.numerical_class}"]
     if header.mode != "train":
         lines.append(f"mode {header.mode}")
     for key, field in _NUMBERS.items():
-        value, usual = (
-            (getattr(header.states, field), 0) if field in _POOLS else (getattr(header, field), defaults[field])
-        )
+        value = getattr(header.states if field in _POOLS else header, field)
         value = header.whole_microbatches if key == "microbatches" else value
-        if value != usual:
+        if value != defaults[field]:
             lines.append(f"{key} {value}")
     lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
     for stage, place in enumerate(header.stages):
@@ -152,9 +150,7 @@ class HeaderReader:
         self.lines: dict[str, TextLine] = {}
         self._fields: dict[str, Any] = {}
         self._stages: list[dict[str, int]] = []
-        self._routes: list[tuple[int, ...]] = []
-        self._tied: list[tuple[int, ...]] = []
-        self._zero: list[tuple[int, ...]] = []
+        self._lists: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
         self._states: defaultdict[int, list[StateUnit]] = defaultdict(list)
 
     def read(self, line: TextLine) -> None:
@@ -170,14 +166,12 @@ class HeaderReader:
         self.lines.setdefault(key, line)
         if key == "stage":
             self._read_stage(line)
-        elif key == "route":
-            self._routes.append(self._stage_list(line))
+        elif key in ("route", "tied"):
+            self._lists[key].append(self._stage_list(line))
         elif key == "vocabulary":
             self._fields[key] = self._stage_list(line)
-        elif key == "tied":
-            self._tied.append(self._stage_list(line))
         elif key == "zero":
-            self._zero.append(tuple(line.number_at(index) for index in range(1, max(2, len(line.words)))))
+            self._lists[key].append(tuple(line.number_at(index) for index in range(1, max(2, len(line.words)))))
         elif key == "state":
             self._read_states(line)
         elif key in _NUMBERS | _VERSION_1_POOLS:
@@ -222,17 +216,17 @@ class HeaderReader:
         units = tuple(stage["units"] for stage in self._stages)
         check_number(units)
         pools = {pool: fields.pop(pool, 0) for pool in _POOLS}
-        if self._version == 1:
-            states = self._version_1_states(units, fields, pools)
-        else:
-            states = self._named_states(units, pools)
+        states = (
+            self._version_1_states(units, fields, pools) if self._version == 1 else self._named_states(units, pools)
+        )
         return Header(
             num_ranks=len(ranks),
             stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
-            routes=tuple(self._routes) or (tuple(range(len(self._stages) - len(fields.get("vocabulary", ())))),),
+            routes=tuple(self._lists["route"])
+            or (tuple(range(len(self._stages) - len(fields.get("vocabulary", ())))),),
             units_per_stage=units,
             versions_per_stage=tuple(stage["versions"] for stage in self._stages),
-            tied_groups=tuple(self._tied),
+            tied_groups=tuple(self._lists["tied"]),
             states=states.checked(fields["name"], units),
             **fields,
             **slots,
@@ -252,15 +246,15 @@ class HeaderReader:
     ) -> StateTable:
         """Return the table that the scalars of format 1 and its lines of ZeRO stages describe."""
         home: WeightHome = "host" if fields.pop("weights_in_host", False) else "sharded"
-        table = StateTable.uniform(layers_per_stage, **pools, weights=home)
-        if not self._zero or not table.units:
+        table, zero = StateTable.uniform(layers_per_stage, **pools, weights=home), self._lists["zero"]
+        if not zero or not table.units:
             return table
-        if tuple(map(len, self._zero)) != tuple(layers_per_stage):
+        if tuple(map(len, zero)) != tuple(layers_per_stage):
             raise ScheduleError(
-                f"{fields['name']} has ZeRO stages of {list(map(len, self._zero))} units by stage, but stages have "
+                f"{fields['name']} has ZeRO stages of {list(map(len, zero))} units by stage, but stages have "
                 f"{list(layers_per_stage)} units; give one for each unit"
             )
-        return table.limited(self._zero)
+        return table.limited(zero)
 
     def _once(self, line: TextLine, field: str, value: object) -> None:
         line.expect_length(2)
@@ -272,14 +266,9 @@ class HeaderReader:
         number = len(self._stages)
         if line.number_at(1) != number:
             raise line.error(line.words[1], f"stages must be numbered from 0 in order: expected stage {number}")
-        given: dict[str, int] = {}
-        for index in range(2, len(line.words), 2):
-            key = line.words[index].text
-            if key not in _STAGE_FIELDS or key in given:
-                raise line.error(
-                    line.words[index], f"{key!r} is not one of {', '.join(_STAGE_FIELDS)}, or appears twice"
-                )
-            given[key] = line.number_at(index + 1, least=1 if key in _AT_LEAST_ONE else 0)
+        given = {
+            key: line.number_at(at, least=1 if key in _AT_LEAST_ONE else 0) for key, at in _pairs(line, _STAGE_FIELDS)
+        }
         if "rank" not in given:
             raise line.error(line.words[1], f"stage {number} has no rank; write 'stage {number} rank R'")
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
@@ -297,24 +286,13 @@ class HeaderReader:
         )
         if stage >= len(self._stages) or not first <= last < self._stages[stage]["units"]:
             raise line.error(line.words[1], f"{line.words[1].text!r} does not name layers of a stage defined above")
-        given: dict[str, Any] = {}
-        for index in range(2, len(line.words), 2):
-            key = line.words[index].text
-            if key not in (*_STATE_CHOICES, *_STATE_NUMBERS) or key in given:
-                names = ", ".join((*_STATE_CHOICES, *_STATE_NUMBERS))
-                raise line.error(line.words[index], f"{key!r} is not one of {names}, or appears twice")
-            given[key] = (
-                line.number_at(index + 1) if key in _STATE_NUMBERS else line.one_of(index + 1, _STATE_CHOICES[key])
-            )
+        given: dict[str, Any] = {
+            key: line.number_at(at) if key in _STATE_NUMBERS else line.one_of(at, _STATE_CHOICES[key])
+            for key, at in _pairs(line, (*_STATE_CHOICES, *_STATE_NUMBERS))
+        }
+        sharded = given.pop("gradients", "whole") == "sharded"
         self._states[stage] += [
-            StateUnit(
-                layer,
-                given.get("weights", "whole"),
-                "gradients" in given,
-                given.get("size", 1),
-                given.get("shards", 0),
-            )
-            for layer in range(first, last + 1)
+            StateUnit(layer, sharded_gradients=sharded, **given) for layer in range(first, last + 1)
         ]
 
     def _stage_list(self, line: TextLine) -> tuple[int, ...]:
@@ -329,6 +307,17 @@ class HeaderReader:
         return stages
 
 
+def _pairs(line: TextLine, keys: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield each key of a line from its third word on, and the index of its value."""
+    seen = set()
+    for index in range(2, len(line.words), 2):
+        key = line.words[index].text
+        if key not in keys or key in seen:
+            raise line.error(line.words[index], f"{key!r} is not one of {', '.join(keys)}, or appears twice")
+        seen.add(key)
+        yield key, index + 1
+
+
 def dumps(schedule: Schedule) -> str:
     """The schedule as text.
 
@@ -340,7 +329,11 @@ def dumps(schedule: Schedule) -> str:
     lines = write_header(schedule.header)
     for section in SECTIONS:
         if any(len(rows) for rows in schedule.sections[section]):
-            lines += ["", section, *_write_ranks(schedule, section)]
+            lines += ["", section]
+            lines += [
+                " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank), schedule.header.slices)])
+                for rank in range(schedule.header.num_ranks)
+            ]
     return "\n".join(lines) + "\n"
 
 
@@ -358,7 +351,7 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     """
     lines, reader, header = _read_header(text, source, sizes)
     starts = [index for index, line in enumerate(lines) if line.words[0].text in SECTIONS]
-    found: dict[SectionName, list[_Row]] = {}
+    found: dict[SectionName, list[RankLine]] = {}
     for start, end in pairwise([*starts, len(lines)]):
         name = _section_name(lines[start], found)
         found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
@@ -370,13 +363,8 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     rows = {name: tuple(each.rows for each in rows) for name, rows in found.items()}
     sections = Sections(rows.get("prologue", empty), rows["body"], rows.get("epilogue", empty))
     placed = {(name, rank): each for name, rows in found.items() for rank, each in enumerate(rows)}
-    origin = Origin(
-        lines[-1].source,
-        lines[0].file,
-        {place: row.number for place, row in placed.items()},
-        {key: line.number for key, line in reader.lines.items()},
-        {place: (row.rows, row.places) for place, row in placed.items()},
-    )
+    numbers = {key: line.number for key, line in reader.lines.items()}
+    origin = Origin(lines[-1].source, lines[0].file, numbers, placed)
     schedule = Schedule(header, sections, origin)
     if "class" in reader.lines:
         return schedule
@@ -426,27 +414,11 @@ def _read_header(
     return lines, reader, header
 
 
-def _write_ranks(schedule: Schedule, section: SectionName) -> list[str]:
-    header = schedule.header
-    return [
-        " ".join([f"rank {rank}:", *_words(schedule.actions(section, rank), header.slices)])
-        for rank in range(header.num_ranks)
-    ]
-
-
 def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:
     """One word for each action; rows of one group are joined by a plus sign."""
     for group, rows in groupby(actions, key=lambda action: action.group):
         words = (write_action(action, slices) for action in rows)
         yield from words if group < 0 else ["+".join(words)]
-
-
-class _Row(NamedTuple):
-    """A rank's row: the number of its line, its actions, and line and column of each, shape [actions, 2]."""
-
-    number: int
-    rows: Rows
-    places: Rows
 
 
 def _section_name(line: TextLine, found: Collection[SectionName]) -> SectionName:
@@ -459,7 +431,7 @@ def _section_name(line: TextLine, found: Collection[SectionName]) -> SectionName
     return name
 
 
-def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> list[_Row]:
+def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> list[RankLine]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
             raise line.error(
@@ -476,7 +448,7 @@ def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: 
     return [_read_rank(line, slices) for line in lines]
 
 
-def _read_rank(line: TextLine, slices: int) -> _Row:
+def _read_rank(line: TextLine, slices: int) -> RankLine:
     actions: list[Action] = []
     places: list[tuple[int, int]] = []
     groups = 0
@@ -492,4 +464,4 @@ def _read_rank(line: TextLine, slices: int) -> _Row:
             places.append((word.line or line.number, column))
             column += (len(part) + 1) * (word.line == 0)
     rows = np.array(actions, dtype=np.int32) if actions else empty_rows()
-    return _Row(line.number, rows, np.array(places, dtype=np.int32).reshape(-1, 2))
+    return RankLine(line.number, rows, np.array(places, dtype=np.int32).reshape(-1, 2))

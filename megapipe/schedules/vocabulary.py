@@ -91,7 +91,7 @@ def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
             f"{header.name} leaves no time for the passes of an output layer that is sharded over pipeline ranks; set "
             "parallel.vocabulary tensor, or use a schedule such as 1f1b"
         )
-    return replace(schedule, sections=Sections.flushing(tuple(best.rows())))
+    return replace(schedule, sections=Sections.flushing(best.rows()))
 
 
 def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows, ...]]:
@@ -187,13 +187,11 @@ class _Placing:
             own: list[tuple[list[int], Event | None, Event, float]] = []
             for row in rows.tolist():
                 kind, stage, microbatch = Kind(row[KIND]), row[STAGE], row[MICROBATCH]
-                forward, needed = kind == Kind.FORWARD, None
-                if not forward and kind != Kind.BACKWARD_WEIGHT:
-                    needed = (1, after.get(stage, ALL_OUTPUTS), microbatch)
-                elif forward:
-                    needed = (0, before.get(stage, ALL_INPUTS), microbatch)
-                event = (0 if forward else 2 if kind == Kind.BACKWARD_WEIGHT else 1, stage, microbatch)
-                own.append((row, needed, event, SECONDS[kind] / header.stages_sharing[stage]))
+                way = {Kind.FORWARD: 0, Kind.BACKWARD_WEIGHT: 2}.get(kind, 1)
+                neighbours = before.get(stage, ALL_INPUTS), after.get(stage, ALL_OUTPUTS)
+                needed = (way, neighbours[way], microbatch) if way < 2 else None
+                seconds = SECONDS[kind] / header.stages_sharing[stage]
+                own.append((row, needed, (way, stage, microbatch), seconds))
             self._lines.append(_Line(own, (header.outputs[rank], header.inputs[rank])))
         self._heap: list[tuple[float, bool, int, int]] = []
         self._ended: dict[Event, float] = {}

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from megapipe.schedules import Schedule, ScheduleError, build, dumps, loads, validate
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.waits import FirstUses
+from megapipe.schedules.validation.waits import first_deadlock, first_uses
 from tests.schedules.support import schedules
 
 
@@ -16,9 +16,9 @@ from tests.schedules.support import schedules
 @given(schedule=st.one_of(schedules(max_ranks=6, max_microbatches=13), schedules("forward")))
 def test_connected_links_get_every_first_step_through(schedule: Schedule) -> None:
     table = Table.unroll(schedule, 1 if schedule.flushes else 2)
-    assert FirstUses.of(table).deadlock(schedule.header.connections) == ""
+    assert first_deadlock(first_uses(table), schedule.header.connections) == ""
     # The order of connecting does not matter, as long as it is the same on all ranks and leaves no link out.
-    assert FirstUses.of(table).deadlock(schedule.header.connections[::-1]) == ""
+    assert first_deadlock(first_uses(table), schedule.header.connections[::-1]) == ""
 
 
 @pytest.mark.parametrize(
@@ -34,15 +34,15 @@ def test_links_that_connect_at_first_use_hang_some_schedules(
     schedule = build(name, ranks, 2 * ranks if ranks == 2 else ranks, **options)
     assert validate(schedule).lazy_links == gets_through
     table = Table.unroll(schedule, 1 if schedule.flushes else 2)
-    assert ("RECV" in FirstUses.of(table).deadlock(())) != gets_through
+    assert ("RECV" in first_deadlock(first_uses(table), ())) != gets_through
 
 
 def test_links_that_are_not_connected_can_hang_the_step() -> None:
     schedule = build("interleaved_1f1b", 2, 8, chunks=2)
     table, connections = Table.unroll(schedule, 1), schedule.header.connections
     assert connections == ((0, 1), (1, 0))
-    assert FirstUses.of(table).deadlock(connections[1:]) == ""
-    hanging = FirstUses.of(table).deadlock(())
+    assert first_deadlock(first_uses(table), connections[1:]) == ""
+    hanging = first_deadlock(first_uses(table), ())
     assert hanging.startswith("rank 0 at RECV_ACTIVATION stage 2, micro-batch 0")
 
 

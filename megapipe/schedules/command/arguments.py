@@ -8,7 +8,7 @@ from typing import Any, Final, cast
 from megapipe.config.command_line import finite, positive, tool_parser, with_hyphens
 from megapipe.config.field_types import real_number, whole_number
 from megapipe.config.parallel import ScheduleConfig, is_schedule_file
-from megapipe.schedules.actions import Kind
+from megapipe.schedules.actions import COMPUTE_KINDS, Kind
 from megapipe.schedules.build import (
     MOST_FORWARDS,
     build,
@@ -30,16 +30,14 @@ from megapipe.schedules.vocabulary import PASS_SECONDS
 
 NEVER_FLUSHING_STEPS = 4
 DEFAULT_SIZES: Final = {"ranks": 4, "microbatches": 8}
-STAGE_TIMES: Final = {
-    kind.name.lower(): kind
-    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT, Kind.UPDATE)
-}
+STAGE_TIMES: Final = {kind.name.lower(): kind for kind in (*COMPUTE_KINDS, Kind.UPDATE)}
 """Compute actions by the flag that sets their time."""
 LOWERING_FLAGS = {
     "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False,
     "offload_weights": 0, "snapshot": False,
 }  # fmt: skip
 """Flags that change what lowering adds to the compute actions, and their defaults."""
+JSON: Final = ("json", "machine-readable output")
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
 examples:
@@ -56,11 +54,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     top = tool_parser("megapipe schedule", DESCRIPTION, EXAMPLES)
     commands = top.add_subparsers(dest="command", required=True)
-    _json(commands.add_parser("list", help="every schedule, its numerical class and its source"))
+    _switch(commands.add_parser("list", help="every schedule, its numerical class and its source"), *JSON)
     check = commands.add_parser("validate", help="check a schedule file")
     check.add_argument("file", type=Path, help="schedule file; one with compute actions only is lowered first")
     _sizes(check)
-    _json(check)
+    _switch(check, *JSON)
     for name, text in (
         ("show", "text timeline"),
         ("simulate", "makespan, bubble, activations, weight versions"),
@@ -75,9 +73,7 @@ def parser() -> argparse.ArgumentParser:
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
         if name == "write":
             command.set_defaults(ranks=None, microbatches=None)
-            command.add_argument(
-                "--lowered", action="store_true", help="with every send, receive, reduction and update written out"
-            )
+            _switch(command, "lowered", "with every send, receive, reduction and update written out")
         if name == "show":
             command.add_argument("--width", type=positive, default=120, help="maximum characters per line")
     compare = commands.add_parser("compare", help="a table over schedules")
@@ -85,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     _flags(compare)
     overlay = commands.add_parser("overlay", help="compare a measured trace with its prediction")
     _add_overlay(overlay)
-    _json(overlay)
+    _switch(overlay, *JSON)
     return top
 
 
@@ -94,154 +90,86 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser().parse_args(with_hyphens(arguments))
 
 
-def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", action="store_true", help="machine-readable output")
+def _whole(group: Any, name: str, text: str, default: int | None = None, **others: Any) -> None:
+    group.add_argument(f"--{name}", type=whole_number, default=default, help=text, **others)
+
+
+def _finite(group: Any, name: str, text: str | None = None, default: float | None = None) -> None:
+    group.add_argument(f"--{name}", type=finite, default=default, help=text)
+
+
+def _switch(group: Any, name: str, text: str, default: bool | None = False) -> None:
+    group.add_argument(f"--{name}", action="store_true", default=default, help=text)
 
 
 def _sizes(command: Any) -> None:
     for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
-        usual = DEFAULT_SIZES[name]
-        command.add_argument(f"--{name}", type=whole_number, default=usual, help=f"{what} (default {usual})")
-    command.add_argument(
-        "--chunks", type=whole_number, help="stages on each rank (default 2 for schedules with several, 1 for seq1f1b)"
-    )
+        _whole(command, name, f"{what} (default {DEFAULT_SIZES[name]})", DEFAULT_SIZES[name])
+    _whole(command, "chunks", "stages on each rank (default 2 for schedules with several, 1 for seq1f1b)")
 
 
 def _flags(command: argparse.ArgumentParser) -> None:
-    _json(command)
+    _switch(command, *JSON)
     shape = command.add_argument_group("shape")
     _sizes(shape)
-    shape.add_argument(
-        "--steps", type=whole_number, help="optimizer steps (default 1; 4 for schedules that never flush)"
+    _whole(shape, "steps", "optimizer steps (default 1; 4 for schedules that never flush)")
+    _whole(shape, "units", "units (layers) in each stage (default 1)", 1)
+    _whole(shape, "weight-buffers", "sharded weights: maximum number of gathered units on a rank", 0)
+    _whole(shape, "whole-gradients", "sharded gradients: maximum number of whole units on a rank", 0)
+    _whole(shape, "recompute", "keep only the input of every K units and recompute the rest", metavar="K")
+    _whole(shape, "offload", "move the activations of every K-th unit to host memory and back", metavar="K")
+    _whole(shape, "prefetch", "compute actions between a reload and its backward (default 1)", 1)
+    _switch(shape, "offload-state", "keep optimizer state on the device only around updates")
+    in_host = "weights and optimizer state in host memory: maximum number of units with weights on the device"
+    _whole(shape, "offload-weights", in_host, 0, metavar="N")
+    _switch(shape, "snapshot", "copy the state for a checkpoint during the step")
+    _whole(shape, "receive-ahead", "compute actions between a receive and its use (default 1)", 1)
+    sharded = (
+        "shard output layer and word embeddings over all ranks, by this variant of their passes "
+        "(parallel.vocabulary pipeline or pipeline_2; default 1)"
     )
-    shape.add_argument("--units", type=whole_number, default=1, help="units (layers) in each stage (default 1)")
-    shape.add_argument(
-        "--weight-buffers",
-        type=whole_number,
-        default=0,
-        help="sharded weights: maximum number of gathered units on a rank",
-    )
-    shape.add_argument(
-        "--whole-gradients",
-        type=whole_number,
-        default=0,
-        help="sharded gradients: maximum number of whole units on a rank",
-    )
-    shape.add_argument(
-        "--recompute",
-        type=whole_number,
-        metavar="K",
-        help="keep only the input of every K units and recompute the rest",
-    )
-    shape.add_argument(
-        "--offload",
-        type=whole_number,
-        metavar="K",
-        help="move the activations of every K-th unit to host memory and back",
-    )
-    shape.add_argument(
-        "--prefetch",
-        type=whole_number,
-        default=1,
-        help="compute actions between a reload and its backward (default 1)",
-    )
-    shape.add_argument(
-        "--offload-state", action="store_true", help="keep optimizer state on the device only around updates"
-    )
-    shape.add_argument(
-        "--offload-weights", type=whole_number, default=0, metavar="N",
-        help="weights and optimizer state in host memory: maximum number of units with weights on the device",
-    )  # fmt: skip
-    shape.add_argument("--snapshot", action="store_true", help="copy the state for a checkpoint during the step")
-    shape.add_argument(
-        "--receive-ahead",
-        type=whole_number,
-        default=1,
-        help="compute actions between a receive and its use (default 1)",
-    )
-    shape.add_argument(
-        "--vocabulary",
-        type=whole_number,
-        nargs="?",
-        choices=(1, 2),
-        const=1,
-        default=0,
-        help="shard output layer and word embeddings over all ranks, by this variant of their passes "
-        "(parallel.vocabulary pipeline or pipeline_2; default 1)",
-    )
+    _whole(shape, "vocabulary", sharded, 0, nargs="?", choices=(1, 2), const=1)
     options = command.add_argument_group("options of particular schedules")
-    options.add_argument(
-        "--group-size",
-        type=whole_number,
-        help="interleaved_1f1b and gis: consecutive micro-batches that pass a chunk (default: see docs/schedules.md)",
-    )
-    options.add_argument("--slices", type=whole_number, help="seq1f1b: parts of each sequence (default 4)")
+    groups = "consecutive micro-batches that pass a chunk (default: see docs/schedules.md)"
+    _whole(options, "group-size", f"interleaved_1f1b and gis: {groups}")
+    _whole(options, "slices", "seq1f1b: parts of each sequence (default 4)")
     options.add_argument("--update", choices=("eager", "lazy"), help="2bw: when the optimizer steps")
-    options.add_argument(
-        "--vertical-sync", action="store_true", default=None, help="pipedream: use one weight version on all ranks"
-    )
-    options.add_argument(
-        "--two-bp", action="store_true", default=None, help="split backwards and run weight halves in idle time"
-    )
-    options.add_argument(
-        "--max-pending", type=whole_number, help="with --two-bp: maximum number of postponed weight halves"
-    )
-    options.add_argument(
-        "--memory-limit", type=finite, help="zb_auto and v_auto: maximum number of micro-batches that a rank holds"
-    )
+    _switch(options, "vertical-sync", "pipedream: use one weight version on all ranks", None)
+    _switch(options, "two-bp", "split backwards and run weight halves in idle time", None)
+    _whole(options, "max-pending", "with --two-bp: maximum number of postponed weight halves")
+    _finite(options, "memory-limit", "zb_auto and v_auto: maximum number of micro-batches that a rank holds")
     options.add_argument(
         "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
     )
-    _add_times(command)
-
-
-def _add_times(command: argparse.ArgumentParser) -> None:
-    """Add the flags of simulated times."""
     times = command.add_argument_group("times of one rank's share of the model, in any unit")
-    times.add_argument("--forward", type=finite, default=1.0)
-    times.add_argument("--recompute-time", type=finite, help="recomputation (default: as the forward)")
-    times.add_argument(
-        "--backward", type=finite, help="whole backward (default: the sum of its halves, or twice the forward)"
-    )
-    times.add_argument("--backward-input", type=finite)
-    times.add_argument("--backward-weight", type=finite)
-    times.add_argument("--latency", type=finite, default=0.0, help="latency of a message between ranks")
-    times.add_argument("--bandwidth", type=finite, help="bytes per time unit between two ranks; needs --message")
-    times.add_argument("--message", type=finite, help="bytes of a micro-batch's activations; needs --bandwidth")
-    times.add_argument(
-        "--blocking-sends", action="store_true", help="a send blocks its rank until the message has arrived"
-    )
-    times.add_argument(
-        "--vocabulary-time", type=finite, default=PASS_SECONDS,
-        help="with --vocabulary: pass of a rank's shard of the output layer, in forwards (default 0.25)",
-    )  # fmt: skip
-    times.add_argument("--update-time", type=finite, default=0.0, help="optimizer step of a rank's share")
-    times.add_argument("--reduce-time", type=finite, default=0.0, help="gradient reduction of a rank's share")
-    times.add_argument(
-        "--gather-time", type=finite, default=0.0, help="gathering or copying in the weights of a rank's share"
-    )
-    times.add_argument(
-        "--group-time", type=finite, default=1.0,
-        help="time of overlapped actions, as a fraction of the sum of their own times (default 1)",
-    )  # fmt: skip
-    times.add_argument("--offload-time", type=finite, default=0.0, help="copy of a micro-batch's activations, one way")
-    times.add_argument("--offload-state-time", type=finite, default=0.0, help="copy of the optimizer state, one way")
-    times.add_argument(
-        "--snapshot-time", type=finite, default=0.0, help="copy of a rank's share of the state for a checkpoint"
-    )
-    times.add_argument("--scalars-time", type=finite, default=0.0, help="global norm and finite flag over all ranks")
+    _finite(times, "forward", default=1.0)
+    _finite(times, "recompute-time", "recomputation (default: as the forward)")
+    _finite(times, "backward", "whole backward (default: the sum of its halves, or twice the forward)")
+    _finite(times, "backward-input")
+    _finite(times, "backward-weight")
+    _finite(times, "latency", "latency of a message between ranks", 0.0)
+    _finite(times, "bandwidth", "bytes per time unit between two ranks; needs --message")
+    _finite(times, "message", "bytes of a micro-batch's activations; needs --bandwidth")
+    _switch(times, "blocking-sends", "a send blocks its rank until the message has arrived")
+    shard = "pass of a rank's shard of the output layer, in forwards (default 0.25)"
+    _finite(times, "vocabulary-time", f"with --vocabulary: {shard}", PASS_SECONDS)
+    _finite(times, "update-time", "optimizer step of a rank's share", 0.0)
+    _finite(times, "reduce-time", "gradient reduction of a rank's share", 0.0)
+    _finite(times, "gather-time", "gathering or copying in the weights of a rank's share", 0.0)
+    overlapped = "time of overlapped actions, as a fraction of the sum of their own times (default 1)"
+    _finite(times, "group-time", overlapped, 1.0)
+    _finite(times, "offload-time", "copy of a micro-batch's activations, one way", 0.0)
+    _finite(times, "offload-state-time", "copy of the optimizer state, one way", 0.0)
+    _finite(times, "snapshot-time", "copy of a rank's share of the state for a checkpoint", 0.0)
+    _finite(times, "scalars-time", "global norm and finite flag over all ranks", 0.0)
 
 
 def _add_overlay(command: argparse.ArgumentParser) -> None:
     """Add the flags of `overlay`."""
     command.add_argument("directory", type=Path, help="folder of the recording, set by --profile.trace")
     command.add_argument("-o", "--output", type=Path, help="picture: .html, .svg or .json (Chrome/Perfetto trace)")
-    command.add_argument(
-        "--step", type=whole_number, help="step to show, numbered as in the log (default: a typical one)"
-    )
-    command.add_argument(
-        "--pipeline", type=whole_number, default=0, help="replica of the pipeline to show (default 0)"
-    )
+    _whole(command, "step", "step to show, numbered as in the log (default: a typical one)")
+    _whole(command, "pipeline", "replica of the pipeline to show (default 0)", 0)
     times = command.add_argument_group(
         "times in milliseconds, for a rank's share of the model, that replace measured medians"
     )
@@ -269,20 +197,15 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """The schedule that the flags ask for, named or read from a file; lowered."""
-    schedule = _without_snapshots(flags, name)
-    return with_snapshots(schedule) if flags.snapshot else schedule
-
-
-def _without_snapshots(flags: argparse.Namespace, name: str) -> Schedule:
     if is_schedule_file(name):
-        return load_file(Path(name), sizes_of(flags))
-    check_ranks(name, flags.ranks)
-    arguments = _arguments(flags, name)
-    stages = len(arguments["units_per_stage"])
-    return build(
-        name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, recompute=_spans(flags, stages),
-        offload=_offload(flags, stages), **arguments,
-    )  # fmt: skip
+        schedule = load_file(Path(name), sizes_of(flags))
+    else:
+        check_ranks(name, flags.ranks)
+        arguments = _arguments(flags, name)
+        stages = len(arguments["units_per_stage"])
+        arguments |= {"recompute": _spans(flags, stages), "offload": _offload(flags, stages)}
+        schedule = build(name, flags.ranks, flags.microbatches, receive_ahead=flags.receive_ahead, **arguments)
+    return with_snapshots(schedule) if flags.snapshot else schedule
 
 
 def is_short(flags: argparse.Namespace) -> bool:
@@ -306,20 +229,11 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
         raise ScheduleError(
             f"{name} places its stages {generator.placement.__name__}, not {flags.placement}; leave --placement out"
         )
-    costs = _times(flags)
+    costs = _times(flags)  # refuses wrong times of any schedule
     options: dict[str, object] = {
         key: getattr(flags, key)
-        for key in (
-            "chunks",
-            "slices",
-            "group_size",
-            "update",
-            "vertical_sync",
-            "two_bp",
-            "max_pending",
-            "memory_limit",
-        )
-        if getattr(flags, key) is not None
+        for key in Options.__annotations__
+        if key != "times" and getattr(flags, key) is not None
     }
     if "times" in generator.order_options or options.get("two_bp"):
         options["times"] = costs
@@ -347,23 +261,22 @@ def _num_shards(flags: argparse.Namespace) -> int:
     return 2 * flags.ranks if flags.vocabulary else 0
 
 
+def _check_positive(flags: argparse.Namespace, name: str) -> None:
+    if (given := getattr(flags, name)) is not None and given < 1:
+        raise ScheduleError(f"--{name} is {given}; it must be at least 1, or left out to keep all activations")
+
+
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
+    _check_positive(flags, "recompute")
     if flags.recompute is None:
         return []
-    if flags.recompute < 1:
-        raise ScheduleError(
-            f"--recompute is {flags.recompute}; it must be at least 1, or left out to keep all activations"
-        )
     units, shards = range(flags.units), _num_shards(flags)
     spans = [units[at : at + flags.recompute] for at in units[:: flags.recompute]]
     return [spans] * (num_stages - shards) + [[] for _ in range(shards)]
 
 
 def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
-    if flags.offload is not None and flags.offload < 1:
-        raise ScheduleError(
-            f"--offload is {flags.offload}; it must be at least 1, or left out to keep all activations"
-        )
+    _check_positive(flags, "offload")
     shards = _num_shards(flags)
     moved: tuple[int, ...] = () if flags.offload is None else tuple(range(0, flags.units, flags.offload))
     units = () if flags.offload is None else (moved,) * (num_stages - shards) + ((),) * shards

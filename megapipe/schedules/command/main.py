@@ -85,11 +85,8 @@ def _described(name: str) -> dict[str, str]:
 def _validate(flags: argparse.Namespace) -> None:
     schedule = load_file(flags.file, sizes_of(flags))
     report = validate(schedule)
-    numbers = {
-        "peak_activations": report.peak_activations,
-        "pending_weight_halves": report.pending_weight_halves,
-        "weight_versions": report.weight_versions,
-    }
+    names = ("peak_activations", "pending_weight_halves", "weight_versions")
+    numbers = {name: getattr(report, name) for name in names}
     if flags.json:
         facts = {
             "class": schedule.header.numerical_class,
@@ -235,14 +232,18 @@ def _draw(flags: argparse.Namespace) -> None:
     if draw is None:
         raise ScheduleError(f"--output {flags.output} must end in {', '.join(DRAWINGS)}")
     schedule, simulation = _run(flags, flags.schedule)
-    try:
-        flags.output.write_text(draw(simulation), encoding="utf-8")
-    except OSError as error:
-        raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
+    _write_picture(flags.output, draw(simulation))
     if flags.json:
         print(json.dumps({"output": str(flags.output), **_figures(flags, schedule, simulation)}))
     else:
         print(f"wrote {flags.output}")
+
+
+def _write_picture(path: Path, picture: str) -> None:
+    try:
+        path.write_text(picture, encoding="utf-8")
+    except OSError as error:
+        raise ScheduleError(f"cannot write {path}: {error.strerror}; choose another file") from None
 
 
 def _write(flags: argparse.Namespace) -> None:
@@ -261,10 +262,7 @@ def _run_overlay(flags: argparse.Namespace) -> None:
         raise ScheduleError(f"--output {flags.output} must end in {', '.join(OVERLAY_DRAWINGS)}")
     overlay = _overlay(flags)
     if draw is not None:  # before the output, so that a refused file is the only line
-        try:
-            flags.output.write_text(draw(overlay), encoding="utf-8")
-        except OSError as error:
-            raise ScheduleError(f"cannot write {flags.output}: {error.strerror}; choose another file") from None
+        _write_picture(flags.output, draw(overlay))
     print(json.dumps(overlay_figures(overlay)) if flags.json else overlay_text(overlay))
     if draw is not None and not flags.json:
         print(f"wrote {flags.output}")

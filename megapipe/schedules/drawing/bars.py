@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import Kind, describe
+from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Kind, describe
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
@@ -17,18 +17,11 @@ from megapipe.schedules.table import Table, action_at
 COMPUTE, SEND, RECEIVE, COLLECTIVES = "compute", "send", "receive", "collectives"
 COPY_OUT, COPY_IN = "copy out", "copy in"
 LANES: Final = {
-    Kind.SEND_ACTIVATION: SEND,
-    Kind.SEND_GRADIENT: SEND,
-    Kind.RECV_ACTIVATION: RECEIVE,
-    Kind.RECV_GRADIENT: RECEIVE,
-    Kind.GATHER_WEIGHTS: COLLECTIVES,
-    Kind.REDUCE_GRADIENTS: COLLECTIVES,
-    Kind.REDUCE_TIED: COLLECTIVES,
-    Kind.REDUCE_COUNTS: COLLECTIVES,
-    Kind.REDUCE_SCALARS: COLLECTIVES,
-    Kind.OFFLOAD: COPY_OUT,
+    **dict.fromkeys(SENDS, SEND),
+    **dict.fromkeys(RECEIVES, RECEIVE),
+    **dict.fromkeys((Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, *SUMS_OF_RANKS), COLLECTIVES),
+    **dict.fromkeys((Kind.OFFLOAD, Kind.SNAPSHOT), COPY_OUT),
     Kind.RELOAD: COPY_IN,
-    Kind.SNAPSHOT: COPY_OUT,
 }
 
 
@@ -72,7 +65,7 @@ def bars_of(simulation: Simulation) -> list[Bar]:
     """Return every action that takes time, by rank, then in program order; waiting has no bar."""
     table = simulation.table
     critical, chunk_of = set(simulation.critical_path()), chunks_of(table.header)
-    travelling = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
+    travelling = table.is_kind(*SENDS) & (simulation.end > simulation.start)
     bars = []
     for row in np.flatnonzero(simulation.working | travelling).tolist():
         bar = bar_of(table, row, chunk_of, float(simulation.start[row]), float(simulation.end[row]), row in critical)
@@ -118,45 +111,27 @@ def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]
     return curves
 
 
+ORANGE: Final = ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0")
 FILLS: Final[dict[Kind, tuple[str, ...]]] = {
     Kind.FORWARD: ("#3b7dd8", "#6ea3e8", "#9cc3f2", "#c5dcf8"),
-    Kind.BACKWARD: ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0"),
-    Kind.BACKWARD_INPUT: ("#e08a1e", "#eeab57", "#f5c98d", "#fae3c0"),
+    Kind.BACKWARD: ORANGE,
+    Kind.BACKWARD_INPUT: ORANGE,
     Kind.BACKWARD_WEIGHT: ("#3f9c6c", "#6fba92", "#9bd3b5", "#c6e7d5"),
     Kind.RECOMPUTE: ("#8b93a1",),
     Kind.UPDATE: ("#8657c4",),
-    Kind.SEND_ACTIVATION: ("#7fa9dc",),
-    Kind.SEND_GRADIENT: ("#e9b872",),
-    Kind.RECV_ACTIVATION: ("#7fa9dc",),
-    Kind.RECV_GRADIENT: ("#e9b872",),
+    **dict.fromkeys((Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION), ("#7fa9dc",)),
+    **dict.fromkeys((Kind.SEND_GRADIENT, Kind.RECV_GRADIENT), ("#e9b872",)),
     Kind.GATHER_WEIGHTS: ("#5fb3b3",),
-    Kind.REDUCE_GRADIENTS: ("#b26bb5",),
-    Kind.REDUCE_TIED: ("#b26bb5",),
-    Kind.REDUCE_COUNTS: ("#c9a3d6",),
-    Kind.REDUCE_SCALARS: ("#c9a3d6",),
+    **dict.fromkeys((Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), ("#b26bb5",)),
+    **dict.fromkeys((Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS), ("#c9a3d6",)),
     Kind.OFFLOAD: ("#a8894f",),
     Kind.RELOAD: ("#cdb587",),
     Kind.SNAPSHOT: ("#7d8f3c",),
 }
-NAMES: Final[dict[Kind, str]] = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
+NAMES: Final = {kind: kind.name.lower().replace("_", " ").replace("recv", "receive") for kind in FILLS} | {
     Kind.BACKWARD_INPUT: "backward, input half",
     Kind.BACKWARD_WEIGHT: "backward, weight half",
-    Kind.RECOMPUTE: "recompute",
-    Kind.UPDATE: "update",
-    Kind.SEND_ACTIVATION: "send activation",
-    Kind.SEND_GRADIENT: "send gradient",
-    Kind.RECV_ACTIVATION: "receive activation",
-    Kind.RECV_GRADIENT: "receive gradient",
-    Kind.GATHER_WEIGHTS: "gather weights",
-    Kind.REDUCE_GRADIENTS: "reduce gradients",
     Kind.REDUCE_TIED: "reduce tied weight",
-    Kind.REDUCE_COUNTS: "reduce counts",
-    Kind.REDUCE_SCALARS: "reduce scalars",
-    Kind.OFFLOAD: "offload",
-    Kind.RELOAD: "reload",
-    Kind.SNAPSHOT: "snapshot",
 }
 
 
@@ -185,14 +160,7 @@ def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
     height = bottom + LEGEND + 8
     title = f"{header.name}: {header.num_ranks} ranks, {counted(header)}"
     title += f", {simulation.table.steps} steps" * (simulation.table.steps > 1)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
-        f"<title>{escape(title)}</title>",
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="12" y="24" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
-        f'<text x="12" y="42" fill="#4a5361">{escape(_figures(simulation, unit))}</text>',
-    ]
+    parts = svg_head(title, _figures(simulation, unit), width, height, 24)
     for rank in range(header.num_ranks):
         y = TOP + rank * ROW_HEIGHT
         parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
@@ -201,6 +169,19 @@ def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
     parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
     parts += legend(bars, bottom + 8, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def svg_head(title: str, note: str, width: int, height: int, y: int, attributes: str = "") -> list[str]:
+    """Return the start of an SVG document on white, with a title at a height and a note below it, which may have
+    attributes."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
+        f"<title>{escape(title)}</title>",
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="12" y="{y}" font-size="15" font-weight="bold" fill="#1d2430">{escape(title)}</text>',
+        f'<text x="12" y="{y + 18}"{attributes} fill="#4a5361">{escape(note)}</text>',
+    ]
 
 
 def counted(header: Header) -> str:
@@ -248,19 +229,13 @@ def _bar(bar: Bar, scale: float) -> str:
     text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2 and not place:
         text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
+    overlapped = f", overlapped from {start:g} to {end:g}" if count > 1 else ""
     edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # it would cover a thin bar
     return (
-        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{_paired(bar)}</title>"
+        f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{overlapped}</title>"
         f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" '
         f'fill="{colour}"{edge}/>{text}</g>'
     )
-
-
-def _paired(bar: Bar) -> str:
-    return f", overlapped from {bar.drawn[0]:g} to {bar.drawn[1]:g}" if bar.part[1] > 1 else ""
-
-
-PAIRS: Final = "one above the other: overlapped"
 
 
 def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
@@ -271,14 +246,15 @@ def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
     return {kind: list(dict.fromkeys(fill(kind, chunk) for chunk in sorted(chunks[kind]))) for kind in sorted(chunks)}
 
 
-def shade_note(bars: Iterable[Bar]) -> str:
-    """What the shades mean, empty if there is one chunk and one slice."""
+def notes(bars: Sequence[Bar]) -> list[str]:
+    """What the shades mean, if there are several chunks or slices, and bars one above the other."""
     most, slices = max((bar.shade for bar in bars), default=0), any(bar.slice > 0 for bar in bars)
     names = [str(chunk) for chunk in range(min(most, 3) + 1)]
     if most > 3:
         names[-1] += " and later"
     what = ("slices", "a sequence") if slices else ("chunks", "a rank")
-    return f"dark to light: {what[0]} {', '.join(names)} of {what[1]}" if most else ""
+    shades = [f"dark to light: {what[0]} {', '.join(names)} of {what[1]}"] if most else []
+    return shades + ["one above the other: overlapped"] * any(bar.part[1] > 1 for bar in bars)
 
 
 def legend(bars: list[Bar], y: int, x: int) -> list[str]:
@@ -290,21 +266,22 @@ def legend(bars: list[Bar], y: int, x: int) -> list[str]:
             x += 12
         parts.append(f'<text x="{x + 6}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
         x += 22 + round(6.4 * len(NAMES[kind]))
-    notes = [
-        shade_note(bars),
-        PAIRS if any(bar.part[1] > 1 for bar in bars) else "",
-        "dark edge: every other step" if any(bar.step % 2 for bar in bars) else "",
-    ]
-    for note in filter(None, notes):
+    steps = ["dark edge: every other step"] * any(bar.step % 2 for bar in bars)
+    for note in notes(bars) + steps:
         parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">{note}</text>')
         x += 16 + round(6.2 * len(note))
     return parts
 
 
-COLOURS: Final = {
-    Kind.FORWARD: 34, Kind.RECOMPUTE: 90, Kind.BACKWARD: 33, Kind.BACKWARD_INPUT: 33, Kind.BACKWARD_WEIGHT: 32,
-    Kind.UPDATE: 35,
-}  # fmt: skip
+CELLS: Final = {
+    Kind.FORWARD: (34, "0123456789"),
+    Kind.RECOMPUTE: (90, "r"),
+    Kind.BACKWARD: (33, "abcdefghij"),
+    Kind.BACKWARD_INPUT: (33, "abcdefghij"),
+    Kind.BACKWARD_WEIGHT: (32, "+"),
+    Kind.UPDATE: (35, "U"),
+}
+"""Colour of a kind in a terminal, and its letters by the last digit of the micro-batch."""
 LEGEND_LINE: Final = (
     "0-9 forward, a-j backward (or its input half), + weight half, r recomputation, U update, digits and "
     "letters by the last digit of the micro-batch; . idle"
@@ -332,15 +309,9 @@ def draw_terminal(simulation: Simulation, width: int = 120, colour: bool = False
 
 
 def _cell(bar: Bar, colour: bool) -> str:
-    digit = bar.microbatch % 10
-    letter = {
-        Kind.FORWARD: str(digit),
-        Kind.RECOMPUTE: "r",
-        Kind.BACKWARD: "abcdefghij"[digit],
-        Kind.BACKWARD_INPUT: "abcdefghij"[digit],
-        Kind.BACKWARD_WEIGHT: "+",
-    }.get(bar.kind, "U")
-    return f"\x1b[{COLOURS[bar.kind]}m{letter}\x1b[0m" if colour else letter
+    number, letters = CELLS[bar.kind]
+    letter = letters[bar.microbatch % len(letters)]
+    return f"\x1b[{number}m{letter}\x1b[0m" if colour else letter
 
 
 THREADS: Final = {lane: place for place, lane in enumerate((COMPUTE, SEND, RECEIVE, COLLECTIVES, COPY_OUT, COPY_IN))}

@@ -8,14 +8,13 @@ from typing import Any, Final
 
 from megapipe.schedules.drawing.bars import (
     NAMES,
-    PAIRS,
     Bar,
     activation_curves,
     bars_of,
     counted,
     fill,
     ink,
-    shade_note,
+    notes,
     shades,
 )
 from megapipe.schedules.simulation.simulate import Simulation
@@ -338,7 +337,7 @@ def html_page(
         "figures": figures,
         "kinds": {int(kind): NAMES[kind] for kind in kinds},
         "legend": [[NAMES[kind], colours] for kind, colours in shades(all_bars).items()],
-        "notes": [*filter(None, [shade_note(all_bars), PAIRS if any(bar.part[1] > 1 for bar in all_bars) else ""])],
+        "notes": notes(all_bars),
         "bars": rows,
         "curves": curves.values,
         "curves_name": curves.name,

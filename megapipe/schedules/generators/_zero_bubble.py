@@ -78,7 +78,7 @@ def repeated(
 ) -> Sections:
     """Return the order of a block as a schedule."""
     timed = filled(num_ranks, num_microbatches, block, most_held, times or Times())
-    return Sections.flushing(tuple(map(rows_from_steps, timed.programs)))
+    return Sections.flushing(map(rows_from_steps, timed.programs))
 
 
 def _program(rank: int, num_ranks: int, count: int, block: BuildingBlock) -> list[Step]:

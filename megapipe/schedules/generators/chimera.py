@@ -61,7 +61,7 @@ def merged(num_ranks: int, num_microbatches: int, placement: StagePlacement) -> 
                 waiting[Kind.BACKWARD, stage].append(microbatch)
             elif place >= 0:
                 waiting[kind, route[place]].append(microbatch)
-    return Sections.flushing(tuple(map(rows_from_steps, orders)))
+    return Sections.flushing(map(rows_from_steps, orders))
 
 
 @schedule("chimera", "C", placement=bidirectional, chunks=2, check=require_whole_rounds, search="never")

@@ -27,7 +27,7 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Sections:
     Where a pair sends nothing before its end, the bubble is p - 1 chunks' forward, input half and weight half over 3
     times; p + 1/2 micro-batches are held.
     """
-    return Sections.flushing(tuple(_rows(rank, num_ranks, num_microbatches) for rank in range(num_ranks)))
+    return Sections.flushing(_rows(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
 
 
 def _rows(rank: int, num_ranks: int, count: int) -> Rows:

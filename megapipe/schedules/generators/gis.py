@@ -20,9 +20,7 @@ def gis(num_ranks: int, num_microbatches: int, *, chunks: int, group_size: int |
     """
     smallest = -(-num_ranks // 2)
     size = num_ranks if group_size is None else max(group_size, smallest)
-    return Sections.flushing(
-        tuple(_grouped(num_ranks, num_microbatches, chunks, size, rank) for rank in range(num_ranks))
-    )
+    return Sections.flushing(_grouped(num_ranks, num_microbatches, chunks, size, rank) for rank in range(num_ranks))
 
 
 def _grouped(num_ranks: int, num_microbatches: int, chunks: int, size: int, rank: int) -> Rows:

@@ -5,23 +5,17 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import Kind, rows_of
-from megapipe.schedules.building_blocks import held_after_all_forwards
+from megapipe.schedules.building_blocks import held_after_all_forwards, one_stage_file
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
-TEXT: Final = """megapipe schedule 3
-name gpipe
-ranks p
-microbatches m
-for s in 0..p: stage {s} rank {s}
-body
-rank r:
+ROWS: Final = """\
   for i in 0..m: F{r}.{i}
   for i in 0..m: B{r}.{i}
 """
 
 
-@schedule("gpipe", "A", takes_two_bp=True, held=held_after_all_forwards, text=TEXT)
+@schedule("gpipe", "A", takes_two_bp=True, held=held_after_all_forwards, text=one_stage_file("gpipe", ROWS))
 def gpipe(num_ranks: int, num_microbatches: int) -> Sections:
     """All forwards, then all backwards; every activation is kept (GPipe, arXiv 1811.06965, section 2.3).
 
@@ -29,8 +23,6 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Sections:
     """
     microbatches = np.arange(num_microbatches)
     return Sections.flushing(
-        tuple(
-            np.concatenate([rows_of(Kind.FORWARD, rank, microbatches), rows_of(Kind.BACKWARD, rank, microbatches)])
-            for rank in range(num_ranks)
-        )
+        np.concatenate([rows_of(Kind.FORWARD, rank, microbatches), rows_of(Kind.BACKWARD, rank, microbatches)])
+        for rank in range(num_ranks)
     )

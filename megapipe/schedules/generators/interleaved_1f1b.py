@@ -118,5 +118,5 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, grou
     if group_size is None:
         group_size = default_group_size(num_ranks, num_microbatches, chunks)
     return Sections.flushing(
-        tuple(in_groups(num_ranks, num_microbatches, chunks, group_size, rank) for rank in range(num_ranks))
+        in_groups(num_ranks, num_microbatches, chunks, group_size, rank) for rank in range(num_ranks)
     )

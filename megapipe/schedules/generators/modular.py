@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import Kind, rows_of
-from megapipe.schedules.building_blocks import held_after_all_forwards, round_robin
+from megapipe.schedules.building_blocks import alternate, held_after_all_forwards, round_robin
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -27,13 +27,10 @@ def modular(num_ranks: int, num_microbatches: int, *, chunks: int) -> Sections:
     """
     chunk, microbatch = (grid.ravel() for grid in np.mgrid[:chunks, :num_microbatches])
     return Sections.flushing(
-        tuple(
-            np.concatenate(
-                [
-                    rows_of(Kind.FORWARD, chunk * num_ranks + rank, microbatch),
-                    rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, microbatch),
-                ]
-            )
-            for rank in range(num_ranks)
+        alternate(
+            rows_of(Kind.FORWARD, chunk * num_ranks + rank, microbatch),
+            rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, microbatch),
+            warmup=len(microbatch),
         )
+        for rank in range(num_ranks)
     )

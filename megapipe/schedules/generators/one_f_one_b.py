@@ -5,17 +5,11 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import Kind, rows_of
-from megapipe.schedules.building_blocks import alternate, held_after_warmup
+from megapipe.schedules.building_blocks import alternate, held_after_warmup, one_stage_file
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
-TEXT: Final = """megapipe schedule 3
-name 1f1b
-ranks p
-microbatches m
-for s in 0..p: stage {s} rank {s}
-body
-rank r:
+ROWS: Final = """\
   let w = min(p-1-r, m)                # forwards before the first backward
   for i in 0..w: F{r}.{i}
   for i in w..m: F{r}.{i} B{r}.{i-w}
@@ -25,19 +19,17 @@ rank r:
 
 @schedule(
     "1f1b", "A", takes_two_bp=True, repeats=True, looped="interleaved_1f1b", held=held_after_warmup, search="all",
-    text=TEXT,
+    text=one_stage_file("1f1b", ROWS),
 )  # fmt: skip
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Sections:
     """One forward, one backward: at most ``num_ranks - rank`` activations are kept (PipeDream-Flush, arXiv 2006.09503,
     section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2)."""
     microbatches = np.arange(num_microbatches)
     return Sections.flushing(
-        tuple(
-            alternate(
-                rows_of(Kind.FORWARD, rank, microbatches),
-                rows_of(Kind.BACKWARD, rank, microbatches),
-                warmup=num_ranks - 1 - rank,
-            )
-            for rank in range(num_ranks)
+        alternate(
+            rows_of(Kind.FORWARD, rank, microbatches),
+            rows_of(Kind.BACKWARD, rank, microbatches),
+            warmup=num_ranks - 1 - rank,
         )
+        for rank in range(num_ranks)
     )

@@ -31,4 +31,4 @@ def seq1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, slices: int =
             warmup=num_ranks - rank - 2 + slices,
         )
 
-    return Sections.flushing(tuple(rows(rank) for rank in range(num_ranks)))
+    return Sections.flushing(map(rows, range(num_ranks)))

@@ -42,7 +42,7 @@ def v_auto(
             "V-Min holds"
         )
     candidates = _candidates(num_ranks, num_microbatches, int(2 * limit), times)
-    return Sections.flushing(tuple(map(rows_from_steps, min(candidates, key=lambda timed: timed.cost).programs)))
+    return Sections.flushing(map(rows_from_steps, min(candidates, key=lambda timed: timed.cost).programs))
 
 
 def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times) -> Iterator[Timed]:

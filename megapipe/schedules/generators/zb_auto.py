@@ -51,7 +51,7 @@ def zb_auto(
             "micro-batch"
         )
     best = min(_candidates(num_ranks, num_microbatches, int(limit), times), key=lambda timed: timed.cost)
-    return Sections.flushing(tuple(rows_from_steps(steps) for steps in best.programs))
+    return Sections.flushing(map(rows_from_steps, best.programs))
 
 
 def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times) -> Iterator[Timed]:

@@ -12,4 +12,4 @@ def zb_h2(num_ranks: int, num_microbatches: int) -> Sections:
     (arXiv 2401.10241, section 2.2)."""
     ranks = range(num_ranks)
     programs = [one_stage(rank, num_microbatches, 2 * (num_ranks - 1 - rank), 2 * rank, False) for rank in ranks]
-    return Sections.flushing(tuple(map(rows_from_steps, programs)))
+    return Sections.flushing(map(rows_from_steps, programs))

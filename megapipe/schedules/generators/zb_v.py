@@ -18,7 +18,7 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Sections:
     padded = max(num_microbatches, 2 * num_ranks - 1)
     programs = [_v_order(rank, num_ranks, padded) for rank in range(num_ranks)]
     kept = ([step for step in steps if step[2] < num_microbatches] for steps in programs)
-    return Sections.flushing(tuple(map(rows_from_steps, kept)))
+    return Sections.flushing(map(rows_from_steps, kept))
 
 
 def _v_order(rank: int, num_ranks: int, count: int) -> list[Step]:

@@ -8,12 +8,12 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import SLOT, Ints, Kind, Mask, rows_of
-from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
+from megapipe.schedules.actions import BACKWARDS, GRADIENT_KINDS, SLOT, Ints, Kind, Mask, rows_of
+from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
 from megapipe.schedules.table import Table
@@ -51,7 +51,7 @@ class MessageTable:
         preceding = _neighbours(table, table.header.preceding_stages)
         opens, closes = table.opens_chunk(), table.closes_chunk()
         forward = table.is_kind(Kind.FORWARD)
-        backward = table.is_kind(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        backward = table.is_kind(*BACKWARDS)
         parts = [
             _match(table, np.flatnonzero(forward & closes & (following >= 0)),
                    np.flatnonzero(forward & opens & (preceding >= 0)), following),
@@ -114,13 +114,16 @@ def _match(table: Table, producers: Ints, consumers: Ints, target: Ints) -> tupl
     return producers[given_order], consumers[taken_order]
 
 
-def _misfit(table: Table, row: int, problem: str) -> ScheduleError:
-    kind, stage, microbatch = Kind(int(table.kind[row])), table.stage[row], table.microbatch[row]
-    return ScheduleError(
-        f"{table.header.name} cannot be lowered: {table.place_of(row)}, {kind.name} stage {stage}, micro-batch "
-        f"{microbatch}: {problem}; every micro-batch must pass every stage of its route exactly once, forward and "
-        "backward"
-    )
+EVERY_STAGE: Final = "every micro-batch must pass every stage of its route exactly once, forward and backward"
+
+
+def _misfit(table: Table, row: int, problem: str, remedy: str = EVERY_STAGE) -> ScheduleError:
+    where = f"{table.place_of(row)}, {_named(table, row)}"
+    return ScheduleError(f"{table.header.name} cannot be lowered: {where}: {problem}; {remedy}")
+
+
+def _named(table: Table, row: int) -> str:
+    return f"{Kind(int(table.kind[row])).name} stage {table.stage[row]}, micro-batch {table.microbatch[row]}"
 
 
 def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> Posts:
@@ -155,19 +158,17 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
         raise ScheduleError(
             f"{table.header.name} deadlocks: its compute actions wait for each other in a cycle: "
             + "; ".join(
-                f"{table.place_of(row)} at {Kind(int(table.kind[row])).name} stage {table.stage[row]}, "
-                f"micro-batch {table.microbatch[row]}"
+                f"{table.place_of(row)} at {_named(table, row)}"
                 for row in _waiting_rows(table, messages, posts)[stuck].tolist()
             )
             + "; change the order on one of these ranks"
         )
     if np.any(posts.row < section_start):
-        index = int(np.argmax(posts.row < section_start))
-        user = int(messages.consumer[index])
-        raise ScheduleError(
-            f"{table.header.name} cannot be lowered: {table.place_of(user)}, {Kind(int(table.kind[user])).name} stage "
-            f"{table.stage[user]}, micro-batch {messages.microbatch[index]}: its receive would have to be posted "
-            "before its section starts; use micro-batches in the order in which the other rank sends them"
+        raise _misfit(
+            table,
+            int(messages.consumer[np.argmax(posts.row < section_start)]),
+            "its receive would have to be posted before its section starts",
+            "use micro-batches in the order in which the other rank sends them",
         )
     return posts
 
@@ -176,7 +177,7 @@ def _slot_free(table: Table, messages: MessageTable) -> Ints:
     """Return the first compute row at which the slot of each message is free: after the backward of the same
     micro-batch of the step before, since slots are the same every step."""
     period = table.header.num_microbatches
-    done = table.last_by_key(Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+    done = table.last_by_key(*GRADIENT_KINDS)
     last = table.action_last[done[table.key[messages.consumer] - period]]
     free: Ints = np.where(messages.microbatch < period, 0, last + 1)
     return free
@@ -223,7 +224,7 @@ def _meetings(table: Table) -> Needs:
     if not passes or len({*map(len, passes)}) > 1:
         return NO_NEEDS
     by_rank = np.stack(passes)
-    row, needed = (np.repeat(by_rank, len(by_rank), axis=0).ravel(), np.tile(by_rank, (len(by_rank), 1)).ravel())
+    row, needed = against_all(by_rank, by_rank)
     later = (row != needed) & (needed > table.offsets[table.rank[needed]])
     return Needs(row[later], needed[later])
 
@@ -275,21 +276,18 @@ class Lives:
     end: Ints
 
 
-def receive_lives(table: Table, receive: Kind, release: tuple[Kind, ...]) -> Lives:
-    """Lives of the buffers that ``receive`` fills, each until the last ``release`` of its stage and micro-batch."""
+def receive_lives(table: Table, receive: Kind) -> Lives:
+    """Lives of the buffers that ``receive`` fills, each until the last backward of its stage and micro-batch: the
+    weight half may need that very tensor. Without backwards, until the last forward."""
+    release = (Kind.FORWARD,) if table.header.mode == "forward" else GRADIENT_KINDS
     start = table.rows_with(receive)
     start = start[np.argsort(table.stage[start], kind="stable")]
     end = table.last_by_key(*release)[table.key[start]]
     return Lives(table.stage[start].astype(np.int64), table.microbatch[start].astype(np.int64), start, end)
 
 
-def activation_releases(mode: str) -> tuple[Kind, ...]:
-    """Kinds whose last action frees the input activation of a stage."""
-    return (Kind.FORWARD,) if mode == "forward" else (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-
-
-GRADIENT_RELEASES = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-"""Kinds whose last action frees the gradient that a stage received: the weight half may need that very tensor."""
+READERS: Final = ((Kind.RECV_ACTIVATION, (Kind.FORWARD,)), (Kind.RECV_GRADIENT, BACKWARDS))
+"""Receives, and the kinds that read what they receive."""
 
 
 def assign_slots(table: Table, *, flushes: bool) -> Table:
@@ -298,11 +296,8 @@ def assign_slots(table: Table, *, flushes: bool) -> Table:
     rows = table.rows.copy()
     opens = table.opens_chunk()
     counts = []
-    for receive, users, release in (
-        (Kind.RECV_ACTIVATION, (Kind.FORWARD,), activation_releases(header.mode)),
-        (Kind.RECV_GRADIENT, (Kind.BACKWARD, Kind.BACKWARD_INPUT), GRADIENT_RELEASES),
-    ):
-        lives = receive_lives(table, receive, release)
+    for receive, users in READERS:
+        lives = receive_lives(table, receive)
         slots, count = _colour(lives, table.num_stages, None if flushes else header.num_microbatches)
         counts.append(count)
         rows[lives.start, SLOT] = slots

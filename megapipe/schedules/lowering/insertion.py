@@ -12,6 +12,8 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import (
+    ADDING,
+    BACKWARDS,
     COLUMNS,
     COMPUTE_KINDS,
     KIND,
@@ -26,7 +28,7 @@ from megapipe.schedules.actions import (
     rows_of,
 )
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import ADDING, last_additions, num_places, of_states, residences
+from megapipe.schedules.gathers import last_additions, num_places, of_states, residences
 from megapipe.schedules.memory import Offload, unit_places
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
@@ -162,7 +164,7 @@ def add_recompute(table: Table, spans: Spans) -> Insertion:
     for stage, own in enumerate(spans):
         for span in own:
             first[stage, span.stop - 1] = span.start
-    backwards = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    backwards = table.rows_with(*BACKWARDS)
     start = first[table.stage[backwards], table.unit[backwards]]
     backwards, start = backwards[start >= 0], start[start >= 0]
     length = table.unit[backwards] - start + 1
@@ -187,8 +189,7 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     """
     compute = table.rows_with(*COMPUTE_KINDS)
     section = (table.rank * table.num_sections + table.section)[compute]
-    forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in (
-        (Kind.FORWARD,), (Kind.BACKWARD, Kind.BACKWARD_INPUT)))  # fmt: skip
+    forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in ((Kind.FORWARD,), BACKWARDS))
     # Copies around a row of a group go around the whole group.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
     ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
@@ -262,9 +263,14 @@ def _counts(table: Table) -> Insertion:
     forwards = table.rows_with(Kind.FORWARD)
     key = table.rank[forwards] * table.steps + table.microbatch[forwards] // header.num_microbatches
     anchor = first_row_per(key, forwards, header.num_ranks * table.steps)
-    steps = np.tile(np.arange(table.steps), header.num_ranks)
-    rows = rows_of(Kind.REDUCE_COUNTS, microbatch=(steps + 1) * header.num_microbatches - 1)
-    return Insertion(rows, anchor, InsertionOrder.REDUCE_COUNTS, table.section[anchor])
+    return _each_step(table, Kind.REDUCE_COUNTS, anchor, InsertionOrder.REDUCE_COUNTS)
+
+
+def _each_step(table: Table, kind: Kind, anchor: Ints, place: InsertionOrder) -> Insertion:
+    """Return a row of a kind for each rank and step."""
+    steps = np.tile(np.arange(table.steps), table.header.num_ranks)
+    rows = rows_of(kind, microbatch=(steps + 1) * table.header.num_microbatches - 1)
+    return Insertion(rows, anchor, place, table.section[anchor])
 
 
 def _gradients(table: Table) -> Insertion:
@@ -308,14 +314,6 @@ def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
     return rows[order], anchor[order]
 
 
-def _last_gradient_rows(table: Table) -> Ints:
-    """The last row that adds to each stage's gradient in each update, shape [stages, updates]."""
-    adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    keys = table.stage[adding] * table.num_updates + table.update[adding]
-    shape = table.num_stages, table.num_updates
-    return last_row_per(keys, adding, shape[0] * shape[1]).reshape(shape)
-
-
 def _tied(table: Table) -> Insertion:
     """Return one reduction per tied group and rank, after the last backward of every use there.
 
@@ -324,7 +322,7 @@ def _tied(table: Table) -> Insertion:
     hardware queue everything launched after it would wait, too.
     """
     header = table.header
-    last = _last_gradient_rows(table)
+    last = table.last_added
     updates = np.arange(last.shape[1])
     latest = np.full((header.num_ranks, last.shape[1]), -1, dtype=np.int64)
     rows, anchors = [], []
@@ -344,21 +342,18 @@ def _tied(table: Table) -> Insertion:
     return Insertion(np.concatenate(rows), anchor, InsertionOrder.REDUCE_TIED, table.section[anchor])
 
 
-def _last_rows_by_rank(table: Table, last: Ints) -> Ints:
-    """From the last rows per stage to the last rows per rank, shape [ranks, updates]."""
-    by_rank = np.full((table.header.num_ranks, last.shape[1]), -1, dtype=np.int64)
-    np.maximum.at(by_rank, table.header.stage_ranks, last)
+def _last_by_rank(table: Table) -> Ints:
+    """Return the last row that adds to a gradient on each rank in each update, shape [ranks, updates]."""
+    by_rank = np.full((table.header.num_ranks, table.num_updates), -1, dtype=np.int64)
+    np.maximum.at(by_rank, table.header.stage_ranks, table.last_added)
     return by_rank
 
 
 def _scalars(table: Table) -> Insertion:
     """Return one sum of losses, norms and flags per rank and step, after the rank's last gradient of the step."""
     every = table.header.updates_per_step
-    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))[:, every - 1 :: every]
-    anchor = by_rank.ravel()
-    steps = np.tile(np.arange(by_rank.shape[1]), len(by_rank))
-    rows = rows_of(Kind.REDUCE_SCALARS, microbatch=(steps + 1) * table.header.num_microbatches - 1)
-    return Insertion(rows, anchor, InsertionOrder.REDUCE_SCALARS, table.section[anchor])
+    anchor = _last_by_rank(table)[:, every - 1 :: every].ravel()
+    return _each_step(table, Kind.REDUCE_SCALARS, anchor, InsertionOrder.REDUCE_SCALARS)
 
 
 def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
@@ -368,26 +363,23 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     receives of the next one, so that a rank that waits in an update can still receive. Lazy ones wait for the end of
     the section after which the new version is read: update t is at the end of body t, the last one at the end.
     """
-    by_rank = _last_rows_by_rank(table, _last_gradient_rows(table))
-    section_key = table.rank * table.num_sections + table.section
-    updates = np.arange(by_rank.shape[1])
-    parts = []
-    for rank in range(table.header.num_ranks):
-        anchor, section = by_rank[rank], table.section[by_rank[rank]]
-        ahead = np.zeros(len(anchor), dtype=np.bool_)
-        if lazy:
-            section = updates + 1
-            anchor = np.searchsorted(section_key, rank * table.num_sections + section, side="right") - 1
-        elif not flushes:
-            opens = np.searchsorted(section_key, rank * table.num_sections + section + 1)
-            section = section + ((opens == anchor + 1) & (section + 1 < table.num_sections))
-            ahead = (np.append(section_key, -1)[opens] == rank * table.num_sections + section) & (opens == anchor + 1)
-            anchor = np.where(ahead, opens, anchor)
-        parts.append((_update_rows(table, rank, updates), anchor, section, ahead))
-    rows = np.concatenate([part[0].reshape(-1, len(COLUMNS)) for part in parts])
-    anchor, section, ahead = (
-        np.concatenate([np.repeat(part[column], part[0].shape[1]) for part in parts]) for column in (1, 2, 3)
-    )
+    section_key, ranks = table.rank * table.num_sections + table.section, range(table.header.num_ranks)
+    anchor, updates, prologue = _last_by_rank(table), np.arange(table.num_updates), table.num_sections * np.c_[ranks]
+    section, ahead = table.section[anchor], np.zeros_like(anchor, dtype=np.bool_)
+    if lazy:
+        section = np.broadcast_to(updates + 1, anchor.shape)
+        anchor = np.searchsorted(section_key, prologue + section, side="right") - 1
+    elif not flushes:
+        opens = np.searchsorted(section_key, prologue + section + 1)
+        ends_section = opens == anchor + 1
+        section = section + (ends_section & (section + 1 < table.num_sections))
+        ahead = ends_section & (np.append(section_key, -1)[opens] == prologue + section)
+        anchor = np.where(ahead, opens, anchor)
+    by_rank = [_update_rows(table, rank, updates) for rank in ranks]
+    rows = np.concatenate([each.reshape(-1, len(COLUMNS)) for each in by_rank])
+    num_states = np.repeat([each.shape[1] for each in by_rank], len(updates))
+    anchor, section = anchor.ravel().repeat(num_states), section.ravel().repeat(num_states)
+    ahead = ahead.ravel().repeat(num_states)
     return [
         Insertion(rows[mine], anchor[mine], place, section[mine])
         for mine, place in ((ahead, InsertionOrder.UPDATE_AHEAD), (~ahead, InsertionOrder.UPDATE))

@@ -21,7 +21,7 @@ from megapipe.schedules.lowering.insertion import (
 )
 from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
-from megapipe.schedules.table import Table, last_row_per
+from megapipe.schedules.table import Table
 
 STEADY_BODIES: Final = 3
 """Bodies that a never-flushing schedule is lowered over; the middle one is its steady state."""
@@ -134,10 +134,8 @@ def refine(table: Table, *, everywhere: bool) -> Table:
     Forward and backward of one micro-batch keep one granularity, so that the engine cuts its graph between units. The
     rows of a group are cut together: their first units are a group, their second ones, and so on.
     """
-    adding = table.rows_with(Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-    group = table.stage * table.num_updates + table.update
-    last = last_row_per(group[adding], adding, table.num_stages * table.num_updates)
-    cut = (last[group] >= 0) & (table.microbatch == table.microbatch[last[group]])
+    last = table.last_added[table.stage, table.update]
+    cut = (last >= 0) & (table.microbatch == table.microbatch[last])
     cut |= everywhere
 
     copies = np.where(cut, table.units, 1)

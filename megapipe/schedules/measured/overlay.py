@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, Action, Ints, Kind, write_action
+from megapipe.schedules.actions import COMPUTE_STREAM, SENDS, Action, Ints, Kind, write_action
 from megapipe.schedules.drawing.bars import (
     COMPUTE,
     LANES,
@@ -22,10 +22,12 @@ from megapipe.schedules.drawing.bars import (
     axis,
     bar_of,
     chunks_of,
+    counted,
     fill,
     ink,
     legend,
     receive_bars,
+    svg_head,
     trace_events,
 )
 from megapipe.schedules.drawing.page import Curves, Line, html_page
@@ -91,31 +93,30 @@ class Overlay:
     @cached_property
     def ranks(self) -> list[tuple[Side, Side]]:
         """Per rank its measured and its predicted time."""
-        return [(self._measured_side(rank), self._predicted_side(rank)) for rank in range(self._num_ranks)]
+        return [
+            (
+                self._side(mine, self.measured_start, self.measured_end, sum(self._waits_until(mine)[1:])),
+                self._side(mine, self.predicted_start, self.predicted_end),
+            )
+            for mine in map(self._rows_of, range(self._num_ranks))
+        ]
 
     @cached_property
     def partings(self) -> list[Parting]:
         """Return every row, largest loss first. The losses of a rank add up to its measured span minus its predicted
         span."""
         found = []
-        for rank in range(self._num_ranks):
-            mine = self._rows_of(rank)
-            waits = self._waits_until(rank, mine)
+        for mine in map(self._rows_of, range(self._num_ranks)):
+            waits = self._waits_until(mine)
             for order, at in enumerate(mine.tolist()):
-                work, predicted_work = (
-                    float(end[at] - start[at])
-                    for start, end in (
-                        (self.measured_start, self.measured_end),
-                        (self.predicted_start, self.predicted_end),
-                    )
-                )
-                if order == 0:
-                    took, predicted, wait, predicted_wait = work, predicted_work, 0.0, 0.0
-                else:
-                    before = mine[order - 1]
+                work = took = float(self.measured_end[at] - self.measured_start[at])
+                predicted_work = predicted = float(self.predicted_end[at] - self.predicted_start[at])
+                wait = 0.0
+                if order > 0:
+                    before, wait = mine[order - 1], waits[order]
                     took = float(self.measured_end[at] - self.measured_end[before])
                     predicted = float(self.predicted_end[at] - self.predicted_end[before])
-                    wait, predicted_wait = waits[order], predicted - predicted_work
+                predicted_wait = predicted - predicted_work
                 between = took - work - wait
                 row = int(self.rows[at])
                 found.append(Parting(row, took - predicted, wait - predicted_wait, work - predicted_work, between))
@@ -154,40 +155,29 @@ class Overlay:
         """Places in ``rows`` of a rank's actions."""
         return np.flatnonzero(self.window.table.rank[self.rows] == rank)
 
-    def _waits_until(self, rank: int, mine: Ints) -> list[float]:
+    def _waits_until(self, mine: Ints) -> list[float]:
         """Return the waiting before the end of each action of a rank, since the action before it, including rows in
         between."""
-        waited = np.nan_to_num(self.window.wait)
-        total = np.concatenate([[0.0], np.cumsum(waited)])
+        total = np.append(0.0, np.cumsum(np.nan_to_num(self.window.wait)))
         rows = self.rows[mine]
         before = np.concatenate([rows[:1], rows[:-1]])
         found: list[float] = (total[rows + 1] - total[before + 1]).tolist()
         return found
 
-    def _measured_side(self, rank: int) -> Side:
-        mine = self._rows_of(rank)
-        wait = sum(self._waits_until(rank, mine)[1:])
-        return self._side(mine, self.measured_start, self.measured_end, wait)
-
-    def _predicted_side(self, rank: int) -> Side:
-        mine = self._rows_of(rank)
-        start, end = self.predicted_start[mine], self.predicted_end[mine]
-        idle = float(end[-1] - start[0] - (end - start).sum())
-        return self._side(mine, self.predicted_start, self.predicted_end, idle)
-
-    def _side(self, mine: Ints, start: Times, end: Times, wait: float) -> Side:
+    def _side(self, mine: Ints, start: Times, end: Times, wait: float | None = None) -> Side:
+        """Return a rank's time. wait: by default, all time without work."""
         span = float(end[mine[-1]] - start[mine[0]])
         work = end[mine] - start[mine]
         compute = float(work[np.isin(self.window.table.kind[self.rows[mine]], COMPUTE_STREAM)].sum())
-        return Side(span, compute, wait, span - float(work.sum()) - wait)
+        idle = span - float(work.sum())
+        return Side(span, compute, idle if wait is None else wait, 0.0 if wait is None else idle - wait)
 
 
 def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
     """Return the overlay of a window: its rows as measured, and as simulated with ``costs``."""
     table = window.table
     simulation = simulate(run.schedule, costs.costs, table.steps)
-    wanted = window.seen & table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
-    rows = np.flatnonzero(wanted)
+    rows = np.flatnonzero(window.seen & table.is_kind(*COMPUTE_STREAM, Kind.UPDATE))
     end = predicted_ends(window, simulation)
     measured_start = (window.start + window.wait)[rows]
     compute = np.isin(table.kind[rows], COMPUTE_STREAM)
@@ -223,9 +213,7 @@ def headline(overlay: Overlay) -> str:
     header = overlay.window.table.header
     steps = [step + 1 for step in overlay.window.steps]
     shown = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    slices = f" of {header.slices} slices" if header.slices > 1 else ""
-    shape = f"{header.num_ranks} ranks, {header.whole_microbatches} micro-batches{slices}"
-    return f"{header.name}, {shape}, {shown}: measured over predicted"
+    return f"{header.name}, {header.num_ranks} ranks, {counted(header)}, {shown}: measured over predicted"
 
 
 def sentence(overlay: Overlay) -> str:
@@ -373,23 +361,12 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
     """Return the simulated bars of the same actions; messages from their start to their arrival."""
     simulation, table = overlay.simulation, overlay.window.table
     chunk_of = chunks_of(table.header)
-    sends = table.is_kind(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT) & (simulation.end > simulation.start)
+    sends = table.is_kind(*SENDS) & (simulation.end > simulation.start)
     rows = overlay.window.rows
     shown = rows[(simulation.working | sends)[rows] & (overlay.window.owner[rows] == rows)]
-    end = predicted_ends(overlay.window, simulation)
-    return [
-        _named(
-            overlay,
-            bar_of(
-                table,
-                row,
-                chunk_of,
-                float(simulation.start[row]) - overlay.predicted_zero,
-                float(end[row]) - overlay.predicted_zero,
-            ),
-        )
-        for row in shown.tolist()
-    ]
+    start, end = simulation.start, predicted_ends(overlay.window, simulation)
+    times = ((row, *(float(each[row]) - overlay.predicted_zero for each in (start, end))) for row in shown.tolist())
+    return [_named(overlay, bar_of(table, row, chunk_of, *both)) for row, *both in times]
 
 
 def _named(overlay: Overlay, bar: Bar) -> Bar:
@@ -402,10 +379,10 @@ def _named(overlay: Overlay, bar: Bar) -> Bar:
 def draw_overlay_html(overlay: Overlay) -> str:
     """Return the interactive page: a rank's measured bars over its predicted ones, and its delay."""
     measured, predicted = overlay.ranks[overlay.slowest]
-    lines, bars = [], []
+    lines = []
     for rank in range(overlay.window.table.header.num_ranks):
         lines += [Line(f"rank {rank}", gap=2), Line("predicted", soft=True, height=14, gap=12)]
-    bars += [(2 * bar.rank, bar, f"measured{_waited(bar)}") for bar in measured_bars(overlay) if bar.lane != RECEIVE]
+    bars = [(2 * bar.rank, bar, f"measured{_waited(bar)}") for bar in measured_bars(overlay) if bar.lane != RECEIVE]
     bars += [(2 * bar.rank + 1, bar, "predicted") for bar in predicted_bars(overlay)]
     figures = [
         ["measured, ms", f"{measured.span:.4g}", f"on rank {overlay.slowest}, the slowest"],
@@ -436,6 +413,7 @@ def draw_overlay_trace(overlay: Overlay) -> str:
 
 
 LEFT, TOP, MEASURED, PREDICTED, GAP = 84, 66, 24, 13, 12
+ROW_HEIGHT: Final = MEASURED + PREDICTED + 1 + GAP
 
 
 def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
@@ -446,40 +424,29 @@ def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
     ranks = overlay.window.table.header.num_ranks
     first = min(0.0, *(bar.start - bar.wait for bar in measured))
     scale = (width - LEFT - 12) / (overlay.finish - first)
-    bottom = TOP + ranks * _row_height()
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {bottom + 30}" width="{width}" '
-        f'height="{bottom + 30}" font-family="DejaVu Sans, Helvetica, Arial, sans-serif" font-size="12">',
-        f"<title>{escape(headline(overlay))}</title>",
-        f'<rect width="{width}" height="{bottom + 30}" fill="#ffffff"/>',
-        f'<text x="12" y="20" font-size="15" font-weight="bold" fill="#1d2430">{escape(headline(overlay))}</text>',
-        f'<text x="12" y="38" font-size="11" fill="#4a5361">{escape(sentence(overlay))}</text>',
-    ]
+    bottom = TOP + ranks * ROW_HEIGHT
+    parts = svg_head(headline(overlay), sentence(overlay), width, bottom + 30, 20, ' font-size="11"')
     parts += axis(first, overlay.finish, scale, (LEFT, TOP, bottom - GAP), " ms")
     for rank in range(ranks):
-        y = TOP + rank * _row_height()
+        y = TOP + rank * ROW_HEIGHT
         parts.append(f'<text x="12" y="{y + 17}" fill="#1d2430">rank {rank}</text>')
         parts.append(f'<text x="12" y="{y + 36}" font-size="10" fill="#4a5361">predicted</text>')
     parts += [_bar(bar, first, scale, 0, MEASURED) for bar in measured]
     parts += [_bar(bar, first, scale, MEASURED + 1, PREDICTED) for bar in predicted]
     first_step = overlay.window.steps[0] + 1
-    counted = [bar._replace(step=bar.step - first_step) for bar in measured]
+    numbered = [bar._replace(step=bar.step - first_step) for bar in measured]
     parts += [
-        f'<rect x="{LEFT + (bar.start - first) * scale:.2f}" y="{TOP + bar.rank * _row_height()}" '
+        f'<rect x="{LEFT + (bar.start - first) * scale:.2f}" y="{TOP + bar.rank * ROW_HEIGHT}" '
         f'width="{(bar.end - bar.start) * scale:.2f}" height="3" fill="#1d2430"/>'
-        for bar in counted
+        for bar in numbered
         if bar.step % 2
     ]
-    parts += legend(counted, bottom + 6, LEFT)
+    parts += legend(numbered, bottom + 6, LEFT)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _row_height() -> int:
-    return MEASURED + PREDICTED + 1 + GAP
-
-
 def _bar(bar: Bar, first: float, scale: float, offset: int, height: int) -> str:
-    x, y = LEFT + (bar.start - first) * scale, TOP + bar.rank * _row_height() + offset
+    x, y = LEFT + (bar.start - first) * scale, TOP + bar.rank * ROW_HEIGHT + offset
     width, colour = (bar.end - bar.start) * scale, fill(bar.kind, bar.shade)
     parts = [f"<title>{escape(f'{NAMES[bar.kind]}, {bar.text}, {bar.start:.4g} to {bar.end:.4g} ms')}</title>"]
     if bar.wait > 0:

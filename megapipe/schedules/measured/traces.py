@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
 from megapipe.config.untrusted import DECODING_ERRORS, is_of_type, read_json
-from megapipe.schedules.actions import Action, Kind, write_action
+from megapipe.schedules.actions import Kind, short_word
 from megapipe.schedules.build import read_file
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -219,7 +219,7 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
     """Return the executions of which every rank has all events."""
     words = {
         section: [
-            [write_action(_bare(action), schedule.header.slices) for action in schedule.actions(section, rank)]
+            [short_word(action, schedule.header.slices) for action in schedule.actions(section, rank)]
             for rank in range(len(traces))
         ]
         for section in SECTIONS
@@ -253,7 +253,3 @@ def _is_whole(schedule: Schedule, rank: int, section: SectionName, events: Mappi
         position in events or action.kind == Kind.UPDATE
         for position, action in enumerate(schedule.actions(section, rank))
     )
-
-
-def _bare(action: Action) -> Action:
-    return action._replace(version=-1, slot=-1)

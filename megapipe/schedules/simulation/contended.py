@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, Kind
+from megapipe.schedules.actions import COMPUTE_STREAM, SENDS, SUMS_OF_RANKS, Kind
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
@@ -21,11 +21,9 @@ from megapipe.schedules.simulation.costs import Costs
 from megapipe.schedules.simulation.simulate import Simulation
 from megapipe.schedules.table import Table
 
-SENDS = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 TRAFFIC = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS)
 """Kinds that run one after another, overlapping with compute. The sum of scalars needs the sums of gradients before
 it."""
-COLLECTIVES = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
 WORK = (*COMPUTE_STREAM, Kind.UPDATE)
 NEVER = float("inf")
 ROUNDING = 1e-9
@@ -77,55 +75,40 @@ class _Rank:
     freed_by: int = -1
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        dependencies: Dependencies,
-        costs: Costs,
-        durations: list[float],
-        slowdown: Callable[[float], float],
-        processes: int,
-        traffic_share: float,
-    ) -> None:
-        table, messages = dependencies.table, dependencies.messages
-        count = len(table.rows)
-        self._table, self._costs, self._durations = table, costs, durations
-        self._slowdown, self._processes, self._share = slowdown, processes, traffic_share
+    """Ranks on their way through their rows; the arguments are those of `simulate_contended`."""
+
+    dependencies: Dependencies
+    costs: Costs
+    durations: list[float]
+    slowdown: Callable[[float], float]
+    processes: int
+    traffic_share: float
+
+    def __post_init__(self) -> None:
+        table, count = self.dependencies.table, len(self.durations)
         self._kind: list[int] = table.kind.tolist()
         self.start, self.end, self.cause = [NEVER] * count, [NEVER] * count, [-1] * count
-        self._left = list(durations)
+        self._left = list(self.durations)
         self._awaits: dict[int, list[int]] = {}
-        for rows, needed in (
-            (messages.use, messages.send),
-            (dependencies.gathers.row, dependencies.gathers.needed),
-            (dependencies.gradient_buffers.row, dependencies.gradient_buffers.needed),
-            (dependencies.reduced.row, dependencies.reduced.needed),
-        ):
-            self._note(rows.tolist(), needed.tolist())
-        collectives = dependencies.collective_needs()
-        self._note(collectives.row.tolist(), collectives.needed.tolist())
-        ranks = table.rank
-        self._link_of = {
-            send: (int(ranks[send]), int(ranks[receive]))
-            for send, receive in zip(messages.send.tolist(), messages.receive.tolist(), strict=True)
-        }
-        self._link_free: dict[tuple[int, int], float] = {}
-        offsets = table.offsets.tolist()
-        self._ranks = [_Rank(first, last) for first, last in pairwise(offsets)]
-        self._now = 0.0
-
-    def _note(self, rows: list[int], needed: list[int]) -> None:
-        for row, other in zip(rows, needed, strict=True):
+        for row, other in zip(*(side.tolist() for side in self.dependencies.waits()), strict=True):
             if row != other:
                 self._awaits.setdefault(row, []).append(other)
+        self._link_of = self.dependencies.link_of_sends()
+        self._link_free: dict[tuple[int, int], float] = {}
+        self._ranks = [_Rank(first, last) for first, last in pairwise(table.offsets.tolist())]
+        self._now = 0.0
 
     def to_the_end(self) -> None:
         """Compute the times of every row."""
         while True:
-            self._begin_all()
+            # What starts may free another rank at the same moment.
+            while any(self._advance(rank) for rank in self._ranks):
+                pass
             busy = sum(rank.working >= 0 for rank in self._ranks)
             talking = sum(bool(rank.traffic) for rank in self._ranks)
-            factor = self._slowdown(max(1.0, self._processes * (busy + self._share * talking)))
+            factor = self.slowdown(max(1.0, self.processes * (busy + self.traffic_share * talking)))
             under_way = [rank.working for rank in self._ranks if rank.working >= 0]
             under_way += [rank.traffic[0] for rank in self._ranks if rank.traffic]
             arrival = min((self._ready(rank.next) for rank in self._ranks if self._is_idle(rank)), default=NEVER)
@@ -137,16 +120,10 @@ class _Run:
             self._now = following
             for row in under_way:
                 left = self._left[row] - passed
-                self._left[row] = left if left > ROUNDING * self._durations[row] else 0.0
+                self._left[row] = left if left > ROUNDING * self.durations[row] else 0.0
             self._finish()
         if any(rank.next < rank.last for rank in self._ranks):
-            raise ScheduleError(f"{self._table.header.name} deadlocks; validate it to see where it blocks")
-
-    def _begin_all(self) -> None:
-        """Start all that can start now; what starts may free another rank at the same moment."""
-        moved = True
-        while moved:
-            moved = any(self._advance(rank) for rank in self._ranks)
+            raise ScheduleError(f"{self.dependencies.table.header.name} deadlocks; validate it to see where it blocks")
 
     def _is_idle(self, rank: _Rank) -> bool:
         return rank.working < 0 and rank.next < rank.last
@@ -159,7 +136,7 @@ class _Run:
                 rank.freed_by, rank.working = rank.working, -1
             while rank.traffic and self._left[rank.traffic[0]] == 0.0:
                 row = rank.traffic.popleft()
-                self.end[row] = self._now + (self._delay(row) if self._kind[row] in COLLECTIVES else 0.0)
+                self.end[row] = self._now + (self._delay(row) if self._kind[row] in SUMS_OF_RANKS else 0.0)
                 if rank.traffic:
                     self._open(rank.traffic[0])
 
@@ -184,13 +161,13 @@ class _Run:
             self._send(row)
         else:
             self.start[row] = self._now
-            self.end[row] = self._now + (self._delay(row) if kind in COLLECTIVES else 0.0)
+            self.end[row] = self._now + (self._delay(row) if kind in SUMS_OF_RANKS else 0.0)
         return True
 
     def _open(self, row: int) -> None:
         """Start the work of a row. The time of a collective starts once all ranks are there, and is not its work."""
         self.start[row] = self._now
-        if self._kind[row] in COLLECTIVES:
+        if self._kind[row] in SUMS_OF_RANKS:
             self._left[row] = 0.0
 
     def _ready(self, row: int) -> float:
@@ -203,14 +180,14 @@ class _Run:
 
     def _delay(self, row: int) -> float:
         """Return the time from a collective's last start to its result; the sum of scalars follows a tied one."""
-        busy = self._slowdown(float(self._processes * len(self._ranks)))
-        follows = self._kind[row] == Kind.REDUCE_TIED and self._table.header.updates_per_step == 1
-        after = self._costs.reduce_scalars if follows else 0.0
-        return busy * (self._durations[row] + after)
+        busy = self.slowdown(float(self.processes * len(self._ranks)))
+        follows = self._kind[row] == Kind.REDUCE_TIED and self.dependencies.table.header.updates_per_step == 1
+        after = self.costs.reduce_scalars if follows else 0.0
+        return busy * (self.durations[row] + after)
 
     def _send(self, row: int) -> None:
         pair = self._link_of[row]
-        link = self._costs.links.get(pair, self._costs.link)
+        link = self.costs.links.get(pair, self.costs.link)
         begin = max(self._now, self._link_free.get(pair, 0.0))
         self._link_free[pair] = begin + link.transfer
         self.start[row], self.end[row] = begin, begin + link.transfer + link.latency

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Ints, Kind, Mask
+from megapipe.schedules.actions import BACKWARDS, COMPUTE_KINDS, KIND, MICROBATCH, STAGE, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
@@ -22,7 +22,6 @@ from megapipe.schedules.table import Table
 Floats = npt.NDArray[np.float64]
 ROUNDING = 1e-12
 """Relative difference of times up to which they are equal."""
-COMPUTE: tuple[Kind, ...] = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 class OrderCosts(NamedTuple):
@@ -70,7 +69,7 @@ class OrderGraph:
 
     def __init__(self, schedule: Schedule, steps: int = 1) -> None:
         table, header = Table.unroll(schedule, steps), schedule.header
-        compute = np.flatnonzero(table.is_kind(*COMPUTE))
+        compute = np.flatnonzero(table.is_kind(*COMPUTE_KINDS))
         rows = table.rows[compute].astype(np.int64)
         self._kind, self._stage, self._microbatch = rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH]
         rank_starts = np.searchsorted(table.rank[compute], np.arange(header.num_ranks))
@@ -136,7 +135,7 @@ class OrderGraph:
         phases[Kind.FORWARD], phases[Kind.BACKWARD] = costs.forward.T, costs.backward.T
         phases[Kind.BACKWARD_INPUT], phases[Kind.BACKWARD_WEIGHT] = costs.backward_input.T, costs.backward_weight.T
         before[Kind.FORWARD] = costs.before_forward.T
-        before[[Kind.BACKWARD, Kind.BACKWARD_INPUT]] = costs.before_backward.T
+        before[list(BACKWARDS)] = costs.before_backward.T
         zero = np.zeros((1, layouts))
         transfer, latency = (each.reshape(layouts, -1).T for each in (costs.transfer, costs.latency))
         works = [zero, phases.reshape(-1, layouts), before.reshape(-1, layouts), transfer]

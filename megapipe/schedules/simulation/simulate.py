@@ -1,47 +1,16 @@
 """An event-driven run of a lowered schedule: when does each action start and end, and what does that cost?"""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, VERSION, Ints, Kind, Mask
-from megapipe.schedules.dependencies import Dependencies
+from megapipe.schedules.actions import COMPUTE_STREAM, RECEIVES, SENDS, SUMS_OF_RANKS, VERSION, Ints, Kind, Mask
+from megapipe.schedules.dependencies import Dependencies, Needs, joined
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.simulation.costs import Costs, Times
 from megapipe.schedules.table import Table
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """Start, end and cause of every row."""
-
-    start: list[float]
-    end: list[float]
-    cause: list[int]
-
-
-def run(dependencies: Dependencies, costs: Costs, durations: Times) -> Timeline:
-    """Times of every row of a table."""
-    table = dependencies.table
-    clocks = _Clocks(dependencies, costs, durations)
-    next_row, last_row = table.offsets[:-1].tolist(), table.offsets[1:].tolist()
-    moved = True
-    while moved:
-        moved = False
-        for rank, (row, last) in enumerate(zip(list(next_row), last_row, strict=True)):
-            at = row
-            while at < last and clocks.ready(at):
-                clocks.take(rank, at)
-                at += 1
-            moved = moved or at > row
-            next_row[rank] = at
-    if next_row != last_row:
-        raise ScheduleError(f"{table.header.name} deadlocks; validate it to see where it blocks")
-    clocks.close_collectives()
-    return Timeline(clocks.start, clocks.end, clocks.cause)
 
 
 class _Clocks:
@@ -61,37 +30,36 @@ class _Clocks:
         from_host = table.header.host_weights[table.stage[gathers], table.unit[gathers]]
         self._from_host = set(gathers[from_host].tolist())
         self._awaits: dict[int, list[int]] = {}
-        self._opens = table.action_first  # a group starts when all of its rows can
-        self._note_waits(messages.use.tolist(), messages.send.tolist())
+        waits = dependencies.waits()
         if self._blocking:
-            self._note_waits(messages.send.tolist(), messages.receive.tolist())
-        self._note_waits(dependencies.gathers.row.tolist(), dependencies.gathers.needed.tolist())
-        self._note_waits(dependencies.gradient_buffers.row.tolist(), dependencies.gradient_buffers.needed.tolist())
-        self._note_waits(dependencies.reduced.row.tolist(), dependencies.reduced.needed.tolist())
-        self._note_waits(dependencies.reloads.row.tolist(), dependencies.reloads.needed.tolist())
-        self._note_waits(dependencies.snapshots.row.tolist(), dependencies.snapshots.needed.tolist())
-        collectives = dependencies.collective_needs()
-        self._note_waits(collectives.row.tolist(), collectives.needed.tolist())
-        self._link_of = dict(
-            zip(
-                messages.send.tolist(),
-                zip(table.rank[messages.send].tolist(), table.rank[messages.receive].tolist(), strict=True),
-                strict=True,
-            )
-        )
+            waits = joined(waits, Needs(messages.send, messages.receive))
+        # A group starts when all of its rows can.
+        for row, other in zip(table.action_first[waits.row].tolist(), waits.needed.tolist(), strict=True):
+            self._awaits.setdefault(row, []).append(other)
+        self._link_of = dependencies.link_of_sends()
         self._links = {pair: costs.links.get(pair, costs.link) for pair in set(self._link_of.values())}
         self._link_free = dict.fromkeys(self._links, (0.0, -1))
-        self._compute = [(0.0, -1)] * num_ranks
-        self._data_parallel = [(0.0, -1)] * num_ranks
-        self._copied_out = [(0.0, -1)] * num_ranks
-        self._offloaded = [(0.0, -1)] * num_ranks
-        self._copied_in = [(0.0, -1)] * num_ranks
-        self._rows = table.rows
-        self._collectives = collectives
+        self._compute, self._data_parallel, self._copied_out, self._offloaded, self._copied_in = (
+            [(0.0, -1)] * num_ranks for _ in range(5)
+        )
+        self._table = table
+        self._collectives = dependencies.collective_needs()
 
-    def _note_waits(self, rows: Sequence[int], needed: Sequence[int]) -> None:
-        for row, other in zip(self._opens[rows].tolist(), needed, strict=True):
-            self._awaits.setdefault(row, []).append(other)
+    def run(self) -> None:
+        """Give every row its times."""
+        next_row, last_row = self._table.offsets[:-1].tolist(), self._table.offsets[1:].tolist()
+        moved = True
+        while moved:
+            before = list(next_row)
+            for rank, (row, last) in enumerate(zip(before, last_row, strict=True)):
+                while row < last and self.ready(row):
+                    self.take(rank, row)
+                    row += 1
+                next_row[rank] = row
+            moved = next_row != before
+        if next_row != last_row:
+            raise ScheduleError(f"{self._table.header.name} deadlocks; validate it to see where it blocks")
+        self.close_collectives()
 
     def ready(self, row: int) -> bool:
         """Whether all that the row awaits from other ranks has its time."""
@@ -101,13 +69,13 @@ class _Clocks:
         """Give the row its times and move its rank's stream on."""
         kind = self._kind[row]
         self._done[row] = True
-        if kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT):
+        if kind in SENDS:
             self._send(rank, row)
         elif kind == Kind.GATHER_WEIGHTS and row in self._from_host:
             self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
         elif kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS):
             self._data_parallel[rank] = self._put(row, self._compute[rank], self._data_parallel[rank])
-        elif kind in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS):
+        elif kind in SUMS_OF_RANKS:
             # A collective is ready here; it ends for those who await it, when the last rank is ready.
             others = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
             self.start[row], self.cause[row] = max([self._compute[rank], *others])
@@ -118,7 +86,7 @@ class _Clocks:
             self._copied_out[rank] = self._put(row, self._compute[rank], self._copied_out[rank])
         elif kind == Kind.RELOAD:
             self._reload(rank, row)
-        elif kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.RELEASE_WEIGHTS):
+        elif kind in (*RECEIVES, Kind.RELEASE_WEIGHTS):
             self.start[row], self.cause[row] = self._compute[rank]
             self.end[row] = self.start[row]
         else:
@@ -141,7 +109,7 @@ class _Clocks:
         one."""
         if self._kind[row] == Kind.REDUCE_TIED:
             return self._duration[row] + self._scalars
-        return self._duration[row] if self._kind[row] in (Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS) else 0.0
+        return self._duration[row] if self._kind[row] in SUMS_OF_RANKS else 0.0
 
     def _offload(self, rank: int, row: int) -> None:
         """Let one tensor leave at a time: compute waits until the tensor before it has left, and then uses its
@@ -154,7 +122,8 @@ class _Clocks:
         """Let copies arrive one after another. Compute waits for the last offload if this reload brings the same
         tensor back, or brings back a state, which needs the memory of the state that left before it."""
         last = self._offloaded[rank][1]
-        if last >= 0 and (self._rows[row, VERSION] >= 0 or np.array_equal(self._rows[row, 1:], self._rows[last, 1:])):
+        rows = self._table.rows
+        if last >= 0 and (rows[row, VERSION] >= 0 or np.array_equal(rows[row, 1:], rows[last, 1:])):
             self._compute[rank] = max(self._compute[rank], self._offloaded[rank])
         self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
 
@@ -178,7 +147,7 @@ class _Clocks:
         pairs = [
             (row, member)
             for row, member in zip(self._collectives.row.tolist(), self._collectives.needed.tolist(), strict=True)
-            if self._kind[member] in (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
+            if self._kind[member] in SUMS_OF_RANKS
         ]
         done: dict[int, float] = {}
         for row, member in pairs:
@@ -291,8 +260,7 @@ def simulate(schedule: Schedule, costs: Costs, steps: int = 1) -> Simulation:
         raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")
     table = Table.unroll(schedule, steps)
     durations = costs.durations(table)
-    timeline = run(Dependencies(table), costs, durations)
-    return Simulation(
-        table, np.array(timeline.start), np.array(timeline.end), np.array(timeline.cause, dtype=np.int64),
-        durations > 0.0, durations,
-    )  # fmt: skip
+    clocks = _Clocks(Dependencies(table), costs, durations)
+    clocks.run()
+    cause = np.array(clocks.cause, dtype=np.int64)
+    return Simulation(table, np.array(clocks.start), np.array(clocks.end), cause, durations > 0.0, durations)

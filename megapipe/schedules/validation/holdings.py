@@ -2,12 +2,11 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import Ints, Kind, Mask, describe
-from megapipe.schedules.dependencies import BACKWARDS
-from megapipe.schedules.gathers import ADDING, USES, StateRows, of_states
-from megapipe.schedules.lowering.communication import GRADIENT_RELEASES, activation_releases, receive_lives
+from megapipe.schedules.actions import ADDING, Ints, Kind, Mask, describe
+from megapipe.schedules.gathers import GATHERS, USES, StateRows, of_states
+from megapipe.schedules.lowering.communication import READERS, receive_lives
 from megapipe.schedules.memory import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
-from megapipe.schedules.table import Table, action_at, failure, refuse
+from megapipe.schedules.table import Table, action_at, failure, refuse, refuse_repeated
 
 
 def check_buffers(table: Table) -> None:
@@ -15,11 +14,8 @@ def check_buffers(table: Table) -> None:
     slot."""
     header = table.header
     opens = table.opens_chunk()
-    for receive, readers, releases, slots in (
-        (Kind.RECV_ACTIVATION, (Kind.FORWARD,), activation_releases(header.mode), header.activation_slots),
-        (Kind.RECV_GRADIENT, BACKWARDS, GRADIENT_RELEASES, header.gradient_slots),
-    ):
-        lives = receive_lives(table, receive, releases)
+    for (receive, readers), slots in zip(READERS, (header.activation_slots, header.gradient_slots), strict=True):
+        lives = receive_lives(table, receive)
         slot = table.slot[lives.start].astype(np.int64)
         count = np.array(slots, dtype=np.int64)[lives.stage]
         if (slot >= count).any():
@@ -43,14 +39,11 @@ def _check_readers(table: Table, receive: Kind, reading: Mask, opens: Mask) -> N
     slot_of[table.key[received]] = table.slot[received]
     rows = np.flatnonzero(reading)
     expected = np.where(opens[rows], slot_of[table.key[rows]], -1)
-    wrong = table.slot[rows] != expected
-    if wrong.any():
-        index = int(np.argmax(wrong))
-        problem = f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
-        raise failure(table, int(rows[index]), problem)
 
+    def problem(index: int) -> str:
+        return f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
 
-GATHERS = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
+    refuse(table, rows, table.slot[rows] != expected, problem)
 
 
 def check_gathers(table: Table) -> None:
@@ -153,7 +146,8 @@ def check_offload(table: Table) -> None:
         return
     out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
     places = unit_places(table)
-    _require_once(table, (out, back), places)
+    for rows in (out, back):
+        refuse_repeated(table, rows, places[rows])
     forward, again = (places[table.rows_with(kind)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
     refuse(table, out, ~np.isin(places[out], forward), "no forward of this chunk or unit leaves activations")
     refuse(table, out, np.isin(places[out], again), "these activations are recomputed and must not be offloaded")
@@ -167,15 +161,12 @@ def _check_states(table: Table) -> None:
         return
     places = state_places(table)
     updates = table.rows_with(Kind.UPDATE)
-    _require_once(table, (out, back), places)
+    for rows in (out, back):
+        refuse_repeated(table, rows, places[rows])
     _check_pairs(table, out, back, places)
     refuse(table, out, ~np.isin(places[out], places[updates]), "no update changes this state")
-    refuse(
-        table,
-        updates,
-        ~np.isin(places[updates], places[out]),
-        "the state of other updates is moved, but not that of this one",
-    )
+    stays = ~np.isin(places[updates], places[out])
+    refuse(table, updates, stays, "the state of other updates is moved, but not that of this one")
     moves = np.sort(np.concatenate([out, back]))
     there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of them leave: each starts from 0
     refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
@@ -186,7 +177,7 @@ def check_snapshots(table: Table) -> None:
     copies, updates, places = table.rows_with(Kind.SNAPSHOT), table.rows_with(Kind.UPDATE), state_places(table)
     if len(copies) == 0:
         return
-    _require_once(table, (copies,), places)
+    refuse_repeated(table, copies, places[copies])
     refuse(table, copies, ~np.isin(places[copies], places[updates]), "no update replaces this state")
     of_one = np.isin(table.update[updates], table.update[copies])
     missing = of_one & ~np.isin(places[updates], places[copies])
@@ -195,13 +186,6 @@ def check_snapshots(table: Table) -> None:
         "a checkpoint copies the state of other units before this update, but not that of this one; add its SNAPSHOT "
         "before it, so that it waits for the copy",
     )  # fmt: skip
-
-
-def _require_once(table: Table, kinds: tuple[Ints, ...], places: Ints) -> None:
-    for rows in kinds:
-        ordered = rows[np.argsort(places[rows], kind="stable")]
-        again = np.append(False, places[ordered][1:] == places[ordered][:-1])
-        refuse(table, ordered, again, "it appears a second time")
 
 
 def _check_pairs(table: Table, out: Ints, back: Ints, places: Ints) -> None:

@@ -3,14 +3,18 @@
 Everything means every chunk of every micro-batch, every message, reduction and update.
 """
 
-from typing import Final, NamedTuple
+from collections.abc import Callable
+from typing import Final
 
 import numpy as np
 
 from megapipe.schedules.actions import (
+    BACKWARDS,
     COMPUTE_KINDS,
     COMPUTE_STREAM,
+    GRADIENT_KINDS,
     MICROBATCH,
+    RECEIVES,
     SLOT,
     STAGE,
     UNIT,
@@ -21,9 +25,10 @@ from megapipe.schedules.actions import (
     Mask,
 )
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.gathers import STATE_KINDS, of_states
+from megapipe.schedules.gathers import GATHERS, STATE_KINDS, of_states
+from megapipe.schedules.memory import unit_places
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, Schedule
-from megapipe.schedules.table import Table, failure, missing
+from megapipe.schedules.table import Table, failure, missing, refuse, refuse_repeated
 from megapipe.schedules.validation.waits import check_compute_order
 
 
@@ -132,51 +137,24 @@ def _placed(name: str, origin: Origin | None, key: str) -> str:
     return name if origin is None or number is None else f"{name} ({origin.source}, line {number})"
 
 
-class ColumnUse(NamedTuple):
-    """Which columns a kind uses: always (True), never (False), or as the row says (None)."""
-
-    stage: bool
-    unit: bool | None
-    version: bool | None
-    slot: bool | None
-
-
-_COMPUTE = ColumnUse(stage=True, unit=None, version=True, slot=None)
-SHAPES: Final[dict[Kind, ColumnUse]] = {
-    Kind.FORWARD: _COMPUTE,
-    Kind.RECOMPUTE: _COMPUTE._replace(slot=False),
-    Kind.BACKWARD: _COMPUTE,
-    Kind.BACKWARD_INPUT: _COMPUTE,
-    Kind.BACKWARD_WEIGHT: _COMPUTE._replace(slot=False),
-    Kind.SEND_ACTIVATION: ColumnUse(stage=True, unit=False, version=False, slot=False),
-    Kind.RECV_ACTIVATION: ColumnUse(stage=True, unit=False, version=False, slot=True),
-    Kind.SEND_GRADIENT: ColumnUse(stage=True, unit=False, version=False, slot=False),
-    Kind.RECV_GRADIENT: ColumnUse(stage=True, unit=False, version=False, slot=True),
-    Kind.GATHER_WEIGHTS: ColumnUse(stage=True, unit=True, version=True, slot=False),
-    Kind.RELEASE_WEIGHTS: ColumnUse(stage=True, unit=True, version=True, slot=False),
-    Kind.REDUCE_GRADIENTS: ColumnUse(stage=True, unit=True, version=False, slot=False),
-    Kind.REDUCE_TIED: ColumnUse(stage=True, unit=True, version=False, slot=False),
-    Kind.REDUCE_COUNTS: ColumnUse(stage=False, unit=False, version=False, slot=False),
-    Kind.REDUCE_SCALARS: ColumnUse(stage=False, unit=False, version=False, slot=False),
-    Kind.OFFLOAD: ColumnUse(stage=True, unit=None, version=None, slot=False),
-    Kind.RELOAD: ColumnUse(stage=True, unit=None, version=None, slot=False),
-    Kind.UPDATE: ColumnUse(stage=True, unit=True, version=True, slot=False),
-    Kind.SNAPSHOT: ColumnUse(stage=True, unit=True, version=True, slot=False),
+_OF_VERSION: Final = (*GATHERS, Kind.UPDATE, Kind.SNAPSHOT)
+_MOVED: Final = (Kind.OFFLOAD, Kind.RELOAD)
+_NONE: Final = tuple[Kind, ...]()
+COLUMN_USES: Final = {
+    "stage": (STAGE, tuple(set(Kind) - {Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS}), _NONE),
+    "unit": (UNIT, (*_OF_VERSION, Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), (*COMPUTE_STREAM, *_MOVED)),
+    "version": (VERSION, (*COMPUTE_STREAM, *_OF_VERSION), _MOVED),
+    "slot": (SLOT, RECEIVES, (Kind.FORWARD, *BACKWARDS)),
 }
-FORWARD_MODE_KINDS: Final = (
-    Kind.FORWARD,
-    Kind.SEND_ACTIVATION,
-    Kind.RECV_ACTIVATION,
-    Kind.GATHER_WEIGHTS,
-    Kind.RELEASE_WEIGHTS,
-)
+"""Columns by name: number, the kinds that always use it, and those that may use it; others never do."""
+FORWARD_MODE_KINDS: Final = (Kind.FORWARD, Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, *GATHERS)
 
 
 def check_fields(table: Table) -> None:
     """Raise ScheduleError at the first row that is not a well-formed action of its rank."""
     check_places(table)
-    for name, column in (("unit", UNIT), ("version", VERSION), ("slot", SLOT)):
-        _check_use(table, name, column)
+    for name in ("unit", "version", "slot"):
+        _check_use(table, name)
     check_units(table)
     _check_last_included(table)
     _check_versions(table)
@@ -185,23 +163,19 @@ def check_fields(table: Table) -> None:
 
 def check_places(table: Table) -> None:
     """Raise ScheduleError at the first row that is not an action for a micro-batch and a stage of its rank."""
-    kinds = FORWARD_MODE_KINDS if table.header.mode == "forward" else tuple(SHAPES)
+    kinds = FORWARD_MODE_KINDS if table.header.mode == "forward" else tuple(Kind)
     unknown = np.flatnonzero((table.kind < 0) | (table.kind >= len(Kind)))
     if len(unknown):
         row = int(unknown[0])
         place = f"rank {table.rank[row]}, action {row - table.offsets[table.rank[row]]}"
         raise ScheduleError(f"{table.header.name}, {place}: {table.kind[row]} is not a kind of action")
-    _require(
-        table, table.is_kind(*kinds), f"a schedule of mode {table.header.mode!r} cannot have such actions; remove it"
-    )
-    _check_use(table, "stage", STAGE)
+    other = f"a schedule of mode {table.header.mode!r} cannot have such actions; remove it"
+    _require(table, table.is_kind(*kinds), other)
+    _check_use(table, "stage")
     microbatch = table.rows[:, MICROBATCH]
     in_steps = (microbatch >= 0) & (microbatch < table.num_microbatches)
-    _require(
-        table,
-        in_steps,
-        f"micro-batches are numbered from 0 to {table.num_microbatches - 1}; change it, or the number of them",
-    )
+    numbers = f"micro-batches are numbered from 0 to {table.num_microbatches - 1}"
+    _require(table, in_steps, f"{numbers}; change it, or the number of them")
     _check_stages(table)
 
 
@@ -213,45 +187,39 @@ def _check_groups(table: Table) -> None:
     opens = np.flatnonzero(grouped & (table.action_first == np.arange(len(table.rows))))
     place = (table.rank * table.num_sections + table.section)[opens] * (np.int64(1) << 32) + table.group[opens]
     _, first = np.unique(place, return_index=True)
-    apart = np.setdiff1d(opens, opens[first])
-    if len(apart):
-        raise failure(table, int(apart[0]), "the rows of a group must be neighbours, and its number used once")
+    apart = ~np.isin(opens, opens[first])
+    refuse(table, opens, apart, "the rows of a group must be neighbours, and its number used once")
 
 
-def _require(table: Table, good: Mask, problem: str) -> None:
-    if not good.all():
-        raise failure(table, int(np.argmin(good)), problem)
+def _require(table: Table, good: Mask, problem: str | Callable[[int], str]) -> None:
+    """Raise at the first row that is not good. problem: may depend on the row."""
+    refuse(table, np.arange(len(good)), ~good, problem)
 
 
-def _check_use(table: Table, name: str, column: int) -> None:
-    """Raise unless rows use a column as `ColumnUse` says for their kind."""
-    always, never = np.zeros(len(Kind), dtype=np.bool_), np.zeros(len(Kind), dtype=np.bool_)
-    for kind, shape in SHAPES.items():
-        used = getattr(shape, name)
-        always[kind], never[kind] = used is True, used is False
+def _check_use(table: Table, name: str) -> None:
+    """Raise unless rows use a column as `COLUMN_USES` says for their kind."""
+    column, always, sometimes = COLUMN_USES[name]
     values = table.rows[:, column]
-    _require(table, ~(always[table.kind] & (values < 0)), f"{name} must be given; add it")
-    _require(table, ~(never[table.kind] & (values != -1)), f"{name} must be unused; leave it out")
+    _require(table, ~table.is_kind(*always) | (values >= 0), f"{name} must be given; add it")
+    _require(table, table.is_kind(*always, *sometimes) | (values == -1), f"{name} must be unused; leave it out")
     _require(table, values >= -1, f"{name} below 0 is not a {name}")
 
 
 def _check_stages(table: Table) -> None:
     stage, header = table.stage, table.header
     _require(table, stage < table.num_stages, f"there are {table.num_stages} stages; change its stage, or add one")
-    at_home = (stage < 0) | (header.stage_ranks[stage] == table.rank)
-    if not at_home.all():
-        row = int(np.argmin(at_home))
-        raise failure(table, row, f"stage {stage[row]} is on rank {header.stage_ranks[stage[row]]}; move it there")
+    home = header.stage_ranks[stage]
+    at_home = (stage < 0) | (home == table.rank)
+    _require(table, at_home, lambda row: f"stage {stage[row]} is on rank {home[row]}; move it there")
 
 
 def check_units(table: Table) -> None:
     """Raise ScheduleError unless compute names a layer of the stage, gathers and reductions a state unit, and tied
     reductions and updates one that it owns."""
-    moved = table.is_kind(Kind.OFFLOAD, Kind.RELOAD)
+    moved = table.is_kind(*_MOVED)
     computes = table.is_kind(*COMPUTE_STREAM) | (moved & (table.version < 0))
-    _require(
-        table, ~computes | (table.unit < table.units), "the stage has fewer units; change its unit, or leave it out"
-    )
+    there = ~computes | (table.unit < table.units)
+    _require(table, there, "the stage has fewer units; change its unit, or leave it out")
     _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
     owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE, Kind.SNAPSHOT) | (moved & (table.version >= 0))
     kept = [frozenset(table.header.state_units(stage)) for stage in range(len(table.header.stages))]
@@ -268,34 +236,30 @@ def _check_last_included(table: Table) -> None:
     # An update may have several reductions of sharded gradients, each after the gradients that it includes.
     reductions = table.rows_with(Kind.REDUCE_GRADIENTS)
     reducing[of_states(table, reductions, ~table.header.sharded_gradients).row] = True
-    reducing |= table.is_kind(Kind.OFFLOAD, Kind.RELOAD) & (table.version >= 0)
+    reducing |= table.is_kind(*_MOVED) & (table.version >= 0)
     for rows, count in (
         (np.flatnonzero(reducing), table.header.microbatches_per_update),
         (table.rows_with(Kind.REDUCE_COUNTS), table.header.num_microbatches),
     ):
-        wrong = rows[(table.microbatch[rows] + 1) % count != 0]
-        if len(wrong):
-            raise failure(
-                table, int(wrong[0]), f"it must name the last micro-batch that it includes, one of every {count}"
-            )
+        wrong = (table.microbatch[rows] + 1) % count != 0
+        refuse(table, rows, wrong, f"it must name the last micro-batch that it includes, one of every {count}")
 
 
 def _check_versions(table: Table) -> None:
     """A micro-batch of update k reads version k, on every stage; update k writes the version after the oldest kept."""
     kept = np.array(table.header.versions_per_stage, dtype=np.int64)[table.stage]
-    writes = table.is_kind(Kind.UPDATE, Kind.OFFLOAD, Kind.RELOAD)
+    writes = table.is_kind(Kind.UPDATE, *_MOVED)
     # A copy for a checkpoint has the newest version before the update.
     expected: Ints = table.update + np.where(writes, kept, np.where(table.is_kind(Kind.SNAPSHOT), kept - 1, 0))
-    good = (table.version < 0) | (table.version == expected)
-    if not good.all():
-        row = int(np.argmin(good))
-        verb = "writes" if writes[row] else "reads"
-        raise failure(table, row, f"update {table.update[row]} {verb} version {expected[row]}")
+
+    def problem(row: int) -> str:
+        return f"update {table.update[row]} {'writes' if writes[row] else 'reads'} version {expected[row]}"
+
+    _require(table, (table.version < 0) | (table.version == expected), problem)
 
 
-REMOVE_ONE = "remove one of the two, or change its micro-batch"
+REMOVE_ONE = "; remove one of the two, or change its micro-batch"
 NOT_ASKED = "nothing asks for it; remove it"
-_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 
 def check_coverage(table: Table) -> None:
@@ -320,9 +284,8 @@ def check_compute(schedule: Schedule) -> None:
             )
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
     check_places(table)
-    others = np.flatnonzero(~table.is_kind(*COMPUTE_KINDS))
-    if len(others):
-        raise failure(table, int(others[0]), "give only forwards and backwards, because megapipe adds everything else")
+    compute = table.is_kind(*COMPUTE_KINDS)
+    _require(table, compute, "give only forwards and backwards, because megapipe adds everything else")
     check_units(table)
     _check_compute(table, _on_route(table))
     check_compute_order(table)
@@ -340,44 +303,29 @@ def _on_route(table: Table) -> Mask:
 def _check_compute(table: Table, on_route: Mask) -> None:
     units = np.repeat(np.array(table.header.units_per_stage, dtype=np.int64), table.num_microbatches)
     done, whole = {}, {}
-    for kind in (Kind.FORWARD, *_GRADIENT):
+    for kind in COMPUTE_KINDS:
         done[kind], whole[kind] = _count_chunks(table, kind, units)
     _require_pairs(table, Kind.FORWARD, done[Kind.FORWARD], on_route)
     if table.header.mode == "forward":
         return
     split = done[Kind.BACKWARD_INPUT] | done[Kind.BACKWARD_WEIGHT]
-    _refuse(
-        table,
-        Kind.BACKWARD,
-        split & done[Kind.BACKWARD],
-        "the backward is present both whole and in halves; remove one",
-    )
+    both = "the backward is present both whole and in halves; remove one"
+    _refuse(table, Kind.BACKWARD, split & done[Kind.BACKWARD], both)
     _require_pairs(table, Kind.BACKWARD, done[Kind.BACKWARD] | split, on_route)
     for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
         _require_pairs(table, kind, done[kind], split)
     _check_recompute(table)
-    for kind in _GRADIENT:
-        differs = done[kind] & (whole[kind] != whole[Kind.FORWARD])
-        _refuse(
-            table,
-            kind,
-            differs,
-            "forward and backward of a micro-batch must both be whole or both be in units; write both whole",
-        )
+    differ = "forward and backward of a micro-batch must both be whole or both be in units; write both whole"
+    for kind in GRADIENT_KINDS:
+        _refuse(table, kind, done[kind] & (whole[kind] != whole[Kind.FORWARD]), differ)
 
 
 def _check_recompute(table: Table) -> None:
     """Raise unless each recomputed forward ran before, in the same pieces, and is recomputed once."""
-    most = max(table.header.units_per_stage) + 1
-    place = table.key * most + table.unit
-    again = table.rows_with(Kind.RECOMPUTE)
-    if len(again) == 0:
-        return
-    if len(set(place[again].tolist())) < len(again):
-        raise _repeated(table, again, place[again])
+    again, place = table.rows_with(Kind.RECOMPUTE), unit_places(table)
+    refuse_repeated(table, again, place[again], REMOVE_ONE)
     known = np.isin(place[again], place[table.rows_with(Kind.FORWARD)])
-    if not known.all():
-        raise failure(table, int(again[np.argmin(known)]), "there is no forward of this chunk or unit to recompute")
+    refuse(table, again, ~known, "there is no forward of this chunk or unit to recompute")
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
@@ -386,33 +334,20 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
     rows = table.rows_with(kind)
     cut = table.unit[rows] >= 0
     wholes = np.bincount(table.key[rows[~cut]], minlength=len(units))
-    if wholes.max(initial=0) > 1:
-        raise _repeated(table, rows[~cut], table.key[rows[~cut]])
+    refuse_repeated(table, rows[~cut], table.key[rows[~cut]], REMOVE_ONE)
     parts = rows[cut]
-    order = np.lexsort((table.unit[parts], table.key[parts]))
-    part_key = table.key[parts[order]] * (int(units.max()) + 1) + table.unit[parts[order]]
-    if np.any(part_key[1:] == part_key[:-1]):
-        raise _repeated(table, parts[order], part_key)
+    refuse_repeated(table, parts, unit_places(table)[parts], REMOVE_ONE)
     counts = np.bincount(table.key[parts], minlength=len(units))
     partial = (counts > 0) & ((counts != units) | (wholes > 0))
-    _refuse(
-        table, kind, partial, "some of its units are missing, or it is present both whole and in units; write it whole"
-    )
+    problem = "some of its units are missing, or it is present both whole and in units; write it whole"
+    _refuse(table, kind, partial, problem)
     return (wholes + counts) > 0, wholes > 0
-
-
-def _repeated(table: Table, rows: Ints, keys: Ints) -> Exception:
-    order = np.argsort(keys, kind="stable")
-    second = rows[order][1:][keys[order][1:] == keys[order][:-1]][0]
-    return failure(table, int(second), f"it appears a second time; {REMOVE_ONE}")
 
 
 def _refuse(table: Table, kind: Kind, wrong: Mask, problem: str) -> None:
     """Raise at the first row of the kind whose stage and micro-batch are marked."""
-    if wrong.any():
-        rows = table.rows_with(kind)
-        rows = rows[wrong[table.key[rows]]]
-        raise failure(table, int(rows[0]), problem)
+    rows = table.rows_with(kind)
+    refuse(table, rows, wrong[table.key[rows]], problem)
 
 
 def _require_pairs(table: Table, kind: Kind, done: Mask, wanted: Mask) -> None:
@@ -439,8 +374,7 @@ def _check_messages(table: Table, on_route: Mask) -> None:
         kinds |= {Kind.RECV_GRADIENT: needs["following"], Kind.SEND_GRADIENT: needs["preceding"]}
     for kind, wanted in kinds.items():
         rows = table.rows_with(kind)
-        if np.bincount(table.key[rows], minlength=1).max() > 1:
-            raise _repeated(table, rows, table.key[rows])
+        refuse_repeated(table, rows, table.key[rows], REMOVE_ONE)
         done = np.zeros(len(wanted), dtype=np.bool_)
         done[table.key[rows]] = True
         _require_pairs(table, kind, done, wanted)
@@ -476,7 +410,7 @@ def _require_each(
     for row in (table.rows_with(kind) if among is None else among).tolist():
         place = tuple(int(column[row]) for column in (table.rank, table.stage, table.unit, table.microbatch))
         if place not in due:
-            raise failure(table, row, f"it appears a second time; {REMOVE_ONE}" if place in wanted else NOT_ASKED)
+            raise failure(table, row, f"it appears a second time{REMOVE_ONE}" if place in wanted else NOT_ASKED)
         due.discard(place)
     if due:
         rank, stage, unit, microbatch = min(due)

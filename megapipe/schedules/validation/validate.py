@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.schedules.actions import ADDING
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError, excerpt
-from megapipe.schedules.gathers import ADDING, check_states
+from megapipe.schedules.gathers import check_states
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import NumericalClass, Schedule
 from megapipe.schedules.table import Table
@@ -23,11 +24,12 @@ from megapipe.schedules.validation.holdings import (
 )
 from megapipe.schedules.validation.rows import check_coverage, check_fields, check_header
 from megapipe.schedules.validation.waits import (
-    FirstUses,
     check_collectives,
     check_links,
     check_local_order,
     check_progress,
+    first_deadlock,
+    first_uses,
 )
 
 BODIES_PROVED = (0, 1, 2, 3)
@@ -76,8 +78,8 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
         table = Table.unroll(schedule, steps)
         _check(table, flushes=schedule.flushes)
     Promise.of(table, flushes=schedule.flushes).check(table)
-    first_uses = FirstUses.of(table)
-    hanging = first_uses.deadlock(header.connections)
+    uses = first_uses(table)
+    hanging = first_deadlock(uses, header.connections)
     if hanging:
         raise ScheduleError(
             f"{header.name} deadlocks in its first step where the first collective of a group blocks the host, as "
@@ -88,7 +90,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
         peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
         pending_weight_halves=pending_weight_halves(table),
         weight_versions=header.weight_versions,
-        lazy_links=not first_uses.deadlock(()),
+        lazy_links=not first_deadlock(uses, ()),
         links=tuple(sum(rank in pair for pair in header.connections) for rank in range(header.num_ranks)),
     )
     budget = np.inf if activation_budget is None else activation_budget

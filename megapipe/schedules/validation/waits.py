@@ -10,21 +10,32 @@ thread blocks. `needs_resident_kernels` returns whether a schedule relies on it.
 
 NCCL connects two ranks when they first send or receive on a communicator, one direction at a time, and the members of
 a group in their first collective. The call blocks the host of every member until all members have made it. So a rank
-that posts an early receive does not reach the send that the other side waits for. `FirstUses` finds such deadlocks of
+that posts an early receive does not reach the send that the other side waits for. `first_deadlock` finds those of
 the first step.
 """
 
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import Action, Ints, Kind, Mask, describe, write_action
-from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, shard_passes
+from megapipe.schedules.actions import (
+    RECEIVES,
+    SENDS,
+    SUMS_OF_RANKS,
+    Action,
+    Ints,
+    Kind,
+    Mask,
+    describe,
+    short_word,
+    write_action,
+)
+from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, joined, shard_passes
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.schedule import Connection, Header, Schedule
-from megapipe.schedules.table import Table, action_at, failure, first_row_per, neighbourhood
+from megapipe.schedules.schedule import Connection, Schedule
+from megapipe.schedules.table import Table, action_at, failure, neighbourhood, refuse
 
 
 def check_compute_order(table: Table) -> None:
@@ -104,7 +115,7 @@ def _placed(table: Table, row: int) -> str:
 
 def _word(table: Table, row: int) -> str:
     """The word of a row, without what lowering adds to it."""
-    return write_action(action_at(table, row)._replace(version=-1, slot=-1), table.header.slices)
+    return short_word(action_at(table, row), table.header.slices)
 
 
 def check_links(dependencies: Dependencies) -> None:
@@ -113,14 +124,13 @@ def check_links(dependencies: Dependencies) -> None:
     link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
     sent = np.lexsort((messages.send, link))
     received = np.lexsort((messages.receive, link))
-    if not np.array_equal(sent, received):
-        index = int(np.argmax(sent != received))
-        send, receive = int(messages.send[sent[index]]), int(messages.receive[received[index]])
-        problem = (
-            f"rank {table.rank[send]} sends {describe(action_at(table, send))} on this link at this point; receives "
-            "must be posted in the order of the sends"
-        )
-        raise failure(table, receive, problem)
+
+    def problem(index: int) -> str:
+        send = int(messages.send[sent[index]])
+        shown = f"rank {table.rank[send]} sends {describe(action_at(table, send))}"
+        return f"{shown} on this link at this point; receives must be posted in the order of the sends"
+
+    refuse(table, messages.receive[received], sent != received, problem)
 
 
 def check_collectives(table: Table, *, flushes: bool) -> None:
@@ -212,12 +222,8 @@ def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
 
 def _one_after_another(table: Table, flushes: bool) -> Needs:
     """A collective starts when the one before it on its communicator has started on all members."""
-    rows, needed = [], []
-    for members in collectives_by_group(table, flushes=flushes):
-        by_rank = np.stack(members)
-        rows.append(np.repeat(by_rank[:, 1:], len(by_rank), axis=0).ravel())
-        needed.append(np.tile(by_rank[:, :-1], (len(by_rank), 1)).ravel())
-    return Needs(np.concatenate([NO_NEEDS.row, *rows]), np.concatenate([NO_NEEDS.needed, *needed]))
+    groups = map(np.stack, collectives_by_group(table, flushes=flushes))
+    return joined(*(against_all(by_rank[:, 1:], by_rank[:, :-1]) for by_rank in groups))
 
 
 def host_waits(table: Table) -> Needs:
@@ -229,19 +235,11 @@ def host_waits(table: Table) -> Needs:
 
 
 def _stuck(table: Table, *parts: Needs) -> tuple[Needs, Ints]:
-    waits = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
+    waits = joined(*parts)
     return waits, hanging(table, waits)
 
 
-_COMMUNICATION = (
-    Kind.SEND_ACTIVATION,
-    Kind.RECV_ACTIVATION,
-    Kind.SEND_GRADIENT,
-    Kind.RECV_GRADIENT,
-    Kind.REDUCE_COUNTS,
-    Kind.REDUCE_SCALARS,
-    Kind.REDUCE_TIED,
-)
+_COMMUNICATION: Final = (*SENDS, *RECEIVES, *SUMS_OF_RANKS)
 _BODIES = 2
 """Bodies of a schedule without a flush that `needs_resident_kernels` looks at."""
 
@@ -269,7 +267,7 @@ def needs_resident_kernels(schedule: Schedule) -> bool:
     waits += [Needs(messages.use, messages.send), Needs(messages.use, messages.receive), collectives]
     if schedule.flushes:
         waits.append(host_waits(table))
-    row, needed = (np.concatenate([getattr(part, name) for part in waits]) for name in ("row", "needed"))
+    row, needed = joined(*waits)
     lanes = np.searchsorted(lane[order], np.arange(2 * table.header.num_ranks + 1))
     return len(Progress(place[table.action_first[row]], place[needed], lanes).stuck()) > 0
 
@@ -294,10 +292,8 @@ def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *
     parts = [Needs(following[messages.send], messages.receive), Needs(following[messages.receive], messages.send)]
     for members in collectives_by_group(table, flushes=flushes):
         by_rank = np.stack(members)
-        rows = np.repeat(following[by_rank], len(by_rank), axis=0).ravel()
-        parts.append(Needs(rows, np.tile(by_rank, (len(by_rank), 1)).ravel()))
-    both = Needs(np.concatenate([part.row for part in parts]), np.concatenate([part.needed for part in parts]))
-    return both.where_known()
+        parts.append(against_all(following[by_rank], by_rank))
+    return joined(*parts).where_known()
 
 
 _SENDERS: Final = {Kind.SEND_ACTIVATION: "following", Kind.SEND_GRADIENT: "preceding"}
@@ -306,59 +302,49 @@ _Meeting = Connection | frozenset[int]
 """A link, or the ranks of a group with a reduction."""
 
 
-@dataclass(frozen=True)
-class FirstUses:
-    """The first use of each link and group by each rank of a lowered schedule, in program order, with its action."""
+def first_uses(table: Table) -> list[dict[_Meeting, Action]]:
+    """Return the first use of each link and group by each rank of a lowered schedule, in program order, with its
+    action."""
+    uses: list[dict[_Meeting, Action]] = [{} for _ in range(table.header.num_ranks)]
+    for row in _candidates(table):
+        meeting = _meeting(table, row)
+        if len(meeting) > 1:
+            uses[table.rank[row]].setdefault(meeting, action_at(table, row))
+    return uses
 
-    header: Header
-    by_rank: list[list[tuple[_Meeting, Action]]]
 
-    @classmethod
-    def of(cls, table: Table) -> "FirstUses":
-        """Return the first uses in an unrolled table."""
-        uses: list[list[tuple[_Meeting, Action]]] = [[] for _ in range(table.header.num_ranks)]
-        met: set[tuple[int, _Meeting]] = set()
-        for row in _candidates(table):
-            meeting, rank = _meeting(table, row), int(table.rank[row])
-            if len(meeting) > 1 and (rank, meeting) not in met:
-                met.add((rank, meeting))
-                uses[rank].append((meeting, action_at(table, row)))
-        return cls(table.header, uses)
+def first_deadlock(uses: list[dict[_Meeting, Action]], connected: Collection[Connection]) -> str:
+    """Return where ranks deadlock in their first uses, or an empty string if they do not.
 
-    def deadlock(self, connected: Collection[Connection]) -> str:
-        """Return where ranks deadlock, or an empty string if they do not.
-
-        Args:
-            connected: links that all ranks connect at the start, in this order.
-        """
-        programs: list[list[tuple[_Meeting, Action | None]]] = [[] for _ in self.by_rank]
-        for connection in connected:
-            for rank in connection:
-                programs[rank].append((connection, None))
-        known = set(connected)
-        for program, uses in zip(programs, self.by_rank, strict=True):
-            program += [(meeting, action) for meeting, action in uses if meeting not in known]
-        return _hanging_ranks(programs)
+    connected: links that all ranks connect at the start, in this order.
+    """
+    programs: list[deque[tuple[_Meeting, Action | None]]] = []
+    for rank, own in enumerate(uses):
+        start = [pair for pair in connected if rank in pair]
+        later = (use for use in own.items() if use[0] not in start)
+        programs.append(deque([*((pair, None) for pair in start), *later]))
+    moved = True
+    while moved:
+        moved = False
+        waiting: dict[_Meeting, set[int]] = {}
+        for rank, program in enumerate(programs):
+            if program:
+                waiting.setdefault(program[0][0], set()).add(rank)
+        for meeting, present in waiting.items():
+            if present == set(meeting):
+                moved = True
+                for rank in present:
+                    programs[rank].popleft()
+    hanging = ((rank, program[0][1]) for rank, program in enumerate(programs) if program)
+    return "; ".join(f"rank {rank} at {describe(action) if action else 'its start'}" for rank, action in hanging)
 
 
 def _candidates(table: Table) -> list[int]:
-    """Return rows that include all first uses, in program order: the first of each kind, stage and route or unit."""
-    routes, header = len(table.header.routes), table.header
-    found: list[Ints] = []
-    for kind in (*_SENDERS, *_RECEIVERS):
-        rows = table.rows_with(kind)
-        keys = table.stage[rows] * np.int64(routes) + table.microbatch[rows] % routes
-        found.append(first_row_per(keys, rows, table.num_stages * routes))
-    for kind in (Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS):
-        rows = table.rows_with(kind)
-        found.append(first_row_per(table.rank[rows], rows, header.num_ranks))
-    rows = table.rows_with(Kind.REDUCE_TIED)
-    units = header.most_states + len(header.tied_groups)
-    found.append(first_row_per(table.stage[rows] * np.int64(units) + table.unit[rows], rows, table.num_stages * units))
-    rows = table.shared_reductions
-    found.append(first_row_per(table.stage[rows].astype(np.int64), rows, table.num_stages))
-    every = np.concatenate(found)
-    return sorted(every[every >= 0].tolist())
+    """Return rows that include all first uses, in program order: the first of each kind, stage, unit and route."""
+    rows, route = np.union1d(table.rows_with(*_COMMUNICATION), table.shared_reductions), table.microbatch
+    places = np.stack([table.rank, table.kind, table.stage, table.unit, route % len(table.header.routes)], axis=1)
+    first: Ints = np.unique(places[rows], axis=0, return_index=True)[1]
+    return sorted(rows[first].tolist())
 
 
 def _meeting(table: Table, row: int) -> _Meeting:
@@ -373,25 +359,3 @@ def _meeting(table: Table, row: int) -> _Meeting:
     neighbour = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])
     rank, other = header.stages[stage].rank, header.stages[neighbour].rank
     return (rank, other) if kind in _SENDERS else (other, rank)
-
-
-def _hanging_ranks(programs: list[list[tuple[_Meeting, Action | None]]]) -> str:
-    at = [0] * len(programs)
-    moved = True
-    while moved:
-        moved = False
-        waiting: dict[_Meeting, set[int]] = {}
-        for rank, program in enumerate(programs):
-            if at[rank] < len(program):
-                waiting.setdefault(program[at[rank]][0], set()).add(rank)
-        for meeting, present in waiting.items():
-            if present == set(meeting):
-                moved = True
-                for rank in present:
-                    at[rank] += 1
-    hanging = []
-    for rank, program in enumerate(programs):
-        if at[rank] < len(program):
-            action = program[at[rank]][1]
-            hanging.append(f"rank {rank} at {'its start' if action is None else describe(action)}")
-    return "; ".join(hanging)
