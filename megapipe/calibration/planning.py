@@ -166,9 +166,8 @@ def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
 
 def _with_peak(hardware: Hardware, precision: str) -> Hardware:
     """Add a missing precision to a preset, with its fastest rate, because only ratios between choices matter."""
-    group = hardware.groups[0]
-    peaks = group.device.peak_flops
+    peaks = hardware.groups[0].device.peak_flops
     if precision in peaks:
         return hardware
-    device = replace(group.device, peak_flops={**peaks, precision: max(peaks.values())})
-    return replace(hardware, groups=(replace(group, device=device),))
+    completed = {**peaks, precision: max(peaks.values())}
+    return hardware.with_devices(lambda device: replace(device, peak_flops=completed))

@@ -97,8 +97,7 @@ def stage_layers(config: PretrainConfig) -> tuple[LayerSpec, ...]:
 
 @lru_cache(maxsize=16)
 def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
-    model: ModelConfig = keyed.value
-    return model_layers(model)
+    return model_layers(keyed.value)
 
 
 def num_parameters(config: PretrainConfig) -> int:

@@ -11,12 +11,13 @@ have the length of the longest one. The others are between these two groups, pla
 scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies") in the emptiest shards that have room.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 from megapipe.config.parallel import ZeroConfig, zero_stage_of
 from megapipe.config.run import PretrainConfig
@@ -51,11 +52,6 @@ class MatrixPlacement:
         shards; so at most twice the parameters plus 64 per shard.
         """
         return self.shard_size * self.num_shards
-
-    @property
-    def gathered_elements(self) -> int:
-        """Elements, in fp32, that the ranks of a copy gather in an update for the matrices that are cut."""
-        return self.num_elements if self.cut else 0
 
     def elementwise_in(self, shard: int) -> int:
         """Return the elements of a shard that do not belong to a matrix."""
@@ -111,14 +107,9 @@ def place(
 def _smallest(place_at: Callable[[int], list[int] | None], share: int, longest: int) -> int:
     """Return the smallest shard size, by bisection, for which `place_at` returns positions; `share` plus `longest`
     always suffices."""
-    low, high = (-(-size // SEGMENT_ALIGNMENT) for size in (max(share, longest), share + longest))
-    while low < high:
-        middle = (low + high) // 2
-        if place_at(middle * SEGMENT_ALIGNMENT) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low * SEGMENT_ALIGNMENT
+    low, high = _aligned(max(share, longest)), _aligned(share + longest)
+    sizes = range(low, high + 1, SEGMENT_ALIGNMENT)
+    return sizes[bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: place_at(size) is not None)]
 
 
 def _packed(sizes: Sequence[int], bins: Sequence[tuple[int, int]]) -> list[int] | None:
@@ -139,12 +130,13 @@ def _packed(sizes: Sequence[int], bins: Sequence[tuple[int, int]]) -> list[int] 
     return starts
 
 
-def _aligned(size: int) -> int:
-    return -(-size // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+def _aligned(size: int, parts: int = 1) -> int:
+    """Return a size rounded up to whole segments in each of `parts` equal parts."""
+    whole = SEGMENT_ALIGNMENT * parts
+    return -(-size // whole) * whole
 
 
-@dataclass(frozen=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of parameters, gradients and optimizer state on one rank.
 
     weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
@@ -159,7 +151,7 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Sum of all four."""
-        return self.weights + self.master + self.gradients + self.moments
+        return sum(self)
 
 
 def flat_elements(
@@ -178,9 +170,7 @@ def flat_elements(
     if whole_matrices:
         return place(specs, num_shards, tensor_size=tensor_size, alignment=alignment).num_elements
     sizes = (prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
-    elements = sum(-(-size // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for size in sizes)
-    whole = SEGMENT_ALIGNMENT * num_shards
-    return -(-elements // whole) * whole
+    return _aligned(sum(map(_aligned, sizes)), num_shards)
 
 
 @dataclass(frozen=True)
@@ -351,7 +341,7 @@ class UnitCosts:
             placement = self._placement(unit)
             matrices = [spec for spec in matrices if placement.has_some(spec.name, self.shard)]
             if placement.cut:
-                exchanges[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
+                exchanges[self.shard_group(unit)] = [Exchange("all_gather", placement.num_elements, FULL_BYTES)]
         if config.parallel.tensor > 1:
             shared = [spec for spec in matrices if spec.partition_axis is not None]
             exchanges["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]

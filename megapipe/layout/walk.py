@@ -90,7 +90,8 @@ ACTING: Final = (
 class Sizes:
     """Bytes of all tensors of a walk.
 
-    of: by tensor, place (`Walk.place`) and variant of a micro-batch, shape [len(Tensor), places, variants].
+    of: by tensor, place (`Walk.place`) and variant of a micro-batch, shape [len(Tensor), places, variants]. flat: all
+    sizes in one list.
 
     Args:
         num_places, num_variants: of the walk.
@@ -100,14 +101,9 @@ class Sizes:
 
     def __init__(self, num_places: int, num_variants: int, stream: int | Sequence[int], sent: int) -> None:
         layers = STREAM + num_variants
-        self._all = np.zeros(layers + len(Tensor) * num_places * num_variants)
-        self._all[SENT], self._all[STREAM:layers] = sent, stream
-        self.of: Bytes = self._all[layers:].reshape(len(Tensor), num_places, num_variants)
-
-    @property
-    def flat(self) -> Bytes:
-        """All sizes in one list."""
-        return self._all
+        self.flat: Bytes = np.zeros(layers + len(Tensor) * num_places * num_variants)
+        self.flat[SENT], self.flat[STREAM:layers] = sent, stream
+        self.of: Bytes = self.flat[layers:].reshape(len(Tensor), num_places, num_variants)
 
 
 class Held(NamedTuple, Generic[Size]):
@@ -321,13 +317,9 @@ class Walk:
         next one."""
         rows = self._rows(*COMPUTE_STREAM)
         kind, count = self._kind[rows], self._num_microbatches
-        new = np.full(len(rows), NOTHING)
-        for kinds, tensor in (
-            ((Kind.FORWARD, Kind.RECOMPUTE), Tensor.KEPT),
-            ((Kind.BACKWARD_INPUT,), Tensor.PENDING),
-        ):
-            chosen = kind_mask(kind, *kinds)
-            new[chosen] = self._symbol(tensor, rows[chosen])
+        kept, pending = (self._symbol(tensor, rows) for tensor in (Tensor.KEPT, Tensor.PENDING))
+        new = np.where(kind == Kind.BACKWARD_INPUT, pending, NOTHING)
+        new = np.where(kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE), kept, new)
         inside, opens = self._spans()
         again = (kind == Kind.FORWARD) & inside[self._place[rows]]
         new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)

@@ -63,7 +63,7 @@ def check_held_bytes(order: Order, seed: int) -> None:
     )
     assert np.array_equal(short_walk[1], whole[1])
     assert np.array_equal(short_walk[2], whole[2])
-    if order.flushes:
+    if order.actions.flushes:
         assert short_walk[0].activation_slots == whole[0].activation_slots
         assert short_walk[0].gradient_slots == whole[0].gradient_slots
 

@@ -80,7 +80,7 @@ def run_explain(request: Request) -> None:
     stages = explain_stages(answer.config, hardware)
     closed = estimate(answer.config, hardware)
     if request.flags["json"]:
-        memory = [vars(each) for each in answer.memory]
+        memory = [each._asdict() for each in answer.memory]
         additions = {"closed_form": closed.as_json(), "stages": stages, "memory": memory, "remarks": remarks}
         print(json.dumps(answer.as_json() | additions, indent=2))
         return
@@ -135,7 +135,7 @@ def print_memory(answer: Estimate) -> None:
     """Print the memory of a rank at each pipeline coordinate, after an empty line."""
     rows = [
         {"coordinate": str(place)} | {name: bytes_text(size) for name, size in parts.items()}
-        for place, parts in enumerate(vars(memory) | {"total": memory.total} for memory in answer.memory)
+        for place, parts in enumerate(memory._asdict() | {"total": memory.total} for memory in answer.memory)
     ]
     limit = f"a device has {bytes_text(answer.memory_limit)}"
     if len(set(answer.memory_limits)) > 1:

@@ -254,8 +254,7 @@ def microbatch_cost(
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
     if run.config.parallel.context_attention == "ring":
         context = _beside_attention(context, compute, flops, assumptions.slow_down)
-    crosses = any(group.crosses for group in run.placement.groups("tensor", "context"))
-    waits = None if crosses else compute.waits
+    waits = None if run.placement.crosses("tensor", "context") else compute.waits
     if waits is not None:
         tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
     return MicrobatchCost(compute, tensor, context, waits is not None)

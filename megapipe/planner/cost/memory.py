@@ -6,7 +6,7 @@ other rank has the same layers as one of these.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, cast
@@ -222,9 +222,8 @@ class StateSizes:
         here = {spec.name for layer in layers for spec in layer.parameters.values()}
         units += [(tied_unit(names, layers), 1) for names in self.tied if names[0] in here]
         state = partial(self.of_units.state, num_versions=versions, gradient_buffers=buffers)
-        states = [(state(unit), count) for unit, count in units]
-        parts = (field.name for field in fields(StateBytes))
-        return StateBytes(*(sum(getattr(each, part) * count for each, count in states) for part in parts))
+        states = [[count * part for part in state(unit)] for unit, count in units]
+        return StateBytes(*map(sum, zip(*states, strict=True)))
 
     @cached_method
     def by_rank(self, cut: "Cut", policy: Policy) -> list[StateBytes]:
@@ -344,7 +343,7 @@ def rank_memories(
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
     ranks = zip(states.by_rank(cut, policy), activations, buffers, messages, temporaries, strict=True)
-    return tuple(RankMemory(*vars(state).values(), *others) for state, *others in ranks)
+    return tuple(RankMemory(*state, *others) for state, *others in ranks)
 
 
 def least_bytes(orders: RankOrders, layers: LayerSizes, states: StateSizes) -> float:

@@ -283,18 +283,8 @@ def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]
     memories = []
     for exact in (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)):
         peak, lasting = exact.peak(), _on_device(exact)
-        memories.append(
-            RankMemory(
-                lasting.weights,
-                lasting.master,
-                lasting.gradients,
-                lasting.moments,
-                peak.activations,
-                peak.weights + peak.gradients + peak.summands + peak.reloaded,
-                exact.messages + peak.sent,
-                exact.temporaries(),
-            )
-        )
+        buffers, messages = sum(peak[:4]), exact.messages + peak.sent
+        memories.append(RankMemory(*lasting, peak.activations, buffers, messages, exact.temporaries()))
     return tuple(memories)
 
 
