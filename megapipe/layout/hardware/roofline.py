@@ -35,6 +35,11 @@ class KernelTime:
         """The slower of arithmetic and traffic, plus the launch."""
         return max(self.compute, self.memory) + self.launch
 
+    @property
+    def bound(self) -> str:
+        """`compute` or `memory`, whichever takes longer."""
+        return "compute" if self.compute >= self.memory else "memory"
+
 
 class Product(NamedTuple):
     """A measured matrix product [rows, inner] by [inner, columns], `batch` of them in one kernel, and its seconds."""
