@@ -1,5 +1,6 @@
 """Measure this machine for a hardware file: its devices, all of its ranks at once, and the links between them."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.calibration.collectives import Together, has_devices, measure_together
+from megapipe.calibration.collectives import Together, measure_together
 from megapipe.calibration.layers import (
     Cell,
     StepTimes,
@@ -323,10 +324,8 @@ def assembled(
         layers=tuple(alone.layers),
         contention=contention,
     )
-    layer_waits = [
-        row for count, rows in shared.items() for row in waits(alone.layers, rows, measured.slowdown(count))
-    ]
-    measured = replace(measured, waits=tuple(layer_waits))
+    layer_waits = (waits(alone.layers, rows, measured.slowdown(count)) for count, rows in shared.items())
+    measured = replace(measured, waits=tuple(itertools.chain.from_iterable(layer_waits)))
     factor = contention[-1].factor
     products = [each._replace(seconds=each.seconds * factor) for each in alone.products]
     peak = max(2.0 * each.batch * each.rows * each.inner * each.columns / each.seconds for each in products)
@@ -382,20 +381,12 @@ def _check(
     context_sizes: Sequence[int],
     steps: int,
 ) -> None:
+    given = {"ranks": [ranks], "tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
+    given["steps"] = [steps]
     problems = [
-        f"{name} is {value}; it must be 1 or more"
-        for name, values in {
-            "ranks": [ranks],
-            "tensor size": tensor_sizes,
-            "micro size": micro_sizes,
-            "context size": context_sizes,
-            "steps": [steps],
-        }.items()
-        for value in values
-        if value < 1
+        f"{name} is {value}; it must be 1 or more" for name, values in given.items() for value in values if value < 1
     ]
-    lists = {"tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
-    problems += [f"no {name} is given; pass at least one" for name, values in lists.items() if not values]
+    problems += [f"no {name} is given; pass at least one" for name, values in given.items() if not values]
     if config.model.layer_pattern:
         problems.append(
             f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is measured for all; "
@@ -403,8 +394,9 @@ def _check(
         )
     if not problems:
         problems += [problem for size in tensor_sizes for problem in tensor_problems(config.model, size)]
-        problems += [problem for size in context_sizes for problem in context_problems(_of_context(config, size))]
-    if not has_devices(device_type, ranks):
+        parallels = [replace(config.parallel, context=size, tensor=1) for size in context_sizes]
+        problems += [problem for each in parallels for problem in context_problems(replace(config, parallel=each))]
+    if device_type == "cuda" and ranks > torch.cuda.device_count():
         problems.append(
             f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer ranks"
         )
@@ -416,8 +408,7 @@ def _check(
 
 def check_output(out: Path) -> None:
     """Raise ConfigError if no hardware file can be written there."""
-    problems = output_problems(out)
-    if problems:
+    if problems := output_problems(out):
         raise ConfigError(problems)
 
 
@@ -430,7 +421,3 @@ def output_problems(out: Path) -> list[str]:
     if not folder.is_dir() or unwritable(folder) is not None:
         problems.append(f"{out} cannot be written: {folder} is not a writable folder; choose another file")
     return problems
-
-
-def _of_context(config: PretrainConfig, size: int) -> PretrainConfig:
-    return replace(config, parallel=replace(config.parallel, context=size, tensor=1))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
 from megapipe.data.shards import bin_path, idx_path
 from megapipe.engine.step import StepInput
@@ -46,20 +46,17 @@ class Rates:
 
     def loading(self, cached: float = 0.0) -> float:
         """Return the rate of the loader if this share of its data is in memory; NaN if storage was not measured."""
-        return 1.0 / (1.0 / self.preparation + self._fetching(cached))
+        if not 0 <= cached <= 1:
+            raise ValueError(f"cached is {cached}; it is a share, from 0 to 1")
+        if cached == 1:
+            return self.preparation
+        fetching = math.nan if self.fetch is None else (1.0 - cached) / self.fetch
+        return 1.0 / (1.0 / self.preparation + fetching)
 
     def throughput(self, cached: float = 0.0) -> float:
         """Return the rate of the run if this share of its data is in memory; NaN if storage was not measured."""
         loading = self.loading(cached)
         return math.nan if math.isnan(loading) else min(self.ingestion, loading)
-
-    def _fetching(self, cached: float) -> float:
-        """Return the seconds per token that storage adds."""
-        if not 0 <= cached <= 1:
-            raise ValueError(f"cached is {cached}; it is a share, from 0 to 1")
-        if cached == 1:
-            return 0.0
-        return math.nan if self.fetch is None else (1.0 - cached) / self.fetch
 
 
 class StepTime(NamedTuple):
@@ -177,11 +174,8 @@ class StallReport:
     @property
     def rates(self) -> Rates:
         """Rates of one replica."""
-        measured = self.measurement.rates(self.tokens)
-        given = self.given_ingestion
-        if given is None:
-            return measured
-        return Rates(given, measured.preparation, measured.fetch)
+        measured, given = self.measurement.rates(self.tokens), self.given_ingestion
+        return measured if given is None else replace(measured, ingestion=given)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON data; a missing figure is null."""
@@ -473,8 +467,7 @@ def measure_stalls(
 
     Raises ConfigError, DataError or LaunchError before the measurement starts.
     """
-    num_replicas = config.parallel.data or 1
-    parallel = config.parallel
+    parallel, num_replicas = config.parallel, config.parallel.data or 1
     ranks_each = parallel.pipeline * parallel.context * parallel.tensor
     validate(config, num_replicas * ranks_each)
     if ingestion is None and ranks_each > 1:
@@ -487,8 +480,7 @@ def measure_stalls(
         )
     config = _one_replica(config, num_replicas)
     mesh = initialize({}, device=config.parallel.device)
-    samples = config.batch.global_size
-    tokens = samples * config.data.sequence_length
+    samples, tokens = config.batch.global_size, config.batch.global_size * config.data.sequence_length
     replica_ingestion = None if ingestion is None else ingestion / num_replicas
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer
@@ -527,8 +519,6 @@ def measure_stalls(
 
 def _one_replica(config: PretrainConfig, num_replicas: int) -> PretrainConfig:
     """Return the run of one replica in one process: its share of a full batch, without a ramp."""
-    batch = replace(
-        config.batch, global_size=config.batch.global_size // num_replicas, ramp_start=None, ramp_samples=0
-    )
+    batch = BatchConfig(global_size=config.batch.global_size // num_replicas, micro_size=config.batch.micro_size)
     parallel = replace(config.parallel, data=1, pipeline=1, context=1, tensor=1, layers_per_stage=None)
     return replace(config, batch=batch, parallel=parallel, schedule=ScheduleConfig())

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.prediction import RankPrediction, predict_rank
@@ -66,28 +65,32 @@ def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
 
     schedule: lowered schedule of the run, which determines the state of each rank.
     """
-    host, moved, costs = run.host, run.moved, run.costs
-    layers = run.stages.layers
+    host, moved, costs, layers = run.host, run.moved, run.costs, run.stages.layers
     activations = {
         (stage, unit): host.seconds(costs.kept(layers[run.stages.ranges[stage][unit]]))
         for stage, units in enumerate(moved.units)
         for unit in units
     }
-    state = dict[tuple[int, int], float]()
-    if moved.optimizer:
-        shape = MeshShape(run.placement.sizes)
-        for coordinate in range(run.pipeline):
-            place = {"data": 0, "pipeline": coordinate, "context": 0, "tensor": 0}
-            rank = predict_rank(run.config, schedule, shape.rank_of(place))
-            state |= {place: host.seconds(rank.in_host_of(place)) for place in rank.units}
+    state = {
+        place: host.seconds(rank.in_host_of(place))
+        for rank in (_predictions(run, schedule) if moved.optimizer else ())
+        for place in rank.units
+    }
     weights = dict[tuple[int, int], float]()
     if run.config.offload.weights:
-        size = ELEMENT_BYTES[costs.precision]
         for stage, members in enumerate(run.stages.ranges):
-            units = [unit for index in members for unit in layer_units(layers[index], run.tied, run.config.zero)]
-            seconds = (host.seconds(costs.of_units.elements(unit) * size) for unit in units)
-            weights |= {(stage, number): each for number, each in enumerate(seconds)}
+            units = (unit for index in members for unit in layer_units(layers[index], run.tied, run.config.zero))
+            for number, unit in enumerate(units):
+                size = costs.of_units.elements(unit) * ELEMENT_BYTES[costs.precision]
+                weights[stage, number] = host.seconds(size)
     return HostCopies(activations, state, weights)
+
+
+def _predictions(run: RunLayout, schedule: Schedule) -> Iterator[RankPrediction]:
+    """Yield the prediction of one rank of each pipeline coordinate. schedule: lowered. Ranks that differ only in other
+    coordinates hold the same."""
+    first = predict_rank(run.config, schedule, 0, device=hardware_device_type(run.hardware))
+    yield from (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline))
 
 
 def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCopies) -> StageCosts:
@@ -275,13 +278,10 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
 def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
     """Return the memory of every pipeline coordinate, by a walk through the actions of its rank.
 
-    schedule: lowered schedule. State in host memory is not counted. Ranks that differ only in other coordinates hold
-    the same.
+    schedule: lowered schedule. State in host memory is not counted.
     """
-    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
-    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
     memories = []
-    for exact in (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)):
+    for exact in _predictions(run, schedule):
         peak, lasting = exact.peak(), _on_device(exact)
         buffers, messages = sum(peak[:4]), exact.messages + peak.sent
         memories.append(RankMemory(*lasting, peak.activations, buffers, messages, exact.temporaries()))
@@ -443,9 +443,6 @@ def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemor
 
 def _recomputed_flops(run: RunLayout) -> int:
     """Return the FLOPs of a micro-batch in layers that are recomputed as a whole."""
-    spans = run.recomputed
-    ranges = run.stages.ranges
-    again = Counter(
-        run.classes[ranges[stage].start + unit] for stage, parts in enumerate(spans) for span in parts for unit in span
-    )
+    stages = zip(run.stages.ranges, run.recomputed, strict=False)  # there are no spans at all without recomputation
+    again = Counter(run.classes[members[unit]] for members, spans in stages for span in spans for unit in span)
     return sum(run.flops[kind].forward * count for kind, count in again.items())
