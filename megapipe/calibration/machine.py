@@ -259,7 +259,8 @@ def profile(
             raised before anything is measured. CommunicationError: a rank failed.
     """
     device_type = _device_type(config)
-    _check(config, out, device_type, ranks, tensor_sizes, micro_sizes, context_sizes, steps)
+    given = {"ranks": [ranks], "tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
+    _check(config, out, device_type, given | {"steps": [steps]})
     all_cells = cells(tensor_sizes, context_sizes, micro_sizes)
     say(f"layers and products on one {device_type} rank: {len(all_cells)} combinations of sizes, {steps} steps each")
     (alone,) = on_ranks(1, device_type, measure_alone, config, all_cells, ranks, steps)
@@ -371,18 +372,8 @@ def _device_type(config: PretrainConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check(
-    config: PretrainConfig,
-    out: Path,
-    device_type: str,
-    ranks: int,
-    tensor_sizes: Sequence[int],
-    micro_sizes: Sequence[int],
-    context_sizes: Sequence[int],
-    steps: int,
-) -> None:
-    given = {"ranks": [ranks], "tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
-    given["steps"] = [steps]
+def _check(config: PretrainConfig, out: Path, device_type: str, given: Mapping[str, Sequence[int]]) -> None:
+    """Raise ConfigError if a machine cannot be measured. given: numbers to measure with, by what they count."""
     problems = [
         f"{name} is {value}; it must be 1 or more" for name, values in given.items() for value in values if value < 1
     ]
@@ -393,9 +384,10 @@ def _check(
             "leave it and model.layer_kinds out, and set the fields of the kind of block to measure"
         )
     if not problems:
-        problems += [problem for size in tensor_sizes for problem in tensor_problems(config.model, size)]
-        parallels = [replace(config.parallel, context=size, tensor=1) for size in context_sizes]
+        problems += [problem for size in given["tensor size"] for problem in tensor_problems(config.model, size)]
+        parallels = [replace(config.parallel, context=size, tensor=1) for size in given["context size"]]
         problems += [problem for each in parallels for problem in context_problems(replace(config, parallel=each))]
+    (ranks,) = given["ranks"]
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         problems.append(
             f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer ranks"

@@ -339,7 +339,7 @@ def print_advice(advice: Mapping[str, Any]) -> None:
             print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
     if "two_buffered" in advice:
         plan = advice["two_buffered"]
-        settings = " ".join(f"--{name} {_flag(value)}" for name, value in plan["settings"].items())
+        settings = " ".join(f"--{name} {value}" for name, value in plan["settings"].items())
         print(
             f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, micro-batch {plan['micro_size']}, "
             f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} per step by its model\n"
@@ -359,11 +359,6 @@ def _strategy_text(layer: Mapping[str, Any]) -> str:
     parts = [f"{name.replace('_', ' ')} {layer[name]}" for name in methods if layer[name] > 1]
     parts = parts or ["one rank"]
     return ", ".join([*parts, "recompute"] if layer["recompute"] else parts)
-
-
-def _flag(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text.lower() if isinstance(value, bool) else text
 
 
 def run_fit(request: Request) -> None:
@@ -388,9 +383,10 @@ def _fit(request: Request) -> tuple[FitResult, str, str]:
         raise ConfigError("pass either --published, a table of published rows, or --rows, a file with your own rows")
     if flags["rows"] is not None:
         return fit_rows(flags["rows"], request.hardware()), f"rows of {flags['rows']}", "tokens/s"
+    table = find_table(flags["published"])
     if flags["hardware"] is not None:
         raise ConfigError(
             f"--hardware {flags['hardware']} can only be used with --rows, because the published rows were measured "
-            f"on {find_table(flags['published']).hardware}; leave it out"
+            f"on {table.hardware}; leave it out"
         )
-    return fit_table(flags["published"]), find_table(flags["published"]).title, "TFLOP/s"
+    return fit_table(table.name), table.title, "TFLOP/s"
