@@ -83,20 +83,16 @@ class Order(NamedTuple):
         return self._replace(options=tuple(sorted(options.items())), num_microbatches=fewer), period
 
 
-class StageWalk(NamedTuple):
-    """Whole stages, each a unit. header: lowered, with the slots of messages."""
-
-    header: Header
-    walk: Walk
-
-
 @lru_cache(maxsize=512)
-def stage_walk(asked: Order) -> StageWalk:
-    """Return the walk of all ranks of an order."""
+def stage_walk(asked: Order) -> Walk:
+    """Return the walk of all ranks of an order through whole stages, each a unit.
+
+    The header of the walk is lowered, with the slots of messages.
+    """
     schedule = lower(asked.actions, receive_ahead=asked.receive_ahead)
     sections = schedule.sections
     rows = [np.concatenate(each) for each in zip(sections.prologue, sections.epilogue, strict=True)]
-    return StageWalk(schedule.header, Walk(schedule.header, sections.body if schedule.flushes else rows))
+    return Walk(schedule.header, sections.body if schedule.flushes else rows)
 
 
 class OrderMoments(NamedTuple):

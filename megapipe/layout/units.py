@@ -357,6 +357,16 @@ def has_memory_limits(config: PretrainConfig) -> bool:
     return any(limit is not None for limit in (zero.weight_memory, zero.gradient_memory, offload.weight_memory))
 
 
+class _Pool(NamedTuple):
+    """Units that a rank holds whole at once. field: of its limit in GiB. width: bytes of an element. size: maximum
+    total size of these units."""
+
+    field: str
+    limit: float | None
+    width: int
+    size: int
+
+
 @dataclass(frozen=True)
 class StateUnits:
     """The state units of a run. replicas: ranks that hold the same weights, over data and context."""
@@ -381,51 +391,35 @@ class StateUnits:
                     own.append(StateUnit(layer, home, sharded >= 2, size, apart * (unit.state_unit == "experts")))
             units.append(tuple(own))
         shares = max(shards, apart) > 1
-        weights = self.host_pool if in_host else self.weight_pool if shares and zero.stage >= 3 else 0
-        return StateTable(tuple(units), weights, self.gradient_pool if shares and zero.stage >= 2 else 0)
-
-    @property
-    def weight_pool(self) -> int:
-        """Maximum total size of the units whose sharded weights a rank gathers at once."""
-        zero = self.config.zero
-        return self._pool(zero.weight_memory, zero.weight_buffers, self._weight_width)
-
-    @property
-    def gradient_pool(self) -> int:
-        """Maximum total size of the units whose sharded gradients a rank holds whole at once."""
-        return self._pool(self.config.zero.gradient_memory, self.config.zero.gradient_buffers, FULL_BYTES)
-
-    @property
-    def host_pool(self) -> int:
-        """Maximum total size of the units whose weights a rank copies from host memory at once."""
-        offload = self.config.offload
-        return self._pool(offload.weight_memory, offload.weight_buffers, self._weight_width)
+        gathered, gradients, copied = (pool.size for pool in self._pools)
+        weights = copied if in_host else gathered if shares and zero.stage >= 3 else 0
+        return StateTable(tuple(units), weights, gradients if shares and zero.stage >= 2 else 0)
 
     def problems(self) -> list[str]:
         """Return one message for each limit in GiB that is smaller than a layer."""
-        config, width, messages = self.config, self._weight_width, list[str]()
-        for name, limit, pool, size in (
-            ("zero.weight_memory", config.zero.weight_memory, self.weight_pool, width),
-            ("zero.gradient_memory", config.zero.gradient_memory, self.gradient_pool, FULL_BYTES),
-            ("offload.weight_memory", config.offload.weight_memory, self.host_pool, width),
-        ):
-            if limit is not None and pool < self._largest:
-                needed = f"{self._largest * size / GIB:.4g}"
-                messages.append(
-                    f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that"
-                )
-        return messages
+        return [
+            f"{pool.field} is {pool.limit:g} GiB, but the largest layer needs {self._largest * pool.width / GIB:.4g}; "
+            "set it to at least that"
+            for pool in self._pools
+            if pool.limit is not None and pool.size < self._largest
+        ]
 
     @property
-    def _weight_width(self) -> int:
-        """Bytes of a weight; those of fp32 while the precision is not decided."""
-        return ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)
-
-    def _pool(self, memory: float | None, buffers: int, width: int) -> int:
-        """Return the size of a pool. A number of layers means all units of that number of the largest layers."""
-        if memory is not None:
-            return int(memory * GIB / width)
-        return buffers * (self._largest if has_memory_limits(self.config) else max(map(len, self._units)))
+    def _pools(self) -> list[_Pool]:
+        """The pools of gathered weights, of whole gradients, and of weights that are copied from host memory. A number
+        of layers means all units of that number of the largest layers."""
+        zero, offload = self.config.zero, self.config.offload
+        weight = ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)  # it may be auto
+        layer = self._largest if has_memory_limits(self.config) else max(map(len, self._units))
+        limits = [
+            ("zero.weight_memory", zero.weight_memory, weight, zero.weight_buffers),
+            ("zero.gradient_memory", zero.gradient_memory, FULL_BYTES, zero.gradient_buffers),
+            ("offload.weight_memory", offload.weight_memory, weight, offload.weight_buffers),
+        ]
+        return [
+            _Pool(field, limit, width, buffers * layer if limit is None else int(limit * GIB / width))
+            for field, limit, width, buffers in limits
+        ]
 
     def _sizes(self, index: int) -> tuple[int, ...]:
         return self._elements[index] if has_memory_limits(self.config) else (1,) * len(self._units[index])

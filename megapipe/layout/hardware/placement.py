@@ -87,16 +87,10 @@ def ring_time(operation: Operation, num_bytes: float, group: GroupLinks) -> Coll
 
 
 def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """Return the time with rings inside the nodes and rings between them; every node needs the same number of members.
+    """Return the time with rings inside the nodes and rings between them.
 
-    Raises:
-        ValueError: members are spread unevenly.
+    group: with the same number of members on every node.
     """
-    if len(set(group.members)) > 1:
-        raise ValueError(
-            f"members by node {group.members}: rings between nodes need the same number of members on each node; use "
-            "a single ring"
-        )
     passes = 2 if operation == "all_reduce" else 1
     inside, outside = group.members[0], len(group.members)
     steps_in, steps_out = passes * (inside - 1), passes * (outside - 1)

@@ -126,15 +126,15 @@ class LayerSizes:
     def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:
         """Return for each rank the peak bytes of activations after any action, by how much the peak within an action
         exceeds this, and the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
-        header, walk = stage_walk(order)
+        walk = stage_walk(order)
         within = walk.held(self._sizes(cut, order.splits, "within", range(len(cut.ranks))))
         lasting = within.activations
         if by_layer:
             lasting = lasting + walk.temporaries(self._sizes(cut, order.splits, "after", range(len(cut.ranks))))
         peak = within.activations + within.temporaries + within.sent
         temporaries = np.maximum(0.0, walk.by_rank(peak) - walk.by_rank(lasting + within.sent))
-        slots = np.where(cut.arrives, header.activation_slots, 0)
-        slots[:-1] += np.where(cut.local, 0, header.gradient_slots)[:-1]
+        slots = np.where(cut.arrives, walk.header.activation_slots, 0)
+        slots[:-1] += np.where(cut.local, 0, walk.header.gradient_slots)[:-1]
         messages = np.bincount(cut.ranks, slots) * self.stream + walk.by_rank(within.sent)
         parts = walk.by_rank(lasting), temporaries, messages
         rounded: list[list[int]] = [each.round().astype(int).tolist() for each in parts]
