@@ -125,7 +125,9 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
     outcome: Resolved | ConfigError | None = None
     if mesh.rank == 0:
         try:
-            outcome = _chosen(config, mesh, per_node, device_bytes)
+            device = mesh.device.type
+            hardware, amx = _hardware(config, device, per_node), device == "cpu" and has_amx()
+            outcome = resolved(config, hardware, mesh.world.size, device_bytes=device_bytes, amx=amx)
         except ConfigError as error:  # otherwise the other ranks would wait for this one
             outcome = error
     first = mesh.world.all_gather_object(outcome)[0]
@@ -142,12 +144,6 @@ def memory_bytes(device: torch.device, ranks: int) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
-
-
-def _chosen(config: PretrainConfig, mesh: Mesh, per_node: int, device_bytes: float) -> Resolved:
-    device = mesh.device.type
-    amx = device == "cpu" and has_amx()
-    return resolved(config, _hardware(config, device, per_node), mesh.world.size, device_bytes=device_bytes, amx=amx)
 
 
 def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:

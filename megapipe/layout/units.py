@@ -160,15 +160,9 @@ def flat_elements(
     tensor_size: int = 1,
     alignment: int = 1,
     num_shards: int = 1,
-    whole_matrices: bool = False,
 ) -> int:
     """Return the elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes
-    the sum divisible by the shards.
-
-    whole_matrices: Muon's shards, which cut no matrix that fits in one (`place`).
-    """
-    if whole_matrices:
-        return place(specs, num_shards, tensor_size=tensor_size, alignment=alignment).num_elements
+    the sum divisible by the shards. Muon's shards have other sizes (`place`)."""
     sizes = (prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
     return _aligned(sum(map(_aligned, sizes)), num_shards)
 
@@ -239,12 +233,13 @@ class UnitCosts:
 
     def elements(self, unit: Unit) -> int:
         """Return the elements of a whole flat buffer of the unit."""
+        if self._whole_matrices:
+            return self._placement(unit).num_elements
         return flat_elements(
             unit.specs,
             tensor_size=self.config.parallel.tensor,
             alignment=self.alignment,
             num_shards=self.shards_of(unit),
-            whole_matrices=self._whole_matrices,
         )
 
     @property

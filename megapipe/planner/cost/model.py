@@ -150,19 +150,13 @@ def simulated(
     schedule = lowered_schedule(run.config, run.stages)
     costs = stage_costs(run, layers)
     of_actions = _action_costs(run, layers, schedule.header, assumptions)
-    measured = run.hardware.measured if contended else None
+    measured, processes = run.hardware.measured if contended else None, run.world_size // run.pipeline
+    share = traffic_share(run.placement.nodes[0].inside, run.costs.replicas)
 
     def simulated_for(of_actions: Costs, steps: int) -> Simulation:
         if measured is None:
             return simulate(schedule, of_actions, steps)
-        return simulate_measured(
-            schedule,
-            of_actions,
-            measured,
-            processes=run.world_size // run.pipeline,
-            traffic_share=traffic_share(run.placement.nodes[0].inside, run.costs.replicas),
-            steps=steps,
-        )
+        return simulate_measured(schedule, of_actions, measured, processes=processes, traffic_share=share, steps=steps)
 
     def timed(of_actions: Costs) -> tuple[Simulation, float]:
         if schedule.flushes:
