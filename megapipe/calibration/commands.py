@@ -280,14 +280,21 @@ def run_dry_run(request: Request) -> int:
             result = dry_run(config, devices, device=_device(file_request, hardware), say=say, report=report)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
+    full = [each for each in result.coordinates if limit is not None and each.peak_bytes > limit]
     if quiet:
-        fits = limit is None or all(each.peak_bytes <= limit for each in result.coordinates)
-        print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits if limit else None}, indent=2))
+        fits = None if limit is None else not full
+        print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits}, indent=2))
     else:
         _print(result)
     if request.flags["write_layout"] is not None:
         write_text(request.flags["write_layout"], LayoutTable.of(result.config).as_yaml())
-    _check_memory(result, limit)
+    if limit is not None and full:
+        fullest = max(full, key=lambda each: each.peak_bytes)
+        raise ConfigError(
+            f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
+            f"device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
+            f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
+        )
     return 0
 
 
@@ -422,18 +429,6 @@ def _device(request: Request, hardware: Hardware | None) -> str:
     if hardware is not None:
         return hardware_device_type(hardware)
     return "cpu" if request.config.parallel.device == "cpu" else "cuda"
-
-
-def _check_memory(result: DryRun, limit: float | None) -> None:
-    """Raise ConfigError if a rank needs more memory than its device has."""
-    full = [each for each in result.coordinates if limit is not None and each.peak_bytes > limit]
-    if limit is not None and full:
-        fullest = max(full, key=lambda each: each.peak_bytes)
-        raise ConfigError(
-            f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
-            f"device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
-            f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
-        )
 
 
 def _print(result: DryRun) -> None:

@@ -23,7 +23,6 @@ from megapipe.data.shards import bin_path, idx_path
 from megapipe.engine.step import StepInput
 from megapipe.models import ModelFamily, family_of
 from megapipe.parallel.launch import initialize
-from megapipe.parallel.mesh import Mesh
 from megapipe.training.device import with_precision
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import Consumer, Loader, StepBatch
@@ -350,7 +349,7 @@ def measure(
             return seconds_a_step(batches, train, num_steps, warm_up, clock)
 
     def loading(more: int = 0) -> StepTime:
-        return seconds_a_step(open_loader().each(0), _ignore, num_steps + more, warm_up, clock)
+        return seconds_a_step(open_loader().each(0), lambda batch: None, num_steps + more, warm_up, clock)
 
     def cold(run: Callable[[], StepTime]) -> StepTime | None:
         return run() if make_cold() else None
@@ -379,39 +378,17 @@ def seconds_a_step(
     return StepTime((clock() - start) / num_steps, waited / num_steps)
 
 
-def _ignore(batch: object) -> None:
-    """Ignore the batch."""
-
-
 COLD = 0.05
 """Maximum share of the shards' pages in memory that counts as cold; the index of an open shard is in memory."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A placeholder for a model on other devices: it loads the data of the first and last stage, and waits."""
+    """A placeholder for a model on other devices, which needs the data of the first and last stage."""
 
     family: ModelFamily
-    seconds: float
     is_first: bool = True
     is_last: bool = True
-
-    def train(self, batch: StepBatch) -> None:
-        """Wait for the time of a step."""
-        time.sleep(self.seconds)
-
-
-class ModelHere:
-    """Training of the whole model on the device of this process."""
-
-    def __init__(self, config: PretrainConfig, mesh: Mesh) -> None:
-        self.replica = Replica(config, mesh)
-        self._step = 0
-
-    def train(self, batch: StepBatch) -> None:
-        """Run one optimizer step with learning rate 0, and wait for its end."""
-        self.replica.engine.run(StepInput(self._step, batch.contexts, batch.token_counts, learning_rate=0.0))
-        self._step += 1
 
 
 class ColdShards:
@@ -486,11 +463,18 @@ def measure_stalls(
     consumer: Consumer
     if replica_ingestion is None:
         config = choose_recompute(with_precision(config, mesh, None, say), mesh, say)
-        model = ModelHere(config, mesh)
-        consumer, train = model.replica, model.train
+        consumer = replica = Replica(config, mesh)
+        numbers = itertools.count()
+
+        def train(batch: StepBatch) -> None:
+            replica.engine.run(StepInput(next(numbers), batch.contexts, batch.token_counts, learning_rate=0.0))
+
     else:
-        pause = StandIn(family_of(config), tokens / replica_ingestion)
-        consumer, train = pause, pause.train
+        consumer, seconds = StandIn(family_of(config)), tokens / replica_ingestion
+
+        def train(batch: StepBatch) -> None:
+            time.sleep(seconds)
+
     shards = ColdShards(config.data.prefixes)
     measurement = measure(
         lambda: open_loader(config, mesh, consumer, open_samples(config, "train")),
