@@ -56,10 +56,11 @@ Timings = dict[int, Call]
 
 def measured_collectives(mesh: Mesh) -> dict[Operation, Timings]:
     """Return the times of each operation among all ranks of the mesh. A collective call."""
-    work = _product(mesh)
+    left, right, out = (torch.ones(WORK, WORK, device=mesh.device) for _ in range(3))
+    work = partial(torch.mm, left, right, out=out)
     return {
-        operation: {size: _timed(mesh, _call(operation, mesh, size), _calls(size), work) for size in SIZES}
-        for operation in _CALLS
+        operation: {size: _timed(mesh, partial(call, mesh.world, _buffer(mesh, size)), size, work) for size in SIZES}
+        for operation, call in _CALLS.items()
     }
 
 
@@ -71,10 +72,9 @@ def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
     for kind in kinds:
         links = make_links(pair, edges, kind, LINK_TIMEOUT)
         there, back = links[edges[0]], links[edges[1]]
-        timings[kind] = {
-            size: _halved(_timed(mesh, partial(_round_trip, pair, there, back, _buffer(pair, size)), _calls(size)))
-            for size in SIZES
-        }
+        trip = partial(_round_trip, pair, there, back)
+        trips = {size: _timed(mesh, partial(trip, _buffer(pair, size)), size) for size in SIZES}
+        timings[kind] = {size: Call(both.seconds / 2, both.processor / 2) for size, both in trips.items()}
     return timings
 
 
@@ -96,85 +96,37 @@ def fitted(operation: Operation, ranks: int, over: Transport, timings: Timings) 
     return MeasuredCollective(operation, ranks, over, float(latency), float(1.0 / per_byte), busy)
 
 
-def _calls(size: int) -> int:
-    """Return the number of calls in one timed loop; more for short calls."""
-    return 20 if size <= 2**16 else 4
-
-
-def _timed(mesh: Mesh, call: Callable[[], None], calls: int, work: Callable[[], None] | None = None) -> Call:
-    """Return medians over several loops of calls. work: runs before every call; its own time is subtracted."""
-    loops = [call] if work is None else [_both(work, call), work]
+def _timed(mesh: Mesh, call: Callable[[], object], size: int, work: Callable[[], object] | None = None) -> Call:
+    """Return medians over several loops of calls. size: bytes of a call; loops of short calls have more of them. work:
+    runs before every call; its own time is subtracted."""
+    calls = 20 if size <= 2**16 else 4
+    loops = [(call,)] if work is None else [(work, call), (work,)]
     rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]  # the first one warms up
-    medians = [
-        Call(median(each[at].seconds for each in rounds[1:]), median(each[at].processor for each in rounds[1:]))
-        for at in range(len(loops))
-    ]
-    call_time = tuple(max(value - sum(rest), LEAST) for value, *rest in zip(*medians, strict=True))
-    call_times = mesh.world.all_gather_object(call_time)
+    whole, *of_work = np.median(rounds[1:], axis=0)
+    call_times = mesh.world.all_gather_object(np.maximum(whole - sum(of_work), LEAST).tolist())
     return Call(max(each for each, _ in call_times), sum(each for _, each in call_times) / len(call_times))
 
 
-def _once(mesh: Mesh, loop: Callable[[], None], calls: int) -> Call:
+def _once(mesh: Mesh, loop: Sequence[Callable[[], object]], calls: int) -> Call:
     """Return the mean time of a call in one loop."""
     mesh.world.barrier()
     start, used = time.perf_counter(), time.process_time()
     for _ in range(calls):
-        loop()
+        for each in loop:
+            each()
     wait_for(mesh.device)
     return Call((time.perf_counter() - start) / calls, (time.process_time() - used) / calls)
-
-
-def _both(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
-    def loop() -> None:
-        first()
-        second()
-
-    return loop
-
-
-def _product(mesh: Mesh) -> Callable[[], None]:
-    left, right, out = (torch.ones(WORK, WORK, device=mesh.device) for _ in range(3))
-
-    def product() -> None:
-        torch.mm(left, right, out=out)
-
-    return product
-
-
-def _halved(there_and_back: Call) -> Call:
-    return Call(there_and_back.seconds / 2, there_and_back.processor / 2)
 
 
 def _buffer(mesh: Mesh, size: int) -> Tensor:
     return torch.zeros(size // 4, dtype=torch.float32, device=mesh.device)
 
 
-def _call(operation: Operation, mesh: Mesh, size: int) -> Callable[[], None]:
-    group, whole = mesh.world, _buffer(mesh, size)
-    return partial(_CALLS[operation], group, whole)
-
-
-def _all_reduce(group: Group, whole: Tensor) -> None:
-    group.all_reduce(whole)
-
-
-def _all_gather(group: Group, whole: Tensor) -> None:
-    group.gather_into(whole, group.own_part(whole)).wait()
-
-
-def _reduce_scatter(group: Group, whole: Tensor) -> None:
-    group.reduce_into_part(whole).wait()
-
-
-def _all_to_all(group: Group, whole: Tensor) -> None:
-    all_to_all(whole.view(group.size, -1), group)
-
-
-_CALLS: dict[Operation, Callable[..., None]] = {
-    "all_reduce": _all_reduce,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+_CALLS: dict[Operation, Callable[[Group, Tensor], object]] = {
+    "all_reduce": lambda group, whole: group.all_reduce(whole),
+    "all_gather": lambda group, whole: group.gather_into(whole, group.own_part(whole)).wait(),
+    "reduce_scatter": lambda group, whole: group.reduce_into_part(whole).wait(),
+    "all_to_all": lambda group, whole: all_to_all(whole.view(group.size, -1), group),
 }
 
 
@@ -234,11 +186,6 @@ def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
 def _link_kinds(config: PretrainConfig) -> tuple[LinkKind, ...]:
     """Return the kinds of links between processes of one host, starting with the kind that the run would use."""
     return ("gloo", "shared_memory") if config.parallel.links == "gloo" else ("shared_memory", "gloo")
-
-
-def has_devices(device_type: str, ranks: int) -> bool:
-    """Return whether this number of ranks can run at once; on CPUs any number can, because they share the cores."""
-    return device_type == "cpu" or ranks <= torch.cuda.device_count()
 
 
 EXCHANGES = 5
@@ -353,7 +300,7 @@ def with_node_links(hardware: Hardware, links: NodeLinks) -> Hardware:
 
 
 def _listed(counts: Sequence[int]) -> str:
-    return ", ".join(str(each) for each in dict.fromkeys(counts))
+    return ", ".join(map(str, dict.fromkeys(counts)))
 
 
 def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:

@@ -41,13 +41,14 @@ from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.layout.scheduling import schedule_name
 from megapipe.layout.stages import StageLayout, slice_ranges
 from megapipe.layout.table import LayoutTable, lowered_schedule
+from megapipe.layout.units import StateBytes
 from megapipe.models import family_of
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import NO_DATA, Request
-from megapipe.planner.command.planning import check_fields, layout_text, print_table, write_text
+from megapipe.planner.command.planning import check_fields, layout_text, print_cells, print_table, write_text
 from megapipe.planner.recompute import resolved
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.validation import validate as validate_schedule
@@ -165,10 +166,8 @@ def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldT
         outputs: tuple[Tensor, ...] = tuple(inputs)
         for unit in stage.units:
             outputs = unit[0](*outputs, context=context)
-        if not stage.outputs:
-            wanted = described([torch.empty((terms,) if terms > 1 else (), dtype=torch.float32, device=META)])
-        else:
-            wanted = described(stage.outputs)
+        loss = TensorSpec((terms,) if terms > 1 else (), torch.float32)
+        wanted = described(stage.outputs or [loss])
         if described(outputs) != wanted:
             raise ShapeError(f"stage {number} returns {described(outputs)}, but {wanted} is expected")
         torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
@@ -213,11 +212,10 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
 
 def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stage], layout: StageLayout) -> Coordinate:
     """Return the predicted memory of a rank. Raises ShapeError if the buffers that were built have other sizes."""
-    states = unit_states(dict(stages))
-    said, built = predicted.state(), [_bytes(state) for state in states]
-    for name in ("weights", "master", "gradients"):
-        total = sum(each[name] for each in built)
-        if total != getattr(said, name):
+    states, said = unit_states(dict(stages)), predicted.state()
+    built = zip(*map(_bytes, states), strict=True)
+    for name, total, formula in zip(StateBytes._fields, map(sum, built), said, strict=False):
+        if total != formula:
             raise ShapeError(
                 f"rank {mesh.rank} was built with {total} bytes of {name}, but the formulas predict {said}"
             )
@@ -239,15 +237,12 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
     )
 
 
-def _bytes(state: UnitState) -> dict[str, int]:
-    """Return the persistent bytes of a unit, without optimizer moments."""
+def _bytes(state: UnitState) -> list[int]:
+    """Return the persistent bytes of a unit: weights, master weights and gradients."""
     weights = state.weight_shards if state.weights_come_and_go else state.weights
+    master = [] if state.working_copy is None else [state.master]
     gradients = state.gradient_shards if state.sharding.gradients else state.gradients
-    return {
-        "weights": sum(each.numel() * each.element_size() for each in weights),
-        "master": 0 if state.working_copy is None else state.master.numel() * state.master.element_size(),
-        "gradients": sum(each.numel() * each.element_size() for each in gradients),
-    }
+    return [sum(each.nbytes for each in tensors) for tensors in (weights, master, gradients)]
 
 
 def _message_bytes(header: Header, stages: Mapping[int, Stage]) -> int:
@@ -274,7 +269,7 @@ def run_dry_run(request: Request) -> int:
     config, devices = file_request.config, file_request.devices()
     check_folders(request.flags["write_layout"])
     hardware = request.hardware() if request.flags["hardware"] is not None else None
-    limit = None if hardware is None else _limit(hardware, devices)
+    limit = None if hardware is None else min(node.device.memory_bytes for node in hardware.nodes(devices))
     if not config.data.prefixes[0]:
         config.data.prefix = NO_DATA
     quiet = request.flags["json"]
@@ -285,14 +280,21 @@ def run_dry_run(request: Request) -> int:
             result = dry_run(config, devices, device=_device(file_request, hardware), say=say, report=report)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
+    full = [each for each in result.coordinates if limit is not None and each.peak_bytes > limit]
     if quiet:
-        fits = limit is None or all(each.peak_bytes <= limit for each in result.coordinates)
-        print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits if limit else None}, indent=2))
+        fits = None if limit is None else not full
+        print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits}, indent=2))
     else:
         _print(result)
     if request.flags["write_layout"] is not None:
         write_text(request.flags["write_layout"], LayoutTable.of(result.config).as_yaml())
-    _check_memory(result, limit)
+    if limit is not None and full:
+        fullest = max(full, key=lambda each: each.peak_bytes)
+        raise ConfigError(
+            f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
+            f"device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
+            f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
+        )
     return 0
 
 
@@ -302,8 +304,7 @@ def run_profile(request: Request) -> int:
     SIGTERM and Ctrl-C end the measuring processes and do not change the file. The exit status is then 128 plus the
     number of the signal, as in shells. It is 1 if a measuring process failed.
     """
-    flags = request.flags
-    config = request.config
+    flags, config = request.flags, request.config
     check_fields(config)
     if config.recompute.method == "auto":
         # Without recomputation, its time is measured in a separate run; auto needs both times.
@@ -382,14 +383,8 @@ def _without_auto(
 ) -> PretrainConfig:
     """Return the configuration with training.precision auto and recompute.method auto replaced. Raises ConfigError if
     one of them is auto but no machine is given."""
-    automatic = [
-        name
-        for name, value in (
-            ("training.precision", config.training.precision),
-            ("recompute.method", config.recompute.method),
-        )
-        if value == "auto"
-    ]
+    values = {"training.precision": config.training.precision, "recompute.method": config.recompute.method}
+    automatic = [name for name, value in values.items() if value == "auto"]
     if hardware is None:
         if automatic:
             raise ConfigError(
@@ -436,50 +431,22 @@ def _device(request: Request, hardware: Hardware | None) -> str:
     return "cpu" if request.config.parallel.device == "cpu" else "cuda"
 
 
-def _limit(hardware: Hardware, devices: int) -> float:
-    return min(node.device.memory_bytes for node in hardware.nodes(devices))
-
-
-def _check_memory(result: DryRun, limit: float | None) -> None:
-    """Raise ConfigError if a rank needs more memory than its device has."""
-    if limit is None:
-        return
-    full = [each for each in result.coordinates if each.peak_bytes > limit]
-    if full:
-        fullest = max(full, key=lambda each: each.peak_bytes)
-        raise ConfigError(
-            f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
-            f"device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
-            f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
-        )
-
-
 def _print(result: DryRun) -> None:
     print(f"layout: {layout_text(result.config)}\n")
     rows = [
-        [
-            str(each.pipeline),
-            f"{each.ranks:,}",
-            str(len(each.stages)),
-            str(len(each.layers)),
-            f"{each.parameters:,}",
-            bytes_text(each.state_bytes),
-            bytes_text(each.message_bytes),
-            bytes_text(each.peak_bytes),
-        ]
+        {
+            "coordinate": str(each.pipeline),
+            "ranks": f"{each.ranks:,}",
+            "stages": str(len(each.stages)),
+            "layers": str(len(each.layers)),
+            "parameters of a rank": f"{each.parameters:,}",
+            "state": bytes_text(each.state_bytes),
+            "messages": bytes_text(each.message_bytes),
+            "peak in a step": bytes_text(each.peak_bytes),
+        }
         for each in result.coordinates
     ]
-    columns = [
-        "coordinate",
-        "ranks",
-        "stages",
-        "layers",
-        "parameters of a rank",
-        "state",
-        "messages",
-        "peak in a step",
-    ]
-    print_table(columns, rows, f"memory of a rank by pipeline coordinate, on {result.device}")
+    print_cells(rows, f"memory of a rank by pipeline coordinate, on {result.device}")
     print(f"\n{result.world_size:,} ranks checked in one process")
 
 

@@ -5,6 +5,7 @@ accumulators, the optimizer and the order of the steps are the same as in traini
 alone, and on all ranks that share it.
 """
 
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 
 from megapipe.config import ConfigError
 from megapipe.config.parallel import MeshShape, ScheduleConfig
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.layout.hardware.description import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
@@ -122,13 +123,7 @@ def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> Pretr
     return replace(
         config,
         model=replace(config.model, num_layers=blocks),
-        batch=replace(
-            config.batch,
-            global_size=MICROBATCHES * cell.micro_size,
-            micro_size=cell.micro_size,
-            ramp_start=None,
-            ramp_samples=0,
-        ),
+        batch=BatchConfig(global_size=MICROBATCHES * cell.micro_size, micro_size=cell.micro_size),
         parallel=replace(
             config.parallel,
             data=1,
@@ -147,12 +142,10 @@ def measured_config(config: PretrainConfig, cell: Cell, halves: Halves) -> Pretr
         ),
         zero=type(config.zero)(),
         offload=type(config.offload)(),
-        recompute=replace(config.recompute, method=method, every=1, num_blocks=None, logits=_logits(config, apart)),
-    )  # fmt: skip
-
-
-def _logits(config: PretrainConfig, apart: bool) -> bool:
-    return config.recompute.logits and not apart
+        recompute=replace(
+            config.recompute, method=method, every=1, num_blocks=None, logits=config.recompute.logits and not apart
+        ),
+    )
 
 
 class LayerRun:
@@ -227,41 +220,33 @@ def measure_cell(
     `LayerRun`."""
     whole = LayerRun(config, cell, device, mesh=mesh).times(steps)
     apart = LayerRun(config, cell, device, "apart", mesh).times(steps)
-
-    def row(kind: str) -> MeasuredLayer:
-        recompute = apart.seconds.get((Kind.RECOMPUTE, kind), 0.0)
-        return MeasuredLayer(
-            kind=kind,  # type: ignore[arg-type]
-            tensor=cell.tensor,
-            context=cell.context,
-            micro_size=cell.micro_size,
+    rows = [
+        MeasuredLayer(
+            kind,
+            cell.tensor,
+            cell.context,
+            cell.micro_size,
             forward=whole.seconds[Kind.FORWARD, kind],
             backward=whole.seconds[Kind.BACKWARD, kind],
             backward_input=apart.seconds[Kind.BACKWARD_INPUT, kind],
             backward_weight=apart.seconds[Kind.BACKWARD_WEIGHT, kind],
-            recompute=recompute,
+            recompute=apart.seconds.get((Kind.RECOMPUTE, kind), 0.0),
         )
-
-    return [row(kind) for kind in LAYER_KINDS], whole
+        for kind in LAYER_KINDS
+    ]
+    return rows, whole
 
 
 def cells(tensor_sizes: Sequence[int], context_sizes: Sequence[int], micro_sizes: Sequence[int]) -> list[Cell]:
     """Return every combination of sizes, in increasing order."""
-    return [
-        Cell(tensor, context, micro)
-        for tensor in sorted(set(tensor_sizes))
-        for context in sorted(set(context_sizes))
-        for micro in sorted(set(micro_sizes))
-    ]
+    ascending = (sorted(set(sizes)) for sizes in (tensor_sizes, context_sizes, micro_sizes))
+    return [Cell(*sizes) for sizes in itertools.product(*ascending)]
 
 
 def shared_cells(cells: Sequence[Cell], ranks: int) -> dict[int, list[Cell]]:
     """Return the cells whose layers several ranks share, at most `ranks`, by their number of ranks."""
-    by_ranks: dict[int, list[Cell]] = {}
-    for cell in cells:
-        if 1 < cell.ranks <= ranks:
-            by_ranks.setdefault(cell.ranks, []).append(cell)
-    return by_ranks
+    counts = dict.fromkeys(cell.ranks for cell in cells if 1 < cell.ranks <= ranks)
+    return {count: [cell for cell in cells if cell.ranks == count] for count in counts}
 
 
 def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], steps: int) -> list[MeasuredLayer]:

@@ -1,5 +1,6 @@
 """Measure this machine for a hardware file: its devices, all of its ranks at once, and the links between them."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.calibration.collectives import Together, has_devices, measure_together
+from megapipe.calibration.collectives import Together, measure_together
 from megapipe.calibration.layers import (
     Cell,
     StepTimes,
@@ -258,7 +259,8 @@ def profile(
             raised before anything is measured. CommunicationError: a rank failed.
     """
     device_type = _device_type(config)
-    _check(config, out, device_type, ranks, tensor_sizes, micro_sizes, context_sizes, steps)
+    given = {"ranks": [ranks], "tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
+    _check(config, out, device_type, given | {"steps": [steps]})
     all_cells = cells(tensor_sizes, context_sizes, micro_sizes)
     say(f"layers and products on one {device_type} rank: {len(all_cells)} combinations of sizes, {steps} steps each")
     (alone,) = on_ranks(1, device_type, measure_alone, config, all_cells, ranks, steps)
@@ -323,10 +325,8 @@ def assembled(
         layers=tuple(alone.layers),
         contention=contention,
     )
-    layer_waits = [
-        row for count, rows in shared.items() for row in waits(alone.layers, rows, measured.slowdown(count))
-    ]
-    measured = replace(measured, waits=tuple(layer_waits))
+    layer_waits = (waits(alone.layers, rows, measured.slowdown(count)) for count, rows in shared.items())
+    measured = replace(measured, waits=tuple(itertools.chain.from_iterable(layer_waits)))
     factor = contention[-1].factor
     products = [each._replace(seconds=each.seconds * factor) for each in alone.products]
     peak = max(2.0 * each.batch * each.rows * each.inner * each.columns / each.seconds for each in products)
@@ -372,39 +372,23 @@ def _device_type(config: PretrainConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check(
-    config: PretrainConfig,
-    out: Path,
-    device_type: str,
-    ranks: int,
-    tensor_sizes: Sequence[int],
-    micro_sizes: Sequence[int],
-    context_sizes: Sequence[int],
-    steps: int,
-) -> None:
+def _check(config: PretrainConfig, out: Path, device_type: str, given: Mapping[str, Sequence[int]]) -> None:
+    """Raise ConfigError if a machine cannot be measured. given: numbers to measure with, by what they count."""
     problems = [
-        f"{name} is {value}; it must be 1 or more"
-        for name, values in {
-            "ranks": [ranks],
-            "tensor size": tensor_sizes,
-            "micro size": micro_sizes,
-            "context size": context_sizes,
-            "steps": [steps],
-        }.items()
-        for value in values
-        if value < 1
+        f"{name} is {value}; it must be 1 or more" for name, values in given.items() for value in values if value < 1
     ]
-    lists = {"tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
-    problems += [f"no {name} is given; pass at least one" for name, values in lists.items() if not values]
+    problems += [f"no {name} is given; pass at least one" for name, values in given.items() if not values]
     if config.model.layer_pattern:
         problems.append(
             f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is measured for all; "
             "leave it and model.layer_kinds out, and set the fields of the kind of block to measure"
         )
     if not problems:
-        problems += [problem for size in tensor_sizes for problem in tensor_problems(config.model, size)]
-        problems += [problem for size in context_sizes for problem in context_problems(_of_context(config, size))]
-    if not has_devices(device_type, ranks):
+        problems += [problem for size in given["tensor size"] for problem in tensor_problems(config.model, size)]
+        parallels = [replace(config.parallel, context=size, tensor=1) for size in given["context size"]]
+        problems += [problem for each in parallels for problem in context_problems(replace(config, parallel=each))]
+    (ranks,) = given["ranks"]
+    if device_type == "cuda" and ranks > torch.cuda.device_count():
         problems.append(
             f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer ranks"
         )
@@ -416,8 +400,7 @@ def _check(
 
 def check_output(out: Path) -> None:
     """Raise ConfigError if no hardware file can be written there."""
-    problems = output_problems(out)
-    if problems:
+    if problems := output_problems(out):
         raise ConfigError(problems)
 
 
@@ -430,7 +413,3 @@ def output_problems(out: Path) -> list[str]:
     if not folder.is_dir() or unwritable(folder) is not None:
         problems.append(f"{out} cannot be written: {folder} is not a writable folder; choose another file")
     return problems
-
-
-def _of_context(config: PretrainConfig, size: int) -> PretrainConfig:
-    return replace(config, parallel=replace(config.parallel, context=size, tensor=1))

@@ -125,7 +125,9 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
     outcome: Resolved | ConfigError | None = None
     if mesh.rank == 0:
         try:
-            outcome = _chosen(config, mesh, per_node, device_bytes)
+            device = mesh.device.type
+            hardware, amx = _hardware(config, device, per_node), device == "cpu" and has_amx()
+            outcome = resolved(config, hardware, mesh.world.size, device_bytes=device_bytes, amx=amx)
         except ConfigError as error:  # otherwise the other ranks would wait for this one
             outcome = error
     first = mesh.world.all_gather_object(outcome)[0]
@@ -144,12 +146,6 @@ def memory_bytes(device: torch.device, ranks: int) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // ranks
 
 
-def _chosen(config: PretrainConfig, mesh: Mesh, per_node: int, device_bytes: float) -> Resolved:
-    device = mesh.device.type
-    amx = device == "cpu" and has_amx()
-    return resolved(config, _hardware(config, device, per_node), mesh.world.size, device_bytes=device_bytes, amx=amx)
-
-
 def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
     """Return the hardware whose times the choice uses. Raises ConfigError if it is unknown or has other devices."""
     named = config.recompute.hardware
@@ -166,9 +162,8 @@ def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
 
 def _with_peak(hardware: Hardware, precision: str) -> Hardware:
     """Add a missing precision to a preset, with its fastest rate, because only ratios between choices matter."""
-    group = hardware.groups[0]
-    peaks = group.device.peak_flops
+    peaks = hardware.groups[0].device.peak_flops
     if precision in peaks:
         return hardware
-    device = replace(group.device, peak_flops={**peaks, precision: max(peaks.values())})
-    return replace(hardware, groups=(replace(group, device=device),))
+    completed = {**peaks, precision: max(peaks.values())}
+    return hardware.with_devices(lambda device: replace(device, peak_flops=completed))

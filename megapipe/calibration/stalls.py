@@ -17,13 +17,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig
-from megapipe.config.run import PretrainConfig
+from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
 from megapipe.data.shards import bin_path, idx_path
 from megapipe.engine.step import StepInput
 from megapipe.models import ModelFamily, family_of
 from megapipe.parallel.launch import initialize
-from megapipe.parallel.mesh import Mesh
 from megapipe.training.device import with_precision
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import Consumer, Loader, StepBatch
@@ -46,20 +45,17 @@ class Rates:
 
     def loading(self, cached: float = 0.0) -> float:
         """Return the rate of the loader if this share of its data is in memory; NaN if storage was not measured."""
-        return 1.0 / (1.0 / self.preparation + self._fetching(cached))
+        if not 0 <= cached <= 1:
+            raise ValueError(f"cached is {cached}; it is a share, from 0 to 1")
+        if cached == 1:
+            return self.preparation
+        fetching = math.nan if self.fetch is None else (1.0 - cached) / self.fetch
+        return 1.0 / (1.0 / self.preparation + fetching)
 
     def throughput(self, cached: float = 0.0) -> float:
         """Return the rate of the run if this share of its data is in memory; NaN if storage was not measured."""
         loading = self.loading(cached)
         return math.nan if math.isnan(loading) else min(self.ingestion, loading)
-
-    def _fetching(self, cached: float) -> float:
-        """Return the seconds per token that storage adds."""
-        if not 0 <= cached <= 1:
-            raise ValueError(f"cached is {cached}; it is a share, from 0 to 1")
-        if cached == 1:
-            return 0.0
-        return math.nan if self.fetch is None else (1.0 - cached) / self.fetch
 
 
 class StepTime(NamedTuple):
@@ -177,11 +173,8 @@ class StallReport:
     @property
     def rates(self) -> Rates:
         """Rates of one replica."""
-        measured = self.measurement.rates(self.tokens)
-        given = self.given_ingestion
-        if given is None:
-            return measured
-        return Rates(given, measured.preparation, measured.fetch)
+        measured, given = self.measurement.rates(self.tokens), self.given_ingestion
+        return measured if given is None else replace(measured, ingestion=given)
 
     def to_json(self) -> dict[str, Any]:
         """Return all figures as JSON data; a missing figure is null."""
@@ -356,7 +349,7 @@ def measure(
             return seconds_a_step(batches, train, num_steps, warm_up, clock)
 
     def loading(more: int = 0) -> StepTime:
-        return seconds_a_step(open_loader().each(0), _ignore, num_steps + more, warm_up, clock)
+        return seconds_a_step(open_loader().each(0), lambda batch: None, num_steps + more, warm_up, clock)
 
     def cold(run: Callable[[], StepTime]) -> StepTime | None:
         return run() if make_cold() else None
@@ -385,39 +378,17 @@ def seconds_a_step(
     return StepTime((clock() - start) / num_steps, waited / num_steps)
 
 
-def _ignore(batch: object) -> None:
-    """Ignore the batch."""
-
-
 COLD = 0.05
 """Maximum share of the shards' pages in memory that counts as cold; the index of an open shard is in memory."""
 
 
 @dataclass(frozen=True)
 class StandIn:
-    """A placeholder for a model on other devices: it loads the data of the first and last stage, and waits."""
+    """A placeholder for a model on other devices, which needs the data of the first and last stage."""
 
     family: ModelFamily
-    seconds: float
     is_first: bool = True
     is_last: bool = True
-
-    def train(self, batch: StepBatch) -> None:
-        """Wait for the time of a step."""
-        time.sleep(self.seconds)
-
-
-class ModelHere:
-    """Training of the whole model on the device of this process."""
-
-    def __init__(self, config: PretrainConfig, mesh: Mesh) -> None:
-        self.replica = Replica(config, mesh)
-        self._step = 0
-
-    def train(self, batch: StepBatch) -> None:
-        """Run one optimizer step with learning rate 0, and wait for its end."""
-        self.replica.engine.run(StepInput(self._step, batch.contexts, batch.token_counts, learning_rate=0.0))
-        self._step += 1
 
 
 class ColdShards:
@@ -473,8 +444,7 @@ def measure_stalls(
 
     Raises ConfigError, DataError or LaunchError before the measurement starts.
     """
-    num_replicas = config.parallel.data or 1
-    parallel = config.parallel
+    parallel, num_replicas = config.parallel, config.parallel.data or 1
     ranks_each = parallel.pipeline * parallel.context * parallel.tensor
     validate(config, num_replicas * ranks_each)
     if ingestion is None and ranks_each > 1:
@@ -487,18 +457,24 @@ def measure_stalls(
         )
     config = _one_replica(config, num_replicas)
     mesh = initialize({}, device=config.parallel.device)
-    samples = config.batch.global_size
-    tokens = samples * config.data.sequence_length
+    samples, tokens = config.batch.global_size, config.batch.global_size * config.data.sequence_length
     replica_ingestion = None if ingestion is None else ingestion / num_replicas
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer
     if replica_ingestion is None:
         config = choose_recompute(with_precision(config, mesh, None, say), mesh, say)
-        model = ModelHere(config, mesh)
-        consumer, train = model.replica, model.train
+        consumer = replica = Replica(config, mesh)
+        numbers = itertools.count()
+
+        def train(batch: StepBatch) -> None:
+            replica.engine.run(StepInput(next(numbers), batch.contexts, batch.token_counts, learning_rate=0.0))
+
     else:
-        pause = StandIn(family_of(config), tokens / replica_ingestion)
-        consumer, train = pause, pause.train
+        consumer, seconds = StandIn(family_of(config)), tokens / replica_ingestion
+
+        def train(batch: StepBatch) -> None:
+            time.sleep(seconds)
+
     shards = ColdShards(config.data.prefixes)
     measurement = measure(
         lambda: open_loader(config, mesh, consumer, open_samples(config, "train")),
@@ -527,8 +503,6 @@ def measure_stalls(
 
 def _one_replica(config: PretrainConfig, num_replicas: int) -> PretrainConfig:
     """Return the run of one replica in one process: its share of a full batch, without a ramp."""
-    batch = replace(
-        config.batch, global_size=config.batch.global_size // num_replicas, ramp_start=None, ramp_samples=0
-    )
+    batch = BatchConfig(global_size=config.batch.global_size // num_replicas, micro_size=config.batch.micro_size)
     parallel = replace(config.parallel, data=1, pipeline=1, context=1, tensor=1, layers_per_stage=None)
     return replace(config, batch=batch, parallel=parallel, schedule=ScheduleConfig())

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import cast
 
-from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.stages import cached_method
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.spec.attention import why_a_mask
 from megapipe.spec.layers import layer_ops
@@ -119,7 +119,7 @@ class LayoutCosts:
         predictions: maximum number of masked tokens per sample on this rank, if context ranks shard a BERT's samples;
         the data decides which these are.
         """
-        base, config = self._shape_of(layer.variant), self.config
+        base, config = self._plain_shape(layer.variant), self.config
         if layer.kind in ("output", "words"):
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
             splits = config.parallel.vocabulary_variant == 2
@@ -139,19 +139,10 @@ class LayoutCosts:
         """Return the ops of a layer on this rank."""
         return _ops(layer.kind, self.shape(layer, predictions))
 
-    @cached_property
-    def _shapes(self) -> dict[str, MicrobatchShape]:
-        """Shapes for layers without products in fp8, by their variant."""
-        return {}
-
-    def _shape_of(self, variant: str) -> MicrobatchShape:
-        if variant not in self._shapes:
-            self._shapes[variant] = self._plain_shape(self.config.model.of_kind(variant))
-        return self._shapes[variant]
-
-    def _plain_shape(self, model: ModelConfig) -> MicrobatchShape:
-        """Return the shape for a layer without products in fp8. model: the layer's own."""
-        config = self.config
+    @cached_method
+    def _plain_shape(self, variant: str) -> MicrobatchShape:
+        """Return the shape for a layer of a variant without products in fp8."""
+        config, model = self.config, self.config.model.of_kind(variant)
         parallel, recompute = config.parallel, config.recompute
         isolates, in_slices = config.data.isolate_documents, bool(self.slices)
         blocks = isolates and not in_slices and why_a_mask(config.model, self.device) is None
@@ -213,8 +204,7 @@ class LayoutCosts:
 
     def temporaries(self, layer: LayerSpec, phase: BackwardPhase, predictions: int | None = None) -> int:
         """Return the peak bytes within a layer's backward, or one half of it, beyond those held before it."""
-        shape = self.shape(layer, predictions)
-        return _peaks(layer.kind, shape)[phase]
+        return _peaks(layer.kind, self.shape(layer, predictions))[phase]
 
     def within_layer(
         self, layer: LayerSpec, *, forwards: int, halves: bool, predictions: int | None = None

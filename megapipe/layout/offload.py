@@ -4,6 +4,7 @@ KARMA's rule (Wahib et al. 2020, 2008.11421, section III): move while the copy o
 rest, and keep what is needed soonest.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -115,22 +116,18 @@ def _complete(blocks: Sequence[BlockCost], copies: "_Copies") -> Iterator[tuple[
     """
     fronts: dict[tuple[int, bool, int], list[_Partial]] = {(-1, False, 0): [_Partial(0, 0.0, 0, 0)]}
     for index, block in enumerate(blocks):
-        grown: dict[tuple[int, bool, int], list[_Partial]] = {}
+        grown: defaultdict[tuple[int, bool, int], list[_Partial]] = defaultdict(list)
         for (last, again, moves), front in fronts.items():
-            keep, rerun = grown.setdefault((last, again, moves), []), grown.setdefault((last, True, moves), [])
+            hides = last < 0 or copies.hide_until(last, index)
             for partial in front:
-                kept, recomputed, moved = partial[:3]
-                keep.append(_Partial(kept + block.kept, recomputed, moved, partial.moves, partial, "keep"))
-                again_kept, again_time = kept + block.input, recomputed + block.forward
-                rerun.append(_Partial(again_kept, again_time, moved, partial.moves, partial, "recompute"))
-            if last < 0 or copies.hide_until(last, index):
-                # The memory of moved blocks does not grow beyond a few of them.
-                state = index, again, min(moves + 1, copies.most_at_once)
-                grown.setdefault(state, []).extend(
-                    _Partial(kept, recomputed, moved + block.kept, count + 1, partial, "move")
-                    for partial in front
-                    for kept, recomputed, moved, count, *_ in (partial,)
-                )
+                kept, recomputed, moved, count, *_ = partial
+                keep = _Partial(kept + block.kept, recomputed, moved, count, partial, "keep")
+                rerun = _Partial(kept + block.input, recomputed + block.forward, moved, count, partial, "recompute")
+                grown[last, again, moves].append(keep)
+                grown[last, True, moves].append(rerun)
+                if hides:  # the memory of moved blocks does not grow beyond a few of them
+                    move = _Partial(kept, recomputed, moved + block.kept, count + 1, partial, "move")
+                    grown[index, again, min(moves + 1, copies.most_at_once)].append(move)
         fronts = {state: _undominated(partials) for state, partials in grown.items()}
     for (last, again, _), front in fronts.items():
         if last < 0 or copies.hide_at_end(last):

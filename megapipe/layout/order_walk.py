@@ -33,6 +33,11 @@ PERIODS = 2
 """Number of periods of an order after which the memory of ranks repeats."""
 
 
+@lru_cache(maxsize=512)
+def _actions(name: str, options: tuple[tuple[str, object], ...], num_ranks: int, num_microbatches: int) -> Schedule:
+    return order(name, num_ranks, num_microbatches, **dict(options))  # type: ignore[arg-type]
+
+
 class Order(NamedTuple):
     """A named schedule for a number of pipeline ranks and micro-batches, with sorted options."""
 
@@ -58,14 +63,14 @@ class Order(NamedTuple):
         return cls(schedule.name, options, config.parallel.pipeline, num_microbatches, schedule.receive_ahead)
 
     @property
+    def actions(self) -> Schedule:
+        """The compute actions, not lowered."""
+        return _actions(*self[:4])
+
+    @property
     def splits(self) -> bool:
         """Whether backwards are split."""
         return find_generator(self.name).splits or self.given.get("two_bp", False)
-
-    @property
-    def flushes(self) -> bool:
-        """Whether every step ends with an empty pipeline."""
-        return find_generator(self.name).policy_of(self.num_ranks, self.num_microbatches, self.given).flushes
 
     def short(self, periods: int = PERIODS) -> tuple["Order", int]:
         """Return the order with the fewest micro-batches that ends like this one, and its period.
@@ -78,20 +83,16 @@ class Order(NamedTuple):
         return self._replace(options=tuple(sorted(options.items())), num_microbatches=fewer), period
 
 
-class StageWalk(NamedTuple):
-    """Whole stages, each a unit. header: lowered, with the slots of messages."""
-
-    header: Header
-    walk: Walk
-
-
 @lru_cache(maxsize=512)
-def stage_walk(asked: Order) -> StageWalk:
-    """Return the walk of all ranks of an order."""
-    schedule = lower(_compute_actions(asked._replace(receive_ahead=1)), receive_ahead=asked.receive_ahead)
+def stage_walk(asked: Order) -> Walk:
+    """Return the walk of all ranks of an order through whole stages, each a unit.
+
+    The header of the walk is lowered, with the slots of messages.
+    """
+    schedule = lower(asked.actions, receive_ahead=asked.receive_ahead)
     sections = schedule.sections
     rows = [np.concatenate(each) for each in zip(sections.prologue, sections.epilogue, strict=True)]
-    return StageWalk(schedule.header, Walk(schedule.header, sections.body if schedule.flushes else rows))
+    return Walk(schedule.header, sections.body if schedule.flushes else rows)
 
 
 class OrderMoments(NamedTuple):
@@ -117,7 +118,7 @@ def before_backwards(asked: Order, classes: Ints) -> OrderMoments:
 
     classes: a number from 0 for each stage, the same for stages with equal sizes.
     """
-    schedule = _compute_actions(asked._replace(receive_ahead=1))
+    schedule = asked.actions
     sections, ranks = schedule.sections, range(schedule.header.num_ranks)
     parts = (sections.body,) if schedule.flushes else (sections.prologue, sections.epilogue)
     rows = np.concatenate([part[rank] for rank in ranks for part in parts])
@@ -302,11 +303,6 @@ class FewRanks:
 few_ranks = lru_cache(maxsize=1024)(FewRanks)
 
 
-@lru_cache(maxsize=512)
-def _compute_actions(asked: Order) -> Schedule:
-    return order(asked.name, asked.num_ranks, asked.num_microbatches, **asked.given)
-
-
 @lru_cache(maxsize=256)
 def _cut_table(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...], everywhere: bool) -> Table:
     """Return the compute actions of a few ranks, cut into units, without states. Versions count updates."""
@@ -321,8 +317,7 @@ def _cut_table(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...], eve
 def _few_ranks(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...]) -> tuple[Schedule, tuple[int, ...]]:
     """Return compute actions of a few ranks, with ranks and stages numbered from 0, and the numbers of the stages.
     units: number of layers of each of these stages."""
-    schedule = _compute_actions(asked._replace(receive_ahead=1))
-    header = schedule.header
+    schedule, header = asked.actions, asked.actions.header
     stages = tuple(stage for stage, place in enumerate(header.stages) if place.rank in ranks)
     number = np.zeros(len(header.stages), dtype=np.int32)
     number[list(stages)] = range(len(stages))

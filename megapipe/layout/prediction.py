@@ -94,14 +94,11 @@ class RankPrediction:
 
     def state(self) -> StateBytes:
         """Return the state of all units between steps, in device and host memory."""
-        states = [self.state_of(place) for place in self.units]
-        return StateBytes(
-            *(sum(getattr(each, name) for each in states) for name in ("weights", "master", "gradients", "moments"))
-        )
+        return StateBytes(*map(sum, zip(*map(self.state_of, self.units), strict=True)))
 
     def in_host(self) -> int:
         """Return the bytes of `state` that are in host memory."""
-        return sum(self.in_host_of(place) for place in self.units)
+        return sum(map(self.in_host_of, self.units))
 
     def in_host_of(self, place: tuple[int, int]) -> int:
         """Return the bytes that an update of a unit copies from host memory and back; not those of tied weights."""
@@ -180,10 +177,6 @@ class RankPrediction:
             )
         return sizes
 
-    @property
-    def _peak(self) -> int:
-        return round(float(np.sum(self.timeline, axis=0).max()))
-
     def temporaries(self) -> int:
         """Return by how many bytes the peak within an action exceeds the peak after any action: for all parts of
         memory, or only for activations and sends if that is less. In both cases the peaks of all parts add up to at
@@ -194,12 +187,12 @@ class RankPrediction:
 
     def device_bytes(self) -> int:
         """Return the peak bytes on the device during a step: persistent state, message slots, other tensors."""
-        return self.state().total - self.in_host() + self.messages + self._peak
+        peak = round(float(np.sum(self.timeline, axis=0).max()))
+        return self.state().total - self.in_host() + self.messages + peak
 
     def traffic(self) -> Traffic:
         """Return the exchanges of this rank in one step."""
         all_exchanges: defaultdict[str, list[Exchange]] = defaultdict(list)
-
         others = {"tied": self._tied(), "link": self._links(), **self._scalars()}
         for by_group in (*self._within_layers(), *self._of_states(), others):
             for group, exchanges in by_group.items():
@@ -277,12 +270,8 @@ class RankPrediction:
     def _tied(self) -> list[Exchange]:
         """Return the sums of tied gradients, once per update, over all replicas of the ranks that use the weight."""
         header, exchanges = self.schedule.header, []
-        for (stage, index), unit in self.units.items():
-            if not unit.tied:
-                continue
-            group = header.tied_group(stage, index)
-            ranks = {header.stages[user].rank for user in header.tied_groups[group]}
-            if len(ranks) * self.costs.replicas > 1:
+        for place, unit in self.units.items():
+            if unit.tied and len(header.summing_ranks(*place)) * self.costs.replicas > 1:
                 exchanges.append(Exchange("all_reduce", self.costs.of_units.elements(unit), FULL_BYTES))
         return repeated(exchanges, header.updates_per_step)
 
@@ -338,10 +327,8 @@ def layout_costs(
 
     parallel.data may be open; the state of units then counts one replica. layers: those of interest, by default all.
     """
-    path = attention_path(
-        config.model, cast(Precision, config.training.precision), device, config.data.sequence_length, amx
-    )
-    data = config.parallel.data or 1
+    precision, data = cast(Precision, config.training.precision), config.parallel.data or 1
+    path = attention_path(config.model, precision, device, config.data.sequence_length, amx)
     chosen = stage_layers(config) if layers is None else layers
     return LayoutCosts(config, chosen, data, path, VOCABULARY_ALIGNMENT, shard=shard, device=device)
 
@@ -366,8 +353,7 @@ def predict_rank(
     replicas = shape.group_of(rank, "data", "context")
     shard = replicas.index(rank) % config.zero.num_shards(len(replicas))
     costs = layout_costs(config, device=device, amx=amx, shard=shard)
-    place = shape.coordinates(rank)
-    stage_rank = place["pipeline"]
+    place, again = shape.coordinates(rank), LayoutTable.of(config, layout).recomputed
     costs = replace(costs, tensor_rank=place["tensor"], context_rank=place["context"])
-    again = LayoutTable.of(config, layout).recomputed
-    return RankPrediction(costs, schedule, layout.ranges, again, stage_rank, predictions, over_gloo=device == "cpu")
+    own = place["pipeline"]
+    return RankPrediction(costs, schedule, layout.ranges, again, own, predictions, over_gloo=device == "cpu")

@@ -92,8 +92,7 @@ def stage_layers(config: PretrainConfig) -> tuple[LayerSpec, ...]:
 
 @lru_cache(maxsize=16)
 def _layers_of(keyed: Keyed) -> tuple[LayerSpec, ...]:
-    model: ModelConfig = keyed.value
-    return model_layers(model)
+    return model_layers(keyed.value)
 
 
 def num_parameters(config: PretrainConfig) -> int:
@@ -118,12 +117,8 @@ def lay_out(
     Raises ScheduleError for more stages than layers, or given numbers that do not fit.
     """
     if layers_per_stage is None:
-        flops = {
-            (each.kind, each.variant): layer_flops(
-                model, each, 1, sequence_length, predictions, recompute_logits
-            ).executed
-            for each in one_of_each(layers)
-        }
+        sizes, kinds = (1, sequence_length, predictions, recompute_logits), one_of_each(layers)
+        flops = {(each.kind, each.variant): layer_flops(model, each, *sizes).executed for each in kinds}
         bounds = balance_layers([flops[layer.kind, layer.variant] for layer in layers], num_stages)
     else:
         bounds = check_assignment(layers_per_stage, len(layers), num_stages)

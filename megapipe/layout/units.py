@@ -11,12 +11,13 @@ have the length of the longest one. The others are between these two groups, pla
 scheduling (Graham 1969, "Bounds on multiprocessing timing anomalies") in the emptiest shards that have room.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heapify, heapreplace
 from math import prod
-from typing import cast
+from typing import NamedTuple, cast
 
 from megapipe.config.parallel import ZeroConfig, zero_stage_of
 from megapipe.config.run import PretrainConfig
@@ -51,11 +52,6 @@ class MatrixPlacement:
         shards; so at most twice the parameters plus 64 per shard.
         """
         return self.shard_size * self.num_shards
-
-    @property
-    def gathered_elements(self) -> int:
-        """Elements, in fp32, that the ranks of a copy gather in an update for the matrices that are cut."""
-        return self.num_elements if self.cut else 0
 
     def elementwise_in(self, shard: int) -> int:
         """Return the elements of a shard that do not belong to a matrix."""
@@ -111,14 +107,9 @@ def place(
 def _smallest(place_at: Callable[[int], list[int] | None], share: int, longest: int) -> int:
     """Return the smallest shard size, by bisection, for which `place_at` returns positions; `share` plus `longest`
     always suffices."""
-    low, high = (-(-size // SEGMENT_ALIGNMENT) for size in (max(share, longest), share + longest))
-    while low < high:
-        middle = (low + high) // 2
-        if place_at(middle * SEGMENT_ALIGNMENT) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return low * SEGMENT_ALIGNMENT
+    low, high = _aligned(max(share, longest)), _aligned(share + longest)
+    sizes = range(low, high + 1, SEGMENT_ALIGNMENT)
+    return sizes[bisect_left(sizes, True, hi=len(sizes) - 1, key=lambda size: place_at(size) is not None)]
 
 
 def _packed(sizes: Sequence[int], bins: Sequence[tuple[int, int]]) -> list[int] | None:
@@ -139,12 +130,13 @@ def _packed(sizes: Sequence[int], bins: Sequence[tuple[int, int]]) -> list[int] 
     return starts
 
 
-def _aligned(size: int) -> int:
-    return -(-size // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT
+def _aligned(size: int, parts: int = 1) -> int:
+    """Return a size rounded up to whole segments in each of `parts` equal parts."""
+    whole = SEGMENT_ALIGNMENT * parts
+    return -(-size // whole) * whole
 
 
-@dataclass(frozen=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Bytes of parameters, gradients and optimizer state on one rank.
 
     weights: compute-dtype copies, all versions. master: fp32 weights under bf16 and fp16; under fp32 the newest copy
@@ -159,7 +151,7 @@ class StateBytes:
     @property
     def total(self) -> int:
         """Sum of all four."""
-        return self.weights + self.master + self.gradients + self.moments
+        return sum(self)
 
 
 def flat_elements(
@@ -168,19 +160,11 @@ def flat_elements(
     tensor_size: int = 1,
     alignment: int = 1,
     num_shards: int = 1,
-    whole_matrices: bool = False,
 ) -> int:
     """Return the elements of a unit's flat buffers: every parameter's tensor shard, aligned, and padding that makes
-    the sum divisible by the shards.
-
-    whole_matrices: Muon's shards, which cut no matrix that fits in one (`place`).
-    """
-    if whole_matrices:
-        return place(specs, num_shards, tensor_size=tensor_size, alignment=alignment).num_elements
+    the sum divisible by the shards. Muon's shards have other sizes (`place`)."""
     sizes = (prod(spec.local_shape(tensor_size, alignment)) for spec in specs)
-    elements = sum(-(-size // SEGMENT_ALIGNMENT) * SEGMENT_ALIGNMENT for size in sizes)
-    whole = SEGMENT_ALIGNMENT * num_shards
-    return -(-elements // whole) * whole
+    return _aligned(sum(map(_aligned, sizes)), num_shards)
 
 
 @dataclass(frozen=True)
@@ -249,12 +233,13 @@ class UnitCosts:
 
     def elements(self, unit: Unit) -> int:
         """Return the elements of a whole flat buffer of the unit."""
+        if self._whole_matrices:
+            return self._placement(unit).num_elements
         return flat_elements(
             unit.specs,
             tensor_size=self.config.parallel.tensor,
             alignment=self.alignment,
             num_shards=self.shards_of(unit),
-            whole_matrices=self._whole_matrices,
         )
 
     @property
@@ -351,7 +336,7 @@ class UnitCosts:
             placement = self._placement(unit)
             matrices = [spec for spec in matrices if placement.has_some(spec.name, self.shard)]
             if placement.cut:
-                exchanges[self.shard_group(unit)] = [Exchange("all_gather", placement.gathered_elements, FULL_BYTES)]
+                exchanges[self.shard_group(unit)] = [Exchange("all_gather", placement.num_elements, FULL_BYTES)]
         if config.parallel.tensor > 1:
             shared = [spec for spec in matrices if spec.partition_axis is not None]
             exchanges["tensor"] = [Exchange("all_gather", spec.num_elements, FULL_BYTES) for spec in shared]
@@ -365,6 +350,16 @@ def has_memory_limits(config: PretrainConfig) -> bool:
     """Return whether a pool of whole weights or gradients is limited in GiB."""
     zero, offload = config.zero, config.offload
     return any(limit is not None for limit in (zero.weight_memory, zero.gradient_memory, offload.weight_memory))
+
+
+class _Pool(NamedTuple):
+    """Units that a rank holds whole at once. field: of its limit in GiB. width: bytes of an element. size: maximum
+    total size of these units."""
+
+    field: str
+    limit: float | None
+    width: int
+    size: int
 
 
 @dataclass(frozen=True)
@@ -391,51 +386,35 @@ class StateUnits:
                     own.append(StateUnit(layer, home, sharded >= 2, size, apart * (unit.state_unit == "experts")))
             units.append(tuple(own))
         shares = max(shards, apart) > 1
-        weights = self.host_pool if in_host else self.weight_pool if shares and zero.stage >= 3 else 0
-        return StateTable(tuple(units), weights, self.gradient_pool if shares and zero.stage >= 2 else 0)
-
-    @property
-    def weight_pool(self) -> int:
-        """Maximum total size of the units whose sharded weights a rank gathers at once."""
-        zero = self.config.zero
-        return self._pool(zero.weight_memory, zero.weight_buffers, self._weight_width)
-
-    @property
-    def gradient_pool(self) -> int:
-        """Maximum total size of the units whose sharded gradients a rank holds whole at once."""
-        return self._pool(self.config.zero.gradient_memory, self.config.zero.gradient_buffers, FULL_BYTES)
-
-    @property
-    def host_pool(self) -> int:
-        """Maximum total size of the units whose weights a rank copies from host memory at once."""
-        offload = self.config.offload
-        return self._pool(offload.weight_memory, offload.weight_buffers, self._weight_width)
+        gathered, gradients, copied = (pool.size for pool in self._pools)
+        weights = copied if in_host else gathered if shares and zero.stage >= 3 else 0
+        return StateTable(tuple(units), weights, gradients if shares and zero.stage >= 2 else 0)
 
     def problems(self) -> list[str]:
         """Return one message for each limit in GiB that is smaller than a layer."""
-        config, width, messages = self.config, self._weight_width, list[str]()
-        for name, limit, pool, size in (
-            ("zero.weight_memory", config.zero.weight_memory, self.weight_pool, width),
-            ("zero.gradient_memory", config.zero.gradient_memory, self.gradient_pool, FULL_BYTES),
-            ("offload.weight_memory", config.offload.weight_memory, self.host_pool, width),
-        ):
-            if limit is not None and pool < self._largest:
-                needed = f"{self._largest * size / GIB:.4g}"
-                messages.append(
-                    f"{name} is {limit:g} GiB, but the largest layer needs {needed}; set it to at least that"
-                )
-        return messages
+        return [
+            f"{pool.field} is {pool.limit:g} GiB, but the largest layer needs {self._largest * pool.width / GIB:.4g}; "
+            "set it to at least that"
+            for pool in self._pools
+            if pool.limit is not None and pool.size < self._largest
+        ]
 
     @property
-    def _weight_width(self) -> int:
-        """Bytes of a weight; those of fp32 while the precision is not decided."""
-        return ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)
-
-    def _pool(self, memory: float | None, buffers: int, width: int) -> int:
-        """Return the size of a pool. A number of layers means all units of that number of the largest layers."""
-        if memory is not None:
-            return int(memory * GIB / width)
-        return buffers * (self._largest if has_memory_limits(self.config) else max(map(len, self._units)))
+    def _pools(self) -> list[_Pool]:
+        """The pools of gathered weights, of whole gradients, and of weights that are copied from host memory. A number
+        of layers means all units of that number of the largest layers."""
+        zero, offload = self.config.zero, self.config.offload
+        weight = ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)  # it may be auto
+        layer = self._largest if has_memory_limits(self.config) else max(map(len, self._units))
+        limits = [
+            ("zero.weight_memory", zero.weight_memory, weight, zero.weight_buffers),
+            ("zero.gradient_memory", zero.gradient_memory, FULL_BYTES, zero.gradient_buffers),
+            ("offload.weight_memory", offload.weight_memory, weight, offload.weight_buffers),
+        ]
+        return [
+            _Pool(field, limit, width, buffers * layer if limit is None else int(limit * GIB / width))
+            for field, limit, width, buffers in limits
+        ]
 
     def _sizes(self, index: int) -> tuple[int, ...]:
         return self._elements[index] if has_memory_limits(self.config) else (1,) * len(self._units[index])

@@ -39,15 +39,9 @@ def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Return at most one message about a schedule file that does not fit the model and the layout."""
     if not config.schedule.file:
         return []
-    replicas = data_parallel_size(config, world_size) * config.parallel.context
+    count, replicas = num_microbatches(config, world_size), data_parallel_size(config, world_size)
     try:
-        layout = StageLayout.of(config)
-        build_schedule(
-            config,
-            num_microbatches(config, world_size),
-            layout,
-            replicas=replicas,
-        )
+        build_schedule(config, count, StageLayout.of(config), replicas=replicas * config.parallel.context)
     except ScheduleError as error:
         return [f"schedule {config.schedule.file}: {error}"]
     return []

@@ -72,25 +72,16 @@ NEEDED: Final = {
     Kind.BACKWARD_INPUT: Tensor.INPUT_HALF,
     Kind.BACKWARD_WEIGHT: Tensor.WEIGHT_HALF,
 }
-ACTING: Final = (
-    *COMPUTE_STREAM,
-    Kind.SEND_ACTIVATION,
-    Kind.SEND_GRADIENT,
-    Kind.GATHER_WEIGHTS,
-    Kind.RELEASE_WEIGHTS,
-    Kind.REDUCE_GRADIENTS,
-    Kind.REDUCE_SCALARS,
-    Kind.OFFLOAD,
-    Kind.RELOAD,
-    Kind.UPDATE,
-)
+_IDLE = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, Kind.REDUCE_TIED, Kind.REDUCE_COUNTS, Kind.SNAPSHOT)
+ACTING: Final = tuple(kind for kind in Kind if kind not in _IDLE)
 """Kinds that change what is held."""
 
 
 class Sizes:
     """Bytes of all tensors of a walk.
 
-    of: by tensor, place (`Walk.place`) and variant of a micro-batch, shape [len(Tensor), places, variants].
+    of: by tensor, place (`Walk.place`) and variant of a micro-batch, shape [len(Tensor), places, variants]. flat: all
+    sizes in one list.
 
     Args:
         num_places, num_variants: of the walk.
@@ -100,14 +91,9 @@ class Sizes:
 
     def __init__(self, num_places: int, num_variants: int, stream: int | Sequence[int], sent: int) -> None:
         layers = STREAM + num_variants
-        self._all = np.zeros(layers + len(Tensor) * num_places * num_variants)
-        self._all[SENT], self._all[STREAM:layers] = sent, stream
-        self.of: Bytes = self._all[layers:].reshape(len(Tensor), num_places, num_variants)
-
-    @property
-    def flat(self) -> Bytes:
-        """All sizes in one list."""
-        return self._all
+        self.flat: Bytes = np.zeros(layers + len(Tensor) * num_places * num_variants)
+        self.flat[SENT], self.flat[STREAM:layers] = sent, stream
+        self.of: Bytes = self.flat[layers:].reshape(len(Tensor), num_places, num_variants)
 
 
 class Held(NamedTuple, Generic[Size]):
@@ -169,7 +155,7 @@ class Walk:
         variant_of: Sequence[int] = (0,),
         gradients: GradientBuffers | None = None,
     ) -> None:
-        self._header, self._width = header, header.most_states + len(header.tied_groups)
+        self.header, self._width = header, header.most_states + len(header.tied_groups)
         self.num_places, self.num_variants = len(header.stages) * self._width, max(variant_of) + 1
         self._variant_of = np.array(variant_of)
         rows = [each[kind_mask(each[:, KIND], *ACTING)] for each in rows]
@@ -181,7 +167,7 @@ class Walk:
         """Cut rows into steps: one for each unit that a row computes with, and one for any other row."""
         kind, stage, unit = rows[:, KIND], rows[:, STAGE], rows[:, UNIT]
         whole = kind_mask(kind, *COMPUTE_STREAM) & (unit < 0)
-        copies = np.where(whole, np.array(self._header.units_per_stage)[stage], 1)
+        copies = np.where(whole, np.array(self.header.units_per_stage)[stage], 1)
         source, first = np.repeat(np.arange(len(rows)), copies), np.cumsum(copies) - copies
         index = np.arange(len(source)) - first[source]
         ascending = kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE)[source]
@@ -296,7 +282,7 @@ class Walk:
     def _sent(self) -> _Changes:
         """Return messages to other ranks over NCCL: the last few of each boundary are kept. gloo copies messages."""
         rows = self._rows(Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-        boundary = self._kind[rows].astype(np.int64) * len(self._header.stages) + self._stage[rows]
+        boundary = self._kind[rows].astype(np.int64) * len(self.header.stages) + self._stage[rows]
         order = np.argsort(boundary, kind="stable")
         rows, boundary = rows[order], boundary[order]
         number = np.arange(len(rows)) - np.searchsorted(boundary, boundary)
@@ -321,13 +307,9 @@ class Walk:
         next one."""
         rows = self._rows(*COMPUTE_STREAM)
         kind, count = self._kind[rows], self._num_microbatches
-        new = np.full(len(rows), NOTHING)
-        for kinds, tensor in (
-            ((Kind.FORWARD, Kind.RECOMPUTE), Tensor.KEPT),
-            ((Kind.BACKWARD_INPUT,), Tensor.PENDING),
-        ):
-            chosen = kind_mask(kind, *kinds)
-            new[chosen] = self._symbol(tensor, rows[chosen])
+        kept, pending = (self._symbol(tensor, rows) for tensor in (Tensor.KEPT, Tensor.PENDING))
+        new = np.where(kind == Kind.BACKWARD_INPUT, pending, NOTHING)
+        new = np.where(kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE), kept, new)
         inside, opens = self._spans()
         again = (kind == Kind.FORWARD) & inside[self._place[rows]]
         new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)
@@ -338,10 +320,10 @@ class Walk:
         """Return where the first stage's first unit becomes the only one that holds its input, the sum of words: the
         message to the next stage has left, or the next unit's activations have gone, by its backward or to host
         memory. The weight half of a split backward still has its input."""
-        if not self._header.vocabulary:
+        if not self.header.vocabulary:
             return self._listed([])
-        count, first = self._num_microbatches, self._header.routes[0][0]
-        one = self._header.units_per_stage[first] == 1
+        count, first = self._num_microbatches, self.header.routes[0][0]
+        one = self.header.units_per_stage[first] == 1
         rows = self._rows(Kind.SEND_ACTIVATION if one else Kind.BACKWARD)
         rows = rows[(self._stage[rows] == first) & (one | (self._unit[rows] == 1))]
         left = (moved[1] // count == self.place(first, 1)) & (moved[2] == NOTHING)
@@ -354,11 +336,11 @@ class Walk:
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
         places."""
-        last, found = self._header.num_routed - 1, self._sent_to_all()
-        units = self._header.units_per_stage[last]
-        to_outputs, to_inputs = (np.isin(self._stage, each) for each in (self._header.outputs, self._header.inputs))
-        shared = bool(self._header.vocabulary)
-        at_first = self._header.stage_ranks[self._stage] == self._header.stage_ranks[0]
+        last, found = self.header.num_routed - 1, self._sent_to_all()
+        units = self.header.units_per_stage[last]
+        to_outputs, to_inputs = (np.isin(self._stage, each) for each in (self.header.outputs, self.header.inputs))
+        shared = bool(self.header.vocabulary)
+        at_first = self.header.stage_ranks[self._stage] == self.header.stage_ranks[0]
         away = (self._is_sent & ~(to_inputs & at_first)) | (to_inputs & ~at_first)
         for direction, kinds, send, end in (
             (0, (Kind.FORWARD,), Kind.SEND_ACTIVATION, (last, units - 1)),
@@ -380,7 +362,7 @@ class Walk:
         """Steps that make a tensor for a stage of another rank, by a sum or a broadcast over all ranks: backwards of
         shards of the output layer, or their input halves, and forwards of shards of the embedding. On the rank of the
         first stage, these are backwards instead of forwards: they pass on the gradient that the stage makes."""
-        header = self._header
+        header = self.header
         if not header.vocabulary:
             return np.zeros(len(self._kind), dtype=np.bool_)
         ranks = header.stage_ranks[self._stage]
@@ -393,7 +375,7 @@ class Walk:
     def _sent_to_all(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the tensors that `_is_sent` steps make. Each is held until the shard's next pass, or for the output
         layer until the next such tensor; at most until the end of the step."""
-        header, found, first = self._header, [], -1
+        header, found, first = self.header, [], -1
         for shards in (header.outputs, header.inputs) if header.vocabulary else ():
             passes = kind_mask(self._kind, Kind.FORWARD, Kind.BACKWARD) if shards == header.inputs else self._is_sent
             own = np.isin(self._stage, shards) & passes
@@ -407,7 +389,7 @@ class Walk:
         """Return the tensors of recomputed layers that later slices of a sample read, and the gradients of such
         tensors of all layers, numbered after all that is passed on. The last slice's backward makes the gradients of
         all earlier slices."""
-        slices, count = self._header.slices, self._num_microbatches
+        slices, count = self.header.slices, self._num_microbatches
         if slices == 1:
             return []
         number = (self.num_places + 2 * (1 + int(self._rank.max()))) * count + self._place * count + self._microbatch
@@ -474,8 +456,8 @@ class Walk:
         if gradients.sharded.any():
             rows = np.sort(np.concatenate([rows, self._rows(*ADDING)]))
         columns = (self._kind.astype(np.int64), self._rank, self._stage, self._unit)
-        buffers, before = _Buffers(self._header, gradients), 0
-        first, width, header = self._symbols, self._width, self._header
+        buffers, before = _Buffers(self.header, gradients), 0
+        first, width, header = self._symbols, self._width, self.header
         whole = gradients.sharded & gradients.filled
         added = [
             [

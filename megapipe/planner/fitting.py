@@ -329,9 +329,7 @@ class FitResult:
 
 def with_shares(hardware: Hardware, shares: Mapping[str, float]) -> Hardware:
     """Return the machine with these values of `PARAMETERS` in the efficiency of every device, otherwise unchanged."""
-    devices = (replace(each.device, efficiency=replace(each.device.efficiency, **shares)) for each in hardware.groups)
-    groups = (replace(group, device=device) for group, device in zip(hardware.groups, devices, strict=True))
-    return replace(hardware, groups=tuple(groups))
+    return hardware.with_devices(lambda device: replace(device, efficiency=replace(device.efficiency, **shares)))
 
 
 def fit(

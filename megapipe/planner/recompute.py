@@ -85,13 +85,14 @@ def resolved(
 
 def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
     """Return, for a search over layouts, the run without auto, and the hardware with the memory that auto may use."""
-    groups = tuple(
-        replace(group, device=replace(group.device, memory_bytes=allowed_bytes(config, group.device.memory_bytes)))
-        for group in hardware.groups
-    )
+
+    def within_budget(device: Device) -> Device:
+        return replace(device, memory_bytes=allowed_bytes(config, device.memory_bytes))
+
     plain, memory = RecomputeConfig(logits=config.recompute.logits), config.recompute.memory
     share = f"{1 - RESERVE:.0%} of its memory" if memory is None else f"recompute.memory {memory:g} GiB"
-    return replace(config, recompute=plain), replace(hardware, name=f"{hardware.name}, {share}", groups=groups)
+    limited = replace(hardware.with_devices(within_budget), name=f"{hardware.name}, {share}")
+    return replace(config, recompute=plain), limited
 
 
 def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:

@@ -13,12 +13,10 @@ CALLED_BY_LIBRARIES = {
 }  # fmt: skip
 
 USED_BY_TESTS_ALONE = {
-    "device_of": "the device of a rank, of unlike ones",
     "draw_loss_curves": "benchmarks draw their pictures with it",
     "exchange_time": "closed form, for any collective",
     "half_size_of": "how a preset's value follows from published rates",
     "num_pairs": "pairs of a piece of ring attention, for the balance over ranks",
-    "product_efficiency": "closed form of a matrix product's share of the peak",
     "rounding_words": "the random numbers that kernels repeat",
     "run_in_process": "a mesh as threads of one process",
 }

@@ -57,13 +57,13 @@ def check_held_bytes(order: Order, seed: int) -> None:
     numbers = np.random.default_rng(seed).integers(0, 1000, (Tensor.WEIGHTS, stages_of(order)))
     short = order.short()[0]
     short_walk, whole = (
-        (header, walk.by_rank(sizes.activations + sizes.temporaries), walk.by_rank(sizes.sent))
-        for header, walk in map(stage_walk, (short, order))
+        (walk.header, walk.by_rank(sizes.activations + sizes.temporaries), walk.by_rank(sizes.sent))
+        for walk in map(stage_walk, (short, order))
         for sizes in [walk.held(filled_sizes(walk.num_places, numbers))]
     )
     assert np.array_equal(short_walk[1], whole[1])
     assert np.array_equal(short_walk[2], whole[2])
-    if order.flushes:
+    if order.actions.flushes:
         assert short_walk[0].activation_slots == whole[0].activation_slots
         assert short_walk[0].gradient_slots == whole[0].gradient_slots
 

@@ -176,7 +176,7 @@ def test_shards_step_as_the_whole_does(count: int, tensor: int, cut: set[str]) -
     ranks = run_threads({"data": count, "tensor": tensor}, on_shard, CONFIGS[0])
     expected = values(stepped(CONFIGS[0]))
     seen = dict.fromkeys(expected, 0.0)
-    gathered = place(SPECS, count, tensor_size=tensor).gathered_elements * len(RATES)
+    gathered = place(SPECS, count, tensor_size=tensor).num_elements * len(RATES)
     for state, traffic in ranks:
         assert state.table.cut == cut
         counted = {each.operation: total for each, total in traffic.bytes.items()}

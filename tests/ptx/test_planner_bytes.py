@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megapipe.kernels import triton_backend
-from megapipe.planner.cost.layer_times import LayerKernels
+from megapipe.planner.cost.layer_times import RooflineTimes
 from megapipe.spec.layers import model_layers
 from tests.kernels.cases import needs_triton
 from tests.planner.cost.runs import SMALL, config_of, machine
@@ -65,6 +65,10 @@ def test_planned_bytes_are_counted_ones() -> None:
         model = replace(SMALL, **changes)
         config = config_of(model, batch={"micro_size": 2})
         layer = model_layers(model)[-1 if kind == "loss" else 1]
-        (kernel,) = (each for each in LayerKernels(config, layer, DEVICE) if (each.name, each.phase) == (name, phase))
+        (kernel,) = (
+            each
+            for each in RooflineTimes(DEVICE).timed_kernels(config, layer)
+            if (each.name, each.phase) == (name, phase)
+        )
         planned = kernel.time.memory * DEVICE.reached_bandwidth / (2 * elements)
         assert planned == pytest.approx(counted, rel=1e-12), (kind, phase)

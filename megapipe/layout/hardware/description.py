@@ -7,9 +7,10 @@ together gives twice the number. A hardware file is the YAML of a `Hardware`, a 
 uses these `Measurements`.
 """
 
+import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -201,14 +202,12 @@ class Measurements:
         """Return the factor while `ranks` ranks compute: interpolated linearly between rows, and in proportion to the
         ranks after the last row."""
         before = self.contention[0]
-        for each in self.contention:
+        for each in self.contention[1:]:
             if each.ranks >= ranks:
-                if each.ranks == before.ranks:
-                    return each.factor
-                share = (ranks - before.ranks) / (each.ranks - before.ranks)
+                share = max(0.0, ranks - before.ranks) / (each.ranks - before.ranks)
                 return before.factor + share * (each.factor - before.factor)
             before = each
-        return before.factor * ranks / before.ranks
+        return before.factor * max(ranks, before.ranks) / before.ranks
 
 
 @dataclass(frozen=True)
@@ -368,13 +367,13 @@ class Hardware:
         """
         if num_devices < 1:
             raise ConfigError(f"the number of devices is {num_devices}; it must be at least 1")
-        occupied = []
-        left = num_devices
-        for node in self._supply():
-            occupied.append(node)
-            left -= node.devices_per_node
-            if left <= 0:
-                return tuple(occupied)
+        occupied, left = [], num_devices
+        for group in self.groups:
+            for _ in itertools.count() if group.num_nodes is None else range(group.num_nodes):
+                occupied.append(group)
+                left -= group.devices_per_node
+                if left <= 0:
+                    return tuple(occupied)
         raise ConfigError(
             f"{num_devices} devices are requested, but hardware {self.name!r} has {num_devices - left}; request "
             "fewer, or raise num_nodes of a group"
@@ -398,22 +397,16 @@ class Hardware:
                 f"the memory reserve is {num_bytes / 1e9:g} GB; it must be at least 0 and below the "
                 f"{smallest.memory_bytes / 1e9:g} GB of device {smallest.name!r}"
             )
-        devices = (replace(group.device, memory_bytes=group.device.memory_bytes - num_bytes) for group in self.groups)
-        groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
-        return replace(self, groups=tuple(groups))
+        return self.with_devices(lambda device: replace(device, memory_bytes=device.memory_bytes - num_bytes))
 
     def with_share(self, share: float) -> "Hardware":
         """Return this hardware with a fraction of every device's memory. share: above 0, at most 1."""
-        devices = (replace(each.device, memory_bytes=each.device.memory_bytes * share) for each in self.groups)
-        groups = (replace(group, device=device) for group, device in zip(self.groups, devices, strict=True))
-        return replace(self, groups=tuple(groups))
+        return self.with_devices(lambda device: replace(device, memory_bytes=device.memory_bytes * share))
 
-    def _supply(self) -> Iterator[NodeGroup]:
-        for group in self.groups:
-            left = group.num_nodes
-            while left is None or left > 0:
-                yield group
-                left = None if left is None else left - 1
+    def with_devices(self, changed: Callable[[Device], Device]) -> "Hardware":
+        """Return this hardware with other devices. changed: returns the device that replaces one of this hardware."""
+        groups = (replace(group, device=changed(group.device)) for group in self.groups)
+        return replace(self, groups=tuple(groups))
 
 
 CPU_WORDS = re.compile(r"(?<![a-z])(cpus?|cores?)(?![a-z])", re.IGNORECASE)
@@ -445,17 +438,13 @@ def with_named_precision(config: PretrainConfig, devices: Iterable[Device]) -> t
     if config.training.precision != "auto":
         return config, None
     devices = tuple(devices)
-    choice: Literal["bf16", "fp32"] = "bf16" if all(_is_faster_in_bf16(device) for device in devices) else "fp32"
+    peaks = [[each.peak_flops.get(name, 0.0) for name in ("bf16", *SINGLE)] for each in devices]
+    choice: Literal["bf16", "fp32"] = "bf16" if all(bf16 > max(single) for bf16, *single in peaks) else "fp32"
     names = ", ".join(dict.fromkeys(device.name for device in devices))
     remark = (
         f"training.precision auto: planned as {choice}, by the peaks of {names}; a run measures both when it starts"
     )
     return replace(config, training=replace(config.training, precision=choice)), remark
-
-
-def _is_faster_in_bf16(device: Device) -> bool:
-    single = max((device.peak_flops[name] for name in SINGLE if name in device.peak_flops), default=0.0)
-    return device.peak_flops.get("bf16", 0.0) > single
 
 
 PRESETS = tuple(sorted(each.stem for each in Path(str(files(__package__) / "presets")).glob("*.yaml")))

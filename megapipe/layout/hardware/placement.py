@@ -20,18 +20,18 @@ small machines are searched in full, larger ones by simulated annealing with its
 import itertools
 import math
 import random
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.config import ConfigError, nearest
 from megapipe.config.parallel import DIMENSIONS
-from megapipe.layout.hardware.description import Device, Hardware, IntraNodeLink, NodeGroup
+from megapipe.layout.hardware.description import Hardware, IntraNodeLink, NodeGroup
+from megapipe.layout.stages import cached_method
 from megapipe.spec.ops import Exchange, Operation
 
 
@@ -87,16 +87,10 @@ def ring_time(operation: Operation, num_bytes: float, group: GroupLinks) -> Coll
 
 
 def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
-    """Return the time with rings inside the nodes and rings between them; every node needs the same number of members.
+    """Return the time with rings inside the nodes and rings between them.
 
-    Raises:
-        ValueError: members are spread unevenly.
+    group: with the same number of members on every node.
     """
-    if len(set(group.members)) > 1:
-        raise ValueError(
-            f"members by node {group.members}: rings between nodes need the same number of members on each node; use "
-            "a single ring"
-        )
     passes = 2 if operation == "all_reduce" else 1
     inside, outside = group.members[0], len(group.members)
     steps_in, steps_out = passes * (inside - 1), passes * (outside - 1)
@@ -111,7 +105,7 @@ def all_to_all_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
     """Return the time in which every member sends M / n bytes to every other; links inside and between nodes work in
     parallel."""
     share, most = num_bytes / group.size, max(group.members)
-    transfers = [(most - 1) * share / (group.inside.pair_bandwidth if most == 2 else group.inside.bandwidth)]
+    transfers = [(most - 1) * share / group.inside.of_ring(most)]
     if group.crosses:
         transfers.append(max(local * (group.size - local) for local in group.members) * share / group.crossing)
     latency = _slowest(group)[1]
@@ -138,18 +132,15 @@ def collective_time(operation: Operation, num_bytes: float, group: GroupLinks) -
         return send_time(num_bytes, group)
     if operation == "all_to_all":
         return all_to_all_time(num_bytes, group)
-    return min(_ways(operation, num_bytes, group), key=lambda way: way.seconds)
+    ways = [ring_time(operation, num_bytes, group)]
+    if group.crosses and group.members[0] > 1 and len(set(group.members)) == 1:
+        ways.append(hierarchical_time(operation, num_bytes, group))
+    return min(ways, key=lambda way: way.seconds)
 
 
 def exchange_time(exchange: Exchange, group: GroupLinks) -> CollectiveTime:
     """Return the time of all calls of an exchange, one after the other."""
     return collective_time(exchange.operation, exchange.elements * exchange.element_bytes, group).times(exchange.calls)
-
-
-def _ways(operation: Operation, num_bytes: float, group: GroupLinks) -> Iterator[CollectiveTime]:
-    yield ring_time(operation, num_bytes, group)
-    if group.crosses and group.members[0] > 1 and len(set(group.members)) == 1:
-        yield hierarchical_time(operation, num_bytes, group)
 
 
 def _slowest(group: GroupLinks) -> tuple[float, float]:
@@ -200,10 +191,6 @@ class Placement:
         self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in nodes)
         self.node_order = tuple(range(len(self.nodes)) if node_order is None else node_order)
         self._check_order()
-        ends = itertools.accumulate(self.nodes[node].devices_per_node for node in self.node_order)
-        self._first_ranks = [0, *ends]
-        self._groups_of, self._boundary_of = cache(self._find_groups), cache(self._find_boundary)
-        self._sends = cache(self._find_send)
 
     def _check_order(self) -> None:
         if self.node_order == tuple(range(len(self.nodes))):
@@ -217,11 +204,7 @@ class Placement:
 
     def node_of(self, rank: int) -> int:
         """Return the node of a rank."""
-        return self.node_order[bisect_right(self._first_ranks, rank) - 1]
-
-    def device_of(self, rank: int) -> Device:
-        """Return the device of a rank."""
-        return self.nodes[self.node_of(rank)].device
+        return int(self._node_of_rank[rank])
 
     @cached_property
     def memory_limits(self) -> tuple[float, ...]:
@@ -277,14 +260,12 @@ class Placement:
         """Return whether any group over these dimensions spans nodes."""
         return any(group.crosses for group in self.groups(*names))
 
+    @cached_method
     def groups(self, *names: str) -> list[GroupLinks]:
         """Return the links of all groups over these dimensions, equal ones once, while all groups work at the same
         time."""
-        return list(self._groups_of(names))
-
-    def _find_groups(self, names: tuple[str, ...]) -> tuple[GroupLinks, ...]:
         if self._even is not None:
-            return (self._even_group(self._even, names),)
+            return [self._even_group(self._even, names)]
         return self._links_of(self._node_of_rank[self._partition(names)])
 
     def slowest(self, operation: Operation, num_bytes: float, *names: str) -> CollectiveTime:
@@ -293,6 +274,7 @@ class Placement:
         times = [collective_time(operation, num_bytes, group) for group in self.groups(*names)]
         return max(times, key=lambda time: time.seconds)
 
+    @cached_method
     def boundary(self, stage: int) -> list[GroupLinks]:
         """Return the links of the pairs that send from pipeline coordinate `stage` to the next, equal ones once, while
         all send.
@@ -300,20 +282,15 @@ class Placement:
         The last sends to the first, as in interleaved schedules. Activations go one way, gradients the other: the
         slower direction counts.
         """
-        return list(self._boundary_of(stage))
-
-    def _find_boundary(self, stage: int) -> tuple[GroupLinks, ...]:
         if self._even is not None:
-            return (self._even_pair(self._even["pipeline"], stage),)
+            return [self._even_pair(self._even["pipeline"], stage)]
         pairs = self._partition(("pipeline",))[:, [stage, (stage + 1) % self.sizes["pipeline"]]]
         return self._links_of(self._node_of_rank[pairs])
 
+    @cached_method
     def send(self, num_bytes: float, stage: int) -> CollectiveTime:
         """Return the time of a message over all pairs of a boundary at the same time: that of the slowest pair. Zero
         with one stage."""
-        return self._sends(num_bytes, stage)
-
-    def _find_send(self, num_bytes: float, stage: int) -> CollectiveTime:
         if self.sizes["pipeline"] == 1:
             return CollectiveTime("none", 0.0, 0.0)
         times = [collective_time("send", num_bytes, pair) for pair in self.boundary(stage)]
@@ -335,7 +312,7 @@ class Placement:
         crossing = node.outside.of_device(node.devices_per_node // inside)
         return GroupLinks((1, 1), node.inside, crossing, node.outside.latency)
 
-    def _links_of(self, nodes: Numbers) -> tuple[GroupLinks, ...]:
+    def _links_of(self, nodes: Numbers) -> list[GroupLinks]:
         """Return the links of groups, each given as the nodes of its members in the ring's order, with members of one
         node adjacent; shape [groups, members]."""
         starts = np.ones(nodes.shape, dtype=bool)
@@ -354,7 +331,7 @@ class Placement:
             distinct.setdefault(likeness[first:stop].tobytes(), slice(first, stop))
         busy = Counter(dict(enumerate(active.tolist())))
         groups = (dict(zip(visited[at].tolist(), counts[at].tolist(), strict=True)) for at in distinct.values())
-        return tuple(dict.fromkeys(self._group(Counter(each), busy) for each in groups))
+        return list(dict.fromkeys(self._group(Counter(each), busy) for each in groups))
 
     @cached_property
     def _kinds(self) -> Numbers:
@@ -399,8 +376,6 @@ EXACT_NODES = 7
 DEFAULT_STEPS = 20_000
 """Number of orders that annealing tries."""
 
-_Hop = tuple[int, int]
-
 
 class OrderCost:
     """The part of a step's seconds that depends on the order of the nodes.
@@ -436,13 +411,11 @@ class OrderCost:
         self.num_nodes = len(placement.nodes)
         self._matrix = hardware.link_matrix
         node, inside = placement.nodes[0], placement.inside
-        self._pipelines = {
-            hops for hops in (_hops(placement, ranks) for ranks in placement.partition("pipeline")) if hops
-        }
+        self._pipelines = {tuple(itertools.pairwise(nodes)) for nodes in _crossing(placement, "pipeline")}
         sending = node.devices_per_node // inside["pipeline"]
         self._message = 2 * message_bytes * max(sending, node.outside.adapters)
-        rings = placement.partition("data", "context")
-        self._rings = {nodes for nodes in (_nodes(placement, ranks) for ranks in rings) if len(nodes) > 1}
+        crossing = _crossing(placement, "data", "context")
+        self._rings = {tuple(itertools.pairwise((*nodes, nodes[0]))) for nodes in crossing}
         local = inside["data"] * inside["context"]
         self._gradient = 2 * gradient_bytes * max(node.devices_per_node, node.outside.adapters) / local
 
@@ -457,10 +430,7 @@ class OrderCost:
             default=0.0,
         )
         rings = max(
-            (
-                (1 - 1 / len(nodes)) / min(bandwidth[order[a]][order[b]] for a, b in _cycle(nodes))
-                for nodes in self._rings
-            ),
+            ((1 - 1 / len(hops)) / min(bandwidth[order[a]][order[b]] for a, b in hops) for hops in self._rings),
             default=0.0,
         )
         return slowest * self._message + rings * self._gradient
@@ -508,15 +478,7 @@ def _reverse(order: tuple[int, ...], i: int, j: int) -> tuple[int, ...]:
 _MOVES: tuple[Callable[[tuple[int, ...], int, int], tuple[int, ...]], ...] = (_swap, _insert, _reverse)
 
 
-def _nodes(placement: Placement, ranks: Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes of a group in its ring's order, each once."""
-    return tuple(dict.fromkeys(placement.node_of(rank) for rank in ranks))
-
-
-def _hops(placement: Placement, ranks: Sequence[int]) -> tuple[_Hop, ...]:
-    """Return the borders between nodes along a pipeline."""
-    return tuple(itertools.pairwise(_nodes(placement, ranks)))
-
-
-def _cycle(nodes: tuple[int, ...]) -> list[_Hop]:
-    return list(itertools.pairwise((*nodes, nodes[0])))
+def _crossing(placement: Placement, *names: str) -> set[tuple[int, ...]]:
+    """Return the nodes of each group that spans nodes, in its ring's order, each once."""
+    groups = {tuple(dict.fromkeys(map(placement.node_of, ranks))) for ranks in placement.partition(*names)}
+    return {nodes for nodes in groups if len(nodes) > 1}

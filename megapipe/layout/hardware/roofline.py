@@ -77,18 +77,12 @@ def matrix_product_time(
     )
 
 
-def memory_bound_time(device: Device, num_bytes: float, kernels: int = 1) -> KernelTime:
-    """Return the time of kernels that are limited by memory traffic, such as norms, activations and optimizer updates.
+def memory_bound_time(device: Device, num_bytes: float) -> KernelTime:
+    """Return the time of a kernel that is limited by memory traffic, such as a norm, activation or optimizer update.
 
-    num_bytes: that they read and write, in total.
+    num_bytes: that it reads and writes, in total.
     """
-    return KernelTime(0.0, num_bytes / device.reached_bandwidth, kernels * device.efficiency.launch)
-
-
-def product_efficiency(device: Device, rows: int, inner: int, columns: int, dtype: str) -> float:
-    """Return the fraction of the device's peak that a product reaches."""
-    seconds = matrix_product_time(device, rows, inner, columns, dtype).seconds
-    return 2.0 * rows * inner * columns / seconds / device.peak(dtype)
+    return KernelTime(0.0, num_bytes / device.reached_bandwidth, device.efficiency.launch)
 
 
 def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> Efficiency:

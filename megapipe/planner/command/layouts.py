@@ -80,7 +80,7 @@ def run_explain(request: Request) -> None:
     stages = explain_stages(answer.config, hardware)
     closed = estimate(answer.config, hardware)
     if request.flags["json"]:
-        memory = [vars(each) for each in answer.memory]
+        memory = [each._asdict() for each in answer.memory]
         additions = {"closed_form": closed.as_json(), "stages": stages, "memory": memory, "remarks": remarks}
         print(json.dumps(answer.as_json() | additions, indent=2))
         return
@@ -135,7 +135,7 @@ def print_memory(answer: Estimate) -> None:
     """Print the memory of a rank at each pipeline coordinate, after an empty line."""
     rows = [
         {"coordinate": str(place)} | {name: bytes_text(size) for name, size in parts.items()}
-        for place, parts in enumerate(vars(memory) | {"total": memory.total} for memory in answer.memory)
+        for place, parts in enumerate(memory._asdict() | {"total": memory.total} for memory in answer.memory)
     ]
     limit = f"a device has {bytes_text(answer.memory_limit)}"
     if len(set(answer.memory_limits)) > 1:
@@ -339,7 +339,7 @@ def print_advice(advice: Mapping[str, Any]) -> None:
             print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
     if "two_buffered" in advice:
         plan = advice["two_buffered"]
-        settings = " ".join(f"--{name} {_flag(value)}" for name, value in plan["settings"].items())
+        settings = " ".join(f"--{name} {value}" for name, value in plan["settings"].items())
         print(
             f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, micro-batch {plan['micro_size']}, "
             f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} per step by its model\n"
@@ -359,11 +359,6 @@ def _strategy_text(layer: Mapping[str, Any]) -> str:
     parts = [f"{name.replace('_', ' ')} {layer[name]}" for name in methods if layer[name] > 1]
     parts = parts or ["one rank"]
     return ", ".join([*parts, "recompute"] if layer["recompute"] else parts)
-
-
-def _flag(value: Any) -> str:
-    text = "null" if value is None else str(value)
-    return text.lower() if isinstance(value, bool) else text
 
 
 def run_fit(request: Request) -> None:
@@ -388,9 +383,10 @@ def _fit(request: Request) -> tuple[FitResult, str, str]:
         raise ConfigError("pass either --published, a table of published rows, or --rows, a file with your own rows")
     if flags["rows"] is not None:
         return fit_rows(flags["rows"], request.hardware()), f"rows of {flags['rows']}", "tokens/s"
+    table = find_table(flags["published"])
     if flags["hardware"] is not None:
         raise ConfigError(
             f"--hardware {flags['hardware']} can only be used with --rows, because the published rows were measured "
-            f"on {find_table(flags['published']).hardware}; leave it out"
+            f"on {table.hardware}; leave it out"
         )
-    return fit_table(flags["published"]), find_table(flags["published"]).title, "TFLOP/s"
+    return fit_table(table.name), table.title, "TFLOP/s"

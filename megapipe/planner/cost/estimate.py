@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
@@ -22,8 +22,7 @@ class Term:
     source: str
 
 
-@dataclass(frozen=True)
-class RankMemory:
+class RankMemory(NamedTuple):
     """Bytes on the device of a rank at one pipeline coordinate.
 
     weights to moments: state between steps. activations: peak during a step. buffers: peak of whole weights and
@@ -44,8 +43,7 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Return the sum of all parts. It is an upper bound, because the parts may peak at different times."""
-        state = self.weights + self.master + self.gradients + self.moments
-        return state + self.activations + self.buffers + self.messages + self.temporaries
+        return sum(self)
 
 
 @dataclass(frozen=True)

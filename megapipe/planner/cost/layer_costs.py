@@ -164,12 +164,7 @@ def _tied_group(run: RunLayout, ranks: list[int]) -> GroupLinks:
         return replicas
     pair = run.placement.groups("pipeline")[0]
     if not pair.crosses:
-        return GroupLinks(
-            tuple(each * len(ranks) for each in replicas.members),
-            replicas.inside,
-            replicas.crossing,
-            replicas.crossing_latency,
-        )
+        return replace(replicas, members=tuple(each * len(ranks) for each in replicas.members))
     members = replicas.members * len(ranks)
     crossing = replicas.crossing or pair.crossing / max(pair.members) * max(members)
     return GroupLinks(members, replicas.inside, crossing, pair.crossing_latency)
@@ -179,9 +174,8 @@ def scalar_seconds(run: RunLayout) -> float:
     """Return the seconds to sum counts and norms over all ranks once a step."""
     if run.world_size == 1:
         return 0.0
-    names = len({spec.name for layer in run.layers for spec in layer.parameters.values()})
-    blocks = len(run.stages.layers)
-    exchanges = scalar_exchanges(names * blocks, run.costs.loss_terms)
+    names = {spec.name for layer in run.layers for spec in layer.parameters.values()}
+    exchanges = scalar_exchanges(len(names) * len(run.stages.layers), run.costs.loss_terms)
     group = run.placement.groups("data", "pipeline", "context", "tensor")[0]
     return group_seconds(exchanges, group)
 
@@ -254,8 +248,7 @@ def microbatch_cost(
     tensor = _beside_products(tensor, compute, run.config.parallel.sequence_chunks, assumptions.slow_down)
     if run.config.parallel.context_attention == "ring":
         context = _beside_attention(context, compute, flops, assumptions.slow_down)
-    crosses = any(group.crosses for group in run.placement.groups("tensor", "context"))
-    waits = None if crosses else compute.waits
+    waits = None if run.placement.crosses("tensor", "context") else compute.waits
     if waits is not None:
         tensor, context = _as_measured(tensor, context, waits, run.config.parallel.tensor > 1)
     return MicrobatchCost(compute, tensor, context, waits is not None)

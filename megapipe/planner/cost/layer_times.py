@@ -60,57 +60,13 @@ difference (8), exponential (8), sum (4), quotient (8), product with the output 
 Source: Megatron-LM's megatron/core/tensor_parallel/cross_entropy.py."""
 
 
-@dataclass(frozen=True)
-class TimedKernel:
+class TimedKernel(NamedTuple):
     """One kernel of a micro-batch, with its phase and its time. The phase `recompute` means: a forward kernel that
     recompute.method selective or recompute.logits repeats in the backward."""
 
     name: str
     phase: KernelPhase
     time: KernelTime
-
-
-@dataclass(frozen=True)
-class LayerKernels:
-    """All kernels of one layer for one micro-batch, iterable in no particular order.
-
-    config: with parallel.data filled in. megatron_kernels: as in `Assumptions`. Memory traffic is that of fused
-    kernels: a norm reads and writes its rows once, bias and activation are one kernel, and so are dropout and the
-    residual sum.
-    """
-
-    config: PretrainConfig
-    layer: LayerSpec
-    device: Device
-    megatron_kernels: bool = False
-
-    def __iter__(self) -> Iterator[TimedKernel]:
-        costs = layout_costs(self.config, device=device_type(self.device), layers=(self.layer,))
-        shape = costs.shape(self.layer)
-        for op in costs.ops(self.layer):
-            for kernel in op.kernels():
-                chosen = self._unfused_loss(kernel, shape) if self.megatron_kernels else kernel
-                if chosen is not None:
-                    yield TimedKernel(chosen.name, chosen.phase, self._time(chosen, shape))
-
-    def _unfused_loss(self, kernel: Kernel, shape: MicrobatchShape) -> Kernel | None:
-        """Return a kernel as Megatron-LM runs it: its loss is a sequence of kernels and never recomputes logits."""
-        if kernel.name != "loss" or not kernel.moved:
-            return kernel
-        logits = kernel.moved / (3 * shape.width)
-        return None if kernel.phase == "recompute" else kernel._replace(moved=logits * UNFUSED_LOSS_BYTES)
-
-    def _time(self, kernel: Kernel, shape: MicrobatchShape) -> KernelTime:
-        # This project's kernels store no dropout mask: the backward recomputes it from indices.
-        moved = None if kernel.moved is None else kernel.moved + kernel.mask * self.megatron_kernels
-        if kernel.product is None:
-            return memory_bound_time(self.device, moved or 0.0)
-        dtype = kernel.dtype if kernel.dtype in self.device.peak_flops else shape.precision
-        rows, inner, columns, batch = kernel.product
-        time = matrix_product_time(self.device, rows, inner, columns, dtype, batch, kernel.out_bytes)
-        if moved is not None:
-            return KernelTime(kernel.compute * time.compute, moved / self.device.reached_bandwidth, time.launch)
-        return KernelTime(kernel.times * time.compute, kernel.times * time.memory, kernel.times * time.launch)
 
 
 def update_seconds(config: PretrainConfig, device: Device, elements: int, precision: Precision) -> float:
@@ -149,7 +105,7 @@ SOURCE = "roofline of the device (Williams et al. 2009), products by its efficie
 
 @dataclass(frozen=True)
 class RooflineTimes:
-    """`LayerTimes` by the roofline of a device: the sum of a layer's kernels (`LayerKernels`).
+    """`LayerTimes` by the roofline of a device: the sum of a layer's kernels.
 
     megatron_kernels: as in `Assumptions`.
     """
@@ -167,10 +123,43 @@ class RooflineTimes:
         """Return the seconds of all kernels of a micro-batch, and of the kernels that its backward repeats. They
         depend neither on the replicas nor on the pipeline."""
         by_phase = dict.fromkeys((*PhaseSeconds._fields, "recompute"), 0.0)
-        for kernel in LayerKernels(config, layer, self.device, self.megatron_kernels):
+        for kernel in self.timed_kernels(config, layer):
             by_phase[kernel.phase] += kernel.time.seconds
         again = by_phase.pop("recompute")
         return PhaseSeconds(**by_phase), again
+
+    def timed_kernels(self, config: PretrainConfig, layer: LayerSpec) -> Iterator[TimedKernel]:
+        """Yield all kernels of one layer for one micro-batch, in no particular order.
+
+        config: with parallel.data filled in. Memory traffic is that of fused kernels: a norm reads and writes its rows
+        once, bias and activation are one kernel, and so are dropout and the residual sum.
+        """
+        costs = layout_costs(config, device=device_type(self.device), layers=(layer,))
+        shape = costs.shape(layer)
+        for op in costs.ops(layer):
+            for kernel in op.kernels():
+                chosen = self._unfused_loss(kernel, shape) if self.megatron_kernels else kernel
+                if chosen is not None:
+                    yield TimedKernel(chosen.name, chosen.phase, self._time(chosen, shape))
+
+    def _unfused_loss(self, kernel: Kernel, shape: MicrobatchShape) -> Kernel | None:
+        """Return a kernel as Megatron-LM runs it: its loss is a sequence of kernels and never recomputes logits."""
+        if kernel.name != "loss" or not kernel.moved:
+            return kernel
+        logits = kernel.moved / (3 * shape.width)
+        return None if kernel.phase == "recompute" else kernel._replace(moved=logits * UNFUSED_LOSS_BYTES)
+
+    def _time(self, kernel: Kernel, shape: MicrobatchShape) -> KernelTime:
+        # This project's kernels store no dropout mask: the backward recomputes it from indices.
+        moved = None if kernel.moved is None else kernel.moved + kernel.mask * self.megatron_kernels
+        if kernel.product is None:
+            return memory_bound_time(self.device, moved or 0.0)
+        dtype = kernel.dtype if kernel.dtype in self.device.peak_flops else shape.precision
+        rows, inner, columns, batch = kernel.product
+        time = matrix_product_time(self.device, rows, inner, columns, dtype, batch, kernel.out_bytes)
+        if moved is not None:
+            return KernelTime(kernel.compute * time.compute, moved / self.device.reached_bandwidth, time.launch)
+        return KernelTime(*(kernel.times * each for each in (time.compute, time.memory, time.launch)))
 
     def update(self, config: PretrainConfig, layer: LayerSpec, unit: Unit) -> float:
         """Return the seconds to update a state unit, which do not depend on the micro-batches."""

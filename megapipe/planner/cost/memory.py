@@ -6,7 +6,7 @@ other rank has the same layers as one of these.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Literal, NamedTuple, cast
@@ -126,15 +126,15 @@ class LayerSizes:
     def held(self, order: Order, cut: "Cut", by_layer: bool) -> tuple[list[int], list[int], list[int]]:
         """Return for each rank the peak bytes of activations after any action, by how much the peak within an action
         exceeds this, and the bytes of messages. by_layer: whether micro-batches pass stages layer by layer."""
-        header, walk = stage_walk(order)
+        walk = stage_walk(order)
         within = walk.held(self._sizes(cut, order.splits, "within", range(len(cut.ranks))))
         lasting = within.activations
         if by_layer:
             lasting = lasting + walk.temporaries(self._sizes(cut, order.splits, "after", range(len(cut.ranks))))
         peak = within.activations + within.temporaries + within.sent
         temporaries = np.maximum(0.0, walk.by_rank(peak) - walk.by_rank(lasting + within.sent))
-        slots = np.where(cut.arrives, header.activation_slots, 0)
-        slots[:-1] += np.where(cut.local, 0, header.gradient_slots)[:-1]
+        slots = np.where(cut.arrives, walk.header.activation_slots, 0)
+        slots[:-1] += np.where(cut.local, 0, walk.header.gradient_slots)[:-1]
         messages = np.bincount(cut.ranks, slots) * self.stream + walk.by_rank(within.sent)
         parts = walk.by_rank(lasting), temporaries, messages
         rounded: list[list[int]] = [each.round().astype(int).tolist() for each in parts]
@@ -222,9 +222,8 @@ class StateSizes:
         here = {spec.name for layer in layers for spec in layer.parameters.values()}
         units += [(tied_unit(names, layers), 1) for names in self.tied if names[0] in here]
         state = partial(self.of_units.state, num_versions=versions, gradient_buffers=buffers)
-        states = [(state(unit), count) for unit, count in units]
-        parts = (field.name for field in fields(StateBytes))
-        return StateBytes(*(sum(getattr(each, part) * count for each, count in states) for part in parts))
+        states = [[count * part for part in state(unit)] for unit, count in units]
+        return StateBytes(*map(sum, zip(*states, strict=True)))
 
     @cached_method
     def by_rank(self, cut: "Cut", policy: Policy) -> list[StateBytes]:
@@ -344,7 +343,7 @@ def rank_memories(
     if states.of_units.shards > 1 and (zero.stage >= 2 or any(states.summands)):
         buffers = states.buffers(short, *sharding_of(run, cut), cut)
     ranks = zip(states.by_rank(cut, policy), activations, buffers, messages, temporaries, strict=True)
-    return tuple(RankMemory(*vars(state).values(), *others) for state, *others in ranks)
+    return tuple(RankMemory(*state, *others) for state, *others in ranks)
 
 
 def least_bytes(orders: RankOrders, layers: LayerSizes, states: StateSizes) -> float:

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.prediction import RankPrediction, predict_rank
@@ -66,28 +65,32 @@ def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
 
     schedule: lowered schedule of the run, which determines the state of each rank.
     """
-    host, moved, costs = run.host, run.moved, run.costs
-    layers = run.stages.layers
+    host, moved, costs, layers = run.host, run.moved, run.costs, run.stages.layers
     activations = {
         (stage, unit): host.seconds(costs.kept(layers[run.stages.ranges[stage][unit]]))
         for stage, units in enumerate(moved.units)
         for unit in units
     }
-    state = dict[tuple[int, int], float]()
-    if moved.optimizer:
-        shape = MeshShape(run.placement.sizes)
-        for coordinate in range(run.pipeline):
-            place = {"data": 0, "pipeline": coordinate, "context": 0, "tensor": 0}
-            rank = predict_rank(run.config, schedule, shape.rank_of(place))
-            state |= {place: host.seconds(rank.in_host_of(place)) for place in rank.units}
+    state = {
+        place: host.seconds(rank.in_host_of(place))
+        for rank in (_predictions(run, schedule) if moved.optimizer else ())
+        for place in rank.units
+    }
     weights = dict[tuple[int, int], float]()
     if run.config.offload.weights:
-        size = ELEMENT_BYTES[costs.precision]
         for stage, members in enumerate(run.stages.ranges):
-            units = [unit for index in members for unit in layer_units(layers[index], run.tied, run.config.zero)]
-            seconds = (host.seconds(costs.of_units.elements(unit) * size) for unit in units)
-            weights |= {(stage, number): each for number, each in enumerate(seconds)}
+            units = (unit for index in members for unit in layer_units(layers[index], run.tied, run.config.zero))
+            for number, unit in enumerate(units):
+                size = costs.of_units.elements(unit) * ELEMENT_BYTES[costs.precision]
+                weights[stage, number] = host.seconds(size)
     return HostCopies(activations, state, weights)
+
+
+def _predictions(run: RunLayout, schedule: Schedule) -> Iterator[RankPrediction]:
+    """Yield the prediction of one rank of each pipeline coordinate. schedule: lowered. Ranks that differ only in other
+    coordinates hold the same."""
+    first = predict_rank(run.config, schedule, 0, device=hardware_device_type(run.hardware))
+    yield from (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline))
 
 
 def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCopies) -> StageCosts:
@@ -147,19 +150,13 @@ def simulated(
     schedule = lowered_schedule(run.config, run.stages)
     costs = stage_costs(run, layers)
     of_actions = _action_costs(run, layers, schedule.header, assumptions)
-    measured = run.hardware.measured if contended else None
+    measured, processes = run.hardware.measured if contended else None, run.world_size // run.pipeline
+    share = traffic_share(run.placement.nodes[0].inside, run.costs.replicas)
 
     def simulated_for(of_actions: Costs, steps: int) -> Simulation:
         if measured is None:
             return simulate(schedule, of_actions, steps)
-        return simulate_measured(
-            schedule,
-            of_actions,
-            measured,
-            processes=run.world_size // run.pipeline,
-            traffic_share=traffic_share(run.placement.nodes[0].inside, run.costs.replicas),
-            steps=steps,
-        )
+        return simulate_measured(schedule, of_actions, measured, processes=processes, traffic_share=share, steps=steps)
 
     def timed(of_actions: Costs) -> tuple[Simulation, float]:
         if schedule.flushes:
@@ -275,26 +272,13 @@ def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float
 def exact_memories(run: RunLayout, schedule: Schedule) -> tuple[RankMemory, ...]:
     """Return the memory of every pipeline coordinate, by a walk through the actions of its rank.
 
-    schedule: lowered schedule. State in host memory is not counted. Ranks that differ only in other coordinates hold
-    the same.
+    schedule: lowered schedule. State in host memory is not counted.
     """
-    rank = MeshShape(run.placement.sizes).rank_of({"data": 0, "pipeline": 0, "context": 0, "tensor": 0})
-    first = predict_rank(run.config, schedule, rank, device=hardware_device_type(run.hardware))
     memories = []
-    for exact in (replace(first, pipeline_rank=coordinate) for coordinate in range(run.pipeline)):
+    for exact in _predictions(run, schedule):
         peak, lasting = exact.peak(), _on_device(exact)
-        memories.append(
-            RankMemory(
-                lasting.weights,
-                lasting.master,
-                lasting.gradients,
-                lasting.moments,
-                peak.activations,
-                peak.weights + peak.gradients + peak.summands + peak.reloaded,
-                exact.messages + peak.sent,
-                exact.temporaries(),
-            )
-        )
+        buffers, messages = sum(peak[:4]), exact.messages + peak.sent
+        memories.append(RankMemory(*lasting, peak.activations, buffers, messages, exact.temporaries()))
     return tuple(memories)
 
 
@@ -453,9 +437,6 @@ def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemor
 
 def _recomputed_flops(run: RunLayout) -> int:
     """Return the FLOPs of a micro-batch in layers that are recomputed as a whole."""
-    spans = run.recomputed
-    ranges = run.stages.ranges
-    again = Counter(
-        run.classes[ranges[stage].start + unit] for stage, parts in enumerate(spans) for span in parts for unit in span
-    )
+    stages = zip(run.stages.ranges, run.recomputed, strict=False)  # there are no spans at all without recomputation
+    again = Counter(run.classes[members[unit]] for members, spans in stages for span in spans for unit in span)
     return sum(run.flops[kind].forward * count for kind, count in again.items())

@@ -16,7 +16,6 @@ from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules import Kind, Options, Schedule
 from megapipe.schedules.actions import KIND, STAGE
-from megapipe.schedules.build import order
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
@@ -96,7 +95,7 @@ def step_seconds(
 @lru_cache(maxsize=64)
 def _graphs(name: str, options: tuple[tuple[str, object], ...], ranks: int, count: int) -> tuple[OrderGraph, ...]:
     """Return the graph of one step; without a flush, return the graphs of `STEPS` / 2 and of `STEPS` steps."""
-    schedule = order(name, ranks, count, **dict(options))  # type: ignore[arg-type]
+    schedule = Order(name, options, ranks, count).actions
     return tuple(OrderGraph(schedule, steps) for steps in ((1,) if schedule.flushes else (STEPS // 2, STEPS)))
 
 
@@ -113,7 +112,7 @@ def split_fractions(schedule: Schedule) -> Floats:
 def _split_fractions(full: Order) -> Floats:
     """Return the fractions of an order; one of few micro-batches shows whether it splits all backwards."""
     for asked in (full.short()[0], full):
-        fractions = split_fractions(order(asked.name, asked.num_ranks, asked.num_microbatches, **asked.given))
+        fractions = split_fractions(asked.actions)
         if (fractions == 1.0).all():
             break
     return fractions

@@ -1,9 +1,9 @@
-"""Galvatron's search: batch size, pipeline degree, micro-batches and a strategy for every layer.
+"""Galvatron's search: pipeline degree, micro-batches and a strategy for every layer.
 
 Miao et al. (2022), "Galvatron: Efficient Transformer Training over Multiple GPUs Using Automatic Parallelism", arXiv
-2211.13878. A decision tree contains the strategies that a layer may use. The optimization algorithm tries growing
-batches until none fits. For every pipeline degree, it cuts layers into stages and chooses the strategies of each by
-dynamic programming over layers and memory.
+2211.13878. A decision tree contains the strategies that a layer may use. For every pipeline degree, the optimization
+algorithm cuts layers into stages and chooses the strategies of each by dynamic programming over layers and memory. The
+batch size is that of the run, whereas the paper's algorithm also tries growing batches until none fits.
 
 The costs of a layer under a strategy come from its ops in the configuration with this strategy (`OpCosts`): kernels
 from the times of layers, collectives from its exchanges on the links of the strategy's groups, and bytes from the ops'
@@ -12,7 +12,7 @@ same number of replicas; their sharding and recomputation may differ (`parallel.
 shows whether supporting them would be worthwhile.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, permutations, product
@@ -139,33 +139,40 @@ class Plan:
 
     @property
     def sequences_per_second(self) -> float:
-        """Return the throughput, which the search maximizes."""
+        """Return the throughput."""
         return self.batch_size / self.seconds
 
 
-def search(costs: "OpCosts", batch_sizes: Iterable[int], *, recompute: bool = True, units: int = 512) -> Plan:
-    """Return the plan with the most sequences per second. The search tries batch sizes in ascending order, up to the
-    first one that does not fit.
+def search(costs: "OpCosts", batch_size: int, *, units: int = 512) -> Plan:
+    """Return the fastest plan over all pipeline degrees and numbers of micro-batches; on a tie the first plan. Shapes
+    whose lower bound is too slow are skipped.
 
-    recompute: also try strategies with recomputation. units: number of parts into which the dynamic programming
-    divides the memory. The numbers of micro-batches are powers of 2. Raises ValueError if the number of devices is not
-    a power of 2, or there is no batch size for which a plan fits.
+    units: number of parts into which the dynamic programming divides the memory. The numbers of micro-batches are
+    powers of 2. Raises ValueError if the number of devices is not a power of 2, or no plan fits.
     """
     if costs.devices & (costs.devices - 1):
         raise ValueError(f"devices must be a power of 2, got {costs.devices}")
-    plans: list[Plan] = []
-    sizes = sorted(set(batch_sizes))
-    for batch_size in sizes:
-        fastest = _fastest(costs, batch_size, recompute, units)
-        if fastest is None:
+    shapes = [
+        _Shape(costs, options, depth, microbatches, batch_size // microbatches)
+        for depth in (2**power for power in range(costs.devices.bit_length()))
+        if depth <= len(costs.kinds)
+        for microbatches in (2**power for power in range(batch_size.bit_length()))
+        if batch_size % microbatches == 0
+        if (options := _options(costs, depth, batch_size // microbatches))
+    ]
+    best, seconds, place = None, inf, len(shapes)
+    for bound, at in sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes)):
+        if bound > seconds:
             break
-        plans.append(fastest)
-    if not plans:
+        plan = shapes[at].plan(units, seconds)
+        if plan is not None and (plan.seconds, at) < (seconds, place):
+            best, seconds, place = plan, plan.seconds, at
+    if best is None:
         raise ValueError(
             f"no strategy of {costs.devices} devices fits {costs.memory_bytes:.4g} bytes per device at a batch of "
-            f"{min(sizes, default=0)}; use more memory or devices, or smaller batch sizes with more factors of 2"
+            f"{batch_size}; use more memory or devices, or smaller batch sizes with more factors of 2"
         )
-    return max(plans, key=lambda plan: plan.sequences_per_second)
+    return best
 
 
 def iteration_seconds(
@@ -182,30 +189,9 @@ def iteration_seconds(
     return float(step_seconds(ScheduleConfig.name, {}, costs, microbatches, [after])[0, 0])
 
 
-def _fastest(costs: "OpCosts", batch_size: int, recompute: bool, units: int) -> Plan | None:
-    """Return the fastest plan of one batch size, over all pipeline degrees and numbers of micro-batches; on a tie the
-    first plan, and None if none fits. Shapes whose lower bound is too slow are skipped."""
-    shapes = [
-        _Shape(costs, options, depth, microbatches, batch_size // microbatches)
-        for depth in (2**power for power in range(costs.devices.bit_length()))
-        if depth <= len(costs.kinds)
-        for microbatches in (2**power for power in range(batch_size.bit_length()))
-        if batch_size % microbatches == 0
-        if (options := _options(costs, depth, batch_size // microbatches, recompute))
-    ]
-    best, seconds, place = None, inf, len(shapes)
-    for bound, at in sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes)):
-        if bound > seconds:
-            break
-        plan = shapes[at].plan(units, seconds)
-        if plan is not None and (plan.seconds, at) < (seconds, place):
-            best, seconds, place = plan, plan.seconds, at
-    return best
-
-
-def _options(costs: "OpCosts", depth: int, micro_size: int, recompute: bool) -> tuple[Strategy, ...]:
+def _options(costs: "OpCosts", depth: int, micro_size: int) -> tuple[Strategy, ...]:
     """Return the strategies that can divide both the model and a micro-batch."""
-    every = stage_strategies(costs.devices, depth, recompute=recompute)
+    every = stage_strategies(costs.devices, depth, recompute=True)
     return tuple(each for each in every if micro_size % each.replicas == 0 and costs.valid(each))
 
 
@@ -394,7 +380,7 @@ def per_layer(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[
     times = shared(slowest_roofline([hardware.groups[0].device], config.training.precision))
     costs = OpCosts(config, hardware, devices, times)
     try:
-        plan = search(costs, [config.batch.global_size], units=128)
+        plan = search(costs, config.batch.global_size, units=128)
     except ValueError as error:
         raise ConfigError(f"per-layer plan: {error}") from error
     return _as_json(plan, [each.name for each in costs.layers], config)

@@ -205,14 +205,9 @@ class Configuration:
     sequences_per_second: float = 0.0
 
     @property
-    def microbatches(self) -> int:
-        """Return m(b) = B / (w b), the number of micro-batches of a replica in one batch."""
-        return self.batch_size // (self.width * self.micro_size)
-
-    @property
     def accumulation(self) -> int:
         """Return g = B / (w d b). A replica's batch has m = d g micro-batches, so 2BW's condition m >= d holds."""
-        return self.microbatches // self.depth
+        return self.batch_size // (self.width * self.depth * self.micro_size)
 
 
 def sequences_per_second(

@@ -155,7 +155,7 @@ def test_mixed_nodes_run_at_the_slower_kinds_pace() -> None:
     )
     placement = Placement(Hardware("mixed", (fast, slow)), {"tensor": 2, "data": 4})
     assert [placement.node_of(rank) for rank in range(8)] == [0, 0, 0, 0, 1, 1, 2, 2]
-    assert [placement.device_of(rank).name for rank in (3, 4)] == ["a", "b"]
+    assert [placement.nodes[placement.node_of(rank)].device.name for rank in (3, 4)] == ["a", "b"]
     assert {group.inside.bandwidth for group in placement.groups("tensor")} == {50.0 * 2, 60.0}
     (replicas,) = placement.groups("data")
     assert (replicas.members, replicas.inside) == ((2, 1, 1), IntraNodeLink(2.0, 60.0, 50.0))

@@ -125,10 +125,9 @@ def test_closed_memory_is_the_exact_one(values: dict[str, Any]) -> None:
     closed, exact = estimate(config, SELENE).memory, predict(config, SELENE).estimate.memory
     assert len(closed) == len(exact) == config.parallel.pipeline
     for one, other in zip(closed, exact, strict=True):
-        assert min(vars(one).values()) >= 0
+        assert min(one) >= 0
         assert 0.99 * other.total <= one.total <= 1.05 * other.total
-        state = ("weights", "master", "gradients", "moments")
-        assert [getattr(one, part) for part in state] == [getattr(other, part) for part in state]
+        assert one[:4] == other[:4], "the state"
 
 
 @given(LAYOUTS, st.floats(1.0, 20.0))

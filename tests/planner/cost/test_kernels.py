@@ -8,7 +8,7 @@ from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Efficiency
 from megapipe.layout.units import Unit
-from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES, LayerKernels, LayerTimes, RooflineTimes
+from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES, LayerTimes, RooflineTimes
 from megapipe.spec.layers import layer_flops, model_layers
 from tests.planner.cost.runs import SMALL, config_of, machine
 
@@ -21,7 +21,10 @@ SHAPES = {
 
 
 def flops_of(config: PretrainConfig, layer, phase: str) -> float:  # type: ignore[no-untyped-def]
-    return sum(each.time.compute for each in LayerKernels(config, layer, DEVICE) if each.phase == phase) * PEAK
+    return (
+        sum(each.time.compute for each in RooflineTimes(DEVICE).timed_kernels(config, layer) if each.phase == phase)
+        * PEAK
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -49,13 +52,19 @@ def test_fused_causal_attention_computes_half_the_scores() -> None:
     pairs = 2 * 2 * SMALL.hidden_size * 1024**2
     config = config_of(replace(SMALL, attention="sdpa"))
     fused = {
-        each.phase: each.time.compute * PEAK for each in LayerKernels(config, block, DEVICE) if "fused" in each.name
+        each.phase: each.time.compute * PEAK
+        for each in RooflineTimes(DEVICE).timed_kernels(config, block)
+        if "fused" in each.name
     }
     assert fused == pytest.approx({"forward": pairs / 2, "backward_input": 2.5 * pairs / 2})
     bert = BertModelConfig(num_layers=2, hidden_size=2048, num_heads=16, attention="sdpa")
     run = BertPretrainConfig(model=bert)
     run.training.precision = "bf16"
-    both = [e for e in LayerKernels(run, model_layers(bert)[1], DEVICE) if "fused" in e.name and e.phase == "forward"]
+    both = [
+        e
+        for e in RooflineTimes(DEVICE).timed_kernels(run, model_layers(bert)[1])
+        if "fused" in e.name and e.phase == "forward"
+    ]
     assert both[0].time.compute * PEAK == pytest.approx(2 * 2 * 2048 * 512**2)
 
 
@@ -64,10 +73,10 @@ def test_memory_bound_kernels_take_bytes_over_reached_bandwidth() -> None:
     config = config_of(batch={"micro_size": 2})
     stream = 2 * 1024 * SMALL.hidden_size * 2
     block, head = model_layers(SMALL)[1], model_layers(SMALL)[-1]
-    norm = next(each for each in LayerKernels(config, block, device) if each.name == "mlp_norm")
+    norm = next(each for each in RooflineTimes(device).timed_kernels(config, block) if each.name == "mlp_norm")
     assert norm.time.seconds == pytest.approx(2 * stream / 1e12)
     fused, unfused = (
-        next(each for each in LayerKernels(config, head, device, apart) if each.name == "loss")
+        next(each for each in RooflineTimes(device, apart).timed_kernels(config, head) if each.name == "loss")
         for apart in (False, True)
     )
     assert fused.time.seconds == pytest.approx(3 * 2 * 1024 * 1024 * 2 / 1e12)

@@ -49,7 +49,7 @@ def test_a_coordinate_has_what_its_smallest_device_has(
     least = [float("inf")] * pipeline
     for rank in range(placement.num_ranks):
         at = rank // (tensor * context) % pipeline
-        least[at] = min(least[at], placement.device_of(rank).memory_bytes)
+        least[at] = min(least[at], placement.nodes[placement.node_of(rank)].device.memory_bytes)
     assert placement.memory_limits == tuple(least)
 
 
@@ -101,7 +101,7 @@ def test_budgets_hold_and_more_memory_never_slows_the_best(
             placement, inner = Placement(hardware, sizes_of), sizes_of["context"] * sizes_of["tensor"]
             for rank in range(devices):
                 needed = answer.memory[rank // inner % sizes_of["pipeline"]].total
-                assert needed <= placement.device_of(rank).memory_bytes
+                assert needed <= placement.nodes[placement.node_of(rank)].device.memory_bytes
         return findings.best.estimate.step_seconds
 
     larger = tuple(each * (more if at == group else 1.0) for at, each in enumerate(memory))
