@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from megapipe.config.parallel import MeshShape, Partition
-from megapipe.parallel.groups import CommunicationError, Group, ReduceOperation, Work
+from megapipe.parallel.groups import CommunicationError, Group, ReduceOperation, Work, awaited_unless
 from megapipe.parallel.links import Edge, LinkEnd, Transfer
 from megapipe.parallel.mesh import Mesh
 
 
 class ThreadWorld:
-    """State that the threads share: one condition to wait on, and the failure that ends every wait.
+    """State that the threads share: one condition to wait on, the failure that ends every wait, and the boards.
 
     Args:
         size: number of thread ranks.
@@ -34,6 +34,12 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.failed_rank: int | None = None
         self._failure: BaseException | None = None
+        self._boards: dict[tuple[str, tuple[int, ...]], ThreadBoard] = {}
+
+    def board(self, name: str, ranks: tuple[int, ...]) -> "ThreadBoard":
+        """Return the board of group `name` of `ranks`; the first member that calls this creates it."""
+        with self.changed:
+            return self._boards.setdefault((name, ranks), ThreadBoard(self, ranks))
 
     def fail(self, rank: int, error: BaseException) -> None:
         """End every current and future wait, because `rank` will not answer any more. The first failure is
@@ -65,7 +71,7 @@ class Deposit:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._event = _recorded_event(tensor)
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def take(self) -> Tensor:
         """Return the tensor, after the current stream has been made to wait for the operations that produced it."""
@@ -74,10 +80,6 @@ class Deposit:
             stream.wait_event(self._event)
             self._tensor.record_stream(stream)
         return self._tensor
-
-
-def _recorded_event(tensor: Tensor) -> torch.cuda.Event | None:
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 class _Round:
@@ -111,9 +113,7 @@ class ThreadGroup(Group):
         # Post a copy, so that a member that has read all values can continue and overwrite its tensor.
         number = self._post(_described(f"all_reduce {op}", tensor), Deposit(tensor.detach().clone()))
         work = _ThreadWork(self, number, lambda deposits: _reduce_into(tensor.detach(), deposits, op))
-        if not async_op:
-            work.wait()
-        return work
+        return awaited_unless(async_op, work)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self.start_all_gather(tensor)()
@@ -159,14 +159,11 @@ class ThreadGroup(Group):
             if self.rank != source:  # autograd may have saved the source's tensor, which must not count as modified
                 tensor.detach().copy_(deposits[source])
 
-        work = _ThreadWork(self, number, finish)
-        if not async_op:
-            work.wait()
-        return work
+        return awaited_unless(async_op, _ThreadWork(self, number, finish))
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         number = self._post(_described("shift", tensor), Deposit(tensor.detach().clone()))
-        return _ThreadShift(self, number, into.detach())
+        return _ThreadWork(self, number, lambda deposits: into.detach().copy_(deposits[self.rank - 1]))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._read(self._post("all_gather_object", value))
@@ -213,7 +210,7 @@ class ThreadGroup(Group):
 class _ThreadWork(Work):
     """A collective that was started; `finish` takes every member's tensor, in rank order."""
 
-    def __init__(self, group: ThreadGroup, number: int, finish: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, group: ThreadGroup, number: int, finish: Callable[[list[Tensor]], object]) -> None:
         self._group = group
         self._number = number
         self._finish = finish
@@ -222,19 +219,6 @@ class _ThreadWork(Work):
     def wait(self) -> None:
         if not self._finished:
             self._finish([deposit.take() for deposit in self._group._read(self._number)])
-            self._finished = True
-
-
-class _ThreadShift(Work):
-    def __init__(self, group: ThreadGroup, number: int, into: Tensor) -> None:
-        self._group = group
-        self._number = number
-        self._into = into
-        self._finished = False
-
-    def wait(self) -> None:
-        if not self._finished:
-            self._into.copy_(self._group._read(self._number)[self._group.rank - 1].take())
             self._finished = True
 
 
@@ -259,26 +243,13 @@ class InProcessMesh(Mesh):
         threads: what all ranks of the mesh share.
     """
 
-    def __init__(self, shape: MeshShape, rank: int, device: torch.device, threads: "InProcessWorld") -> None:
+    def __init__(self, shape: MeshShape, rank: int, device: torch.device, threads: ThreadWorld) -> None:
         self.threads = threads
         super().__init__(shape, rank, device, self._thread_group)
 
     def _thread_group(self, name: str, partition: Partition) -> Group | None:
         mine = next((ranks for ranks in partition if self.rank in ranks), None)
         return None if mine is None else ThreadGroup(name, self.threads.board(name, mine), self.rank)
-
-
-class InProcessWorld(ThreadWorld):
-    """The shared part of all in-process groups: one board for each group of ranks."""
-
-    def __init__(self, size: int, timeout: float) -> None:
-        super().__init__(size, timeout)
-        self._boards: dict[tuple[str, tuple[int, ...]], ThreadBoard] = {}
-
-    def board(self, name: str, ranks: tuple[int, ...]) -> ThreadBoard:
-        """Return the board of group `name` of `ranks`; the first member that calls this creates it."""
-        with self.changed:
-            return self._boards.setdefault((name, ranks), ThreadBoard(self, ranks))
 
 
 def in_process_meshes(
@@ -292,7 +263,7 @@ def in_process_meshes(
         timeout: seconds that a rank waits for its peers.
     """
     shape = MeshShape(sizes)
-    world = InProcessWorld(shape.world_size, timeout)
+    world = ThreadWorld(shape.world_size, timeout)
     return [InProcessMesh(shape, rank, torch.device(device), world) for rank in range(shape.world_size)]
 
 
@@ -329,7 +300,7 @@ class _Posted(Transfer):
     def __init__(self, world: ThreadWorld, link: LinkEnd, number: int, tensor: Tensor) -> None:
         self._world = world
         self._link = link
-        self._number = number
+        self.number = number
         self._device = tensor.device
         self.deposit = Deposit(tensor)
         self.copied: torch.cuda.Event | None = None
@@ -337,7 +308,7 @@ class _Posted(Transfer):
 
     def wait(self) -> None:
         with self._world.changed:
-            self._world.wait_for(lambda: self.finished, lambda: self._link.waiting(self._number), self._link.timeout)
+            self._world.wait_for(lambda: self.finished, lambda: self._link.waiting(self.number), self._link.timeout)
         if self.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self.copied)
 
@@ -357,27 +328,13 @@ class InProcessLink(LinkEnd):
         super().__init__(edge, group, timeout)
         self._world = world
         self._meeting = meeting
-        self._started = 0
 
-    def send(self, tensor: Tensor) -> Transfer:
-        if not self._sends:
-            return super().send(tensor)
-        self.check_size(tensor)
-        return self._post(tensor, self._meeting.sends)
-
-    def receive(self, into: Tensor) -> Transfer:
-        if self._sends:
-            return super().receive(into)
-        self.check_buffer(into)
-        return self._post(into, self._meeting.receives)
-
-    def _post(self, tensor: Tensor, mine: deque[_Posted]) -> Transfer:
-        posted = _Posted(self._world, self, self._started, tensor.detach())
-        self._started += 1
+    def _start(self, tensor: Tensor) -> Transfer:
+        posted, meeting = _Posted(self._world, self, next(self._numbers), tensor.detach()), self._meeting
         with self._world.changed:
-            mine.append(posted)
-            if self._meeting.sends and self._meeting.receives:
-                self._copy(posted._number, self._meeting.sends.popleft(), self._meeting.receives.popleft())
+            (meeting.sends if self._sends else meeting.receives).append(posted)
+            if meeting.sends and meeting.receives:
+                self._copy(posted.number, meeting.sends.popleft(), meeting.receives.popleft())
                 self._world.changed.notify_all()
         return posted
 

@@ -146,14 +146,15 @@ class SharedMemorySender(SharedMemoryLink):
     def is_short_of_slots(self) -> bool:
         return bool(self._queued)
 
-    def send(self, tensor: Tensor) -> Transfer:
-        transfer = self.enqueue(tensor)
-        transfer.wait()
+    def _start(self, tensor: Tensor) -> Transfer:
+        self.enqueue(tensor).wait()
         return FINISHED
 
     def enqueue(self, tensor: Tensor) -> Transfer:
-        """Send without waiting. If no slot is free, the message is sent while this rank waits for any of its links."""
-        self.check_size(tensor)
+        """Send without waiting. If no slot is free, the message is sent while this rank waits for any of its links.
+
+        tensor: not larger than a slot.
+        """
         self.deliver()
         slot = None if self._queued else self._ring.take_free()
         if slot is not None:
@@ -214,22 +215,20 @@ class SharedMemoryReceiver(SharedMemoryLink):
     ) -> None:
         super().__init__(edge, group, timeout, connection, ring, links)
         self._posted: deque[_Receive | _Borrowed] = deque()
-        self._started = 0
         self._on_loan = 0
 
     @property
     def is_short_of_slots(self) -> bool:
         return len(self._posted) > len(self._ring.slots) - self._on_loan
 
-    def receive(self, into: Tensor) -> Transfer:
-        self.check_buffer(into)
-        transfer = _Receive(self, self._number(), into.detach())
+    def _start(self, tensor: Tensor) -> Transfer:
+        transfer = _Receive(self, next(self._numbers), tensor.detach())
         self._posted.append(transfer)
         self.deliver()
         return transfer
 
     def borrow(self, like: Tensor) -> Loan:
-        loan = _Borrowed(self, self._number(), self._slots_like(like), like.nbytes)
+        loan = _Borrowed(self, next(self._numbers), self._slots_like(like), like.nbytes)
         self._posted.append(loan)
         return loan
 
@@ -254,10 +253,6 @@ class SharedMemoryReceiver(SharedMemoryLink):
         """Free a slot that is on loan."""
         self._on_loan -= 1
         self._ring.hand_back(slot)
-
-    def _number(self) -> int:
-        self._started += 1
-        return self._started - 1
 
     def _complete(self, slot: int, num_bytes: int) -> None:
         receive = self._posted.popleft()
@@ -329,6 +324,12 @@ def host_identity() -> tuple[str, str]:
         return "", ""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.readlink("/proc/self/ns/net")
+
+
+def memory_is_shared(group: Group) -> bool:
+    """Return whether shared-memory links work between all members. A collective call."""
+    hosts = set(group.all_gather_object(host_identity()))
+    return len(hosts) == 1 and ("", "") not in hosts
 
 
 def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> dict[Edge, LinkEnd]:
@@ -444,8 +445,7 @@ class SharedMemoryExchange:
     @classmethod
     def within_host(cls, group: DistributedGroup, timeout: float) -> "SharedMemoryExchange | None":
         """Return an exchange; None if members are on several hosts, or the system is not Linux. A collective call."""
-        hosts = set(group.all_gather_object(host_identity()))
-        return cls(group, timeout) if len(hosts) == 1 and ("", "") not in hosts else None
+        return cls(group, timeout) if memory_is_shared(group) else None
 
     def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Transfer]:
         """Send every peer its piece, and post a receive from every peer. pieces, received: flat tensors by group rank.
