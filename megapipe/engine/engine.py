@@ -6,7 +6,7 @@ actions. So does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays fu
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -15,7 +15,7 @@ from megapipe.engine.pairs import HalfError, TwoStreams
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import WHOLE, Stage, UnitError, unit_states
-from megapipe.engine.step import EngineError, StepInput, StepResult, StepState, finished
+from megapipe.engine.step import EngineError, StepInput, StepResult, StepState, action_words, finished
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.actions import Kind
@@ -75,7 +75,6 @@ class Engine:
         program = self._program(transfers, reductions)
         self._compiled = {name: self._overlapped(self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = self._compiled
-        self._snapshots: list[Instruction] | None = None
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
         self._broken_by: str | None = None
@@ -229,15 +228,13 @@ class Engine:
             )
         return result
 
-    @property
+    @cached_property
     def _snapshot_instructions(self) -> Sequence[Instruction]:
         """Instructions at the start of a step that copies its state; the other instructions are unchanged."""
-        if self._snapshots is None:
-            schedule = with_snapshots(self.schedule)
-            program = Program(schedule, self._rank, self._stages, self._transfers, self._reductions, self._swaps)
-            compiled = self._wrapped(program.compile("body" if self._flushes else "prologue"))
-            self._snapshots = [each for each in compiled if each.action.kind == Kind.SNAPSHOT]
-        return self._snapshots
+        schedule = with_snapshots(self.schedule)
+        program = Program(schedule, self._rank, self._stages, self._transfers, self._reductions, self._swaps)
+        compiled = self._wrapped(program.compile("body" if self._flushes else "prologue"))
+        return [each for each in compiled if each.action.kind == Kind.SNAPSHOT]
 
     def _execute(self, section: SectionName, steps: Sequence[StepState], before: Sequence[Instruction] = ()) -> None:
         """Run the actions of a section. steps: those in progress, its own first. before: instructions to run first."""
@@ -269,22 +266,14 @@ class Engine:
             raise EngineError(self._broken_by) from error
 
     def _failure(
-        self,
-        instruction: Instruction,
-        steps: Sequence[StepState],
-        error: BaseException | None,
-        unit: int | None = None,
+        self, instruction: Instruction, steps: Sequence[StepState], error: BaseException | None, unit: int | None
     ) -> EngineError:
         action, step = instruction.action, steps[instruction.offset].input.step
         if unit is not None and action.unit != WHOLE:
             unit += action.unit
         name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
-        fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
-        place = (
-            f"pipeline rank {self._rank}, step {step}, action {instruction.number} of {self._header.name}: "
-            f"{action.kind.name} {' '.join(fields)}".rstrip()
-        )
-        self._broken_by = f"{place}{name}: {error}"
+        place = f"pipeline rank {self._rank}, step {step}, action {instruction.number} of {self._header.name}"
+        self._broken_by = f"{place}: {action_words(action)}{name}: {error}"
         return EngineError(self._broken_by, action, steps, unit)
 
     def _unit_name(self, stage: int, unit: int) -> str:

@@ -65,20 +65,21 @@ class Moves:
         """Return a closure that starts copying activations to host memory, or optimizer state if the action has a
         version. action: counted from its own step, as in all methods of this class."""
         swaps = self._required()
-        if action.version >= 0:
-            state = self._state(action)
-            return lambda step: swaps.offload_state(state)
-        key = action.stage, action.microbatch, action.unit
-        return lambda step: swaps.offload(step.saved[key])
+        return self._moved(action, swaps.offload, swaps.offload_state)
 
     def reload(self, action: Action) -> Closure:
         """Return a closure that starts copying activations or optimizer state, as in `offload`, back to the device."""
         swaps = self._required()
+        return self._moved(action, swaps.reload, swaps.reload_state)
+
+    def _moved(
+        self, action: Action, activations: Callable[[SavedTensors], None], optimizer_state: Callable[[UnitState], None]
+    ) -> Closure:
         if action.version >= 0:
             state = self._state(action)
-            return lambda step: swaps.reload_state(state)
+            return lambda step: optimizer_state(state)
         key = action.stage, action.microbatch, action.unit
-        return lambda step: swaps.reload(step.saved[key])
+        return lambda step: activations(step.saved[key])
 
     def snapshot(self, action: Action) -> Closure:
         """Return a closure that starts copying a unit's state for a checkpoint, if the step makes one."""

@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
 from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import WHOLE, Stage, apart, backward, backward_input, unsplit_parameters
-from megapipe.engine.step import EngineError, StepState
-from megapipe.engine.transfers import Shards, Transfers
+from megapipe.engine.step import EngineError, Key, StepState
+from megapipe.engine.transfers import ReceiveSlots, Sender, Shards, Transfers
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -70,10 +72,10 @@ class Program:
             Kind.BACKWARD: lambda action: moves.backward(action, backward(action)),
             Kind.BACKWARD_INPUT: lambda action: moves.backward(action, backward(action)),
             Kind.BACKWARD_WEIGHT: self._on_shared_state(self._backward_weight),
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECV_ACTIVATION: self._receive_activation,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECV_GRADIENT: self._receive_gradient,
+            Kind.SEND_ACTIVATION: partial(self._send, transfers.send_activation, attrgetter("activations")),
+            Kind.RECV_ACTIVATION: partial(self._receive, transfers.receive_activation),
+            Kind.SEND_GRADIENT: partial(self._send, transfers.send_gradient, attrgetter("gradients")),
+            Kind.RECV_GRADIENT: partial(self._receive, transfers.receive_gradient),
             Kind.GATHER_WEIGHTS: self._gather_weights,
             Kind.RELEASE_WEIGHTS: self._release_weights,
             Kind.REDUCE_COUNTS: lambda action: self._reductions.start_counts,
@@ -133,7 +135,7 @@ class Program:
             if not uses and not adds:
                 return run
             pool, number = self._reductions.gradient_pool, self._update_number(action)
-            copy = self._copy_of(states[0][1], action)
+            copy = self._copy(states[0][1], action)
 
             def run_on_shared_state(step: StepState) -> None:
                 for state in uses:
@@ -203,24 +205,15 @@ class Program:
         key = (action.stage, action.microbatch, action.unit)
         return lambda step: step.tapes.pop(key).backward_weight()
 
-    def _send_activation(self, action: Action) -> Closure:
-        key, sender = (action.stage, action.microbatch), self._transfers.send_activation[action.stage]
-        part = self._part(action)
-        return lambda step: sender.send(step.activations.pop(key), part)
+    def _send(
+        self, senders: Mapping[int, Sender], left: Callable[[StepState], dict[Key, Tensors]], action: Action
+    ) -> Closure:
+        """Return the closure of a send. left: returns the tensors that actions of a step have left to be sent."""
+        key, sender, part = (action.stage, action.microbatch), senders[action.stage], self._part(action)
+        return lambda step: sender.send(left(step).pop(key), part)
 
-    def _send_gradient(self, action: Action) -> Closure:
-        key, sender = (action.stage, action.microbatch), self._transfers.send_gradient[action.stage]
-        part = self._part(action)
-        return lambda step: sender.send(step.gradients.pop(key), part)
-
-    def _receive_activation(self, action: Action) -> Closure:
-        slots, slot = self._transfers.receive_activation[action.stage], action.slot
-        part = self._part(action)
-        return lambda step: slots.post(slot, part)
-
-    def _receive_gradient(self, action: Action) -> Closure:
-        slots, slot = self._transfers.receive_gradient[action.stage], action.slot
-        part = self._part(action)
+    def _receive(self, receives: Mapping[int, ReceiveSlots], action: Action) -> Closure:
+        slots, slot, part = receives[action.stage], action.slot, self._part(action)
         return lambda step: slots.post(slot, part)
 
     def _part(self, action: Action) -> int:
@@ -228,13 +221,15 @@ class Program:
         return action.microbatch % self._header.slices
 
     def _gather_weights(self, action: Action) -> Closure:
-        state, copy = self._state(action), self._copy(action)
+        state = self._state(action)
         if isinstance(state, HostWeights):
             return self._moves.bring_weights(state)
+        copy = self._copy(state, action)
         return lambda step: self._reductions.gather_weights(state, copy(step))
 
     def _release_weights(self, action: Action) -> Closure:
-        state, copy = self._state(action), self._copy(action)
+        state = self._state(action)
+        copy = self._copy(state, action)
         return lambda step: state.release_weights(copy(step))
 
     def _reduce_gradients(self, action: Action) -> Closure:
@@ -279,11 +274,9 @@ class Program:
         """Return the stage and unit of an action, and the number of its update within its step."""
         return action.stage, action.unit, action.microbatch // self._header.microbatches_per_update
 
-    def _copy(self, action: Action) -> Callable[[StepState], int]:
-        """Return a function from a step to the physical weight version of an action. Forward mode uses the newest."""
-        return self._copy_of(self._state(action), action)
-
-    def _copy_of(self, state: UnitState, action: Action) -> Callable[[StepState], int]:
+    def _copy(self, state: UnitState, action: Action) -> Callable[[StepState], int]:
+        """Return a function from a step to the physical version of a state's weights that an action uses. Forward mode
+        uses the newest."""
         version, per_step = action.version, self._header.updates_per_step
         copies = len(state.weights)
         if self._header.mode == "forward":

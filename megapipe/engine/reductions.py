@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,19 +23,13 @@ from torch import Tensor
 
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import Counted, Scalars, StepState, tensor_on
+from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.unit_state import UnitState, sum_partial_gradients
 from megapipe.schedules.schedule import Header
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
-
-
-def run_now(function: Callable[[], Result]) -> Future[Result]:
-    """Run a function immediately, in the caller's thread; exceptions reach the caller."""
-    future: Future[Result] = Future()
-    future.set_result(function())
-    return future
 
 
 class Turns:
@@ -260,28 +254,6 @@ def uncounted_flaw(states: Iterable[UnitState], update: int = 0) -> dict[str, Te
     return {next(iter(gradients)): norms.sum().double() * 0.0}
 
 
-def name_positions(names: Sequence[str]) -> dict[str, int]:
-    """Return the position of every parameter of the whole model in the vector of squared norms: global name order.
-
-    Ranks sum such vectors over the pipeline and tensor groups: entries of other ranks' parameters are zero, so adding
-    them changes no bit.
-    """
-    return {name: position for position, name in enumerate(sorted(set(names)))}
-
-
-class Optimizer(Protocol):
-    """Computes a weight version from the newest one and the reduced gradients."""
-
-    def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
-        """Advance `states` to absolute `version`; every gradient is multiplied by `coefficient` (float32 scalar)."""
-
-    def prepare(self, states: Sequence[UnitState]) -> None:
-        """Allocate the buffers that the first update of `states` would allocate."""
-
-    def rehearse(self, states: Sequence[UnitState]) -> None:
-        """Run the kernels of an update of `states` without changing them."""
-
-
 @dataclass(frozen=True)
 class Communicators:
     """The groups that the engine uses on one rank.
@@ -331,7 +303,7 @@ class Reductions:
         parameter_names: Sequence[str],
         communicators: Communicators,
         clip: Callable[[Tensor], Tensor],
-        optimizer: Optimizer | None,
+        optimizer: FlatOptimizer | None,
         device: torch.device,
         *,
         hidden: bool = False,
@@ -364,7 +336,9 @@ class Reductions:
         if hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
             raise ValueError("hidden sums need a separate group in Communicators.scalars, such as mesh.second_world()")
         self._counted_states = counted_states
-        self._positions = name_positions(parameter_names)
+        # The position of every parameter of the model in the vector of squared norms. Ranks sum such vectors over the
+        # pipeline and tensor groups: entries of other ranks' parameters are zero, so adding them changes no bit.
+        self._positions = {name: position for position, name in enumerate(sorted(set(parameter_names)))}
         balanced = np.array([self._positions[name] for name in balanced_names], np.int64)
         self._balanced = tensor_on(balanced, device)
         self._places: dict[tuple[int, ...], Tensor] = {}
@@ -442,7 +416,8 @@ class Reductions:
         step."""
         self.gradient_pool.finish()
         if not self._hidden:
-            step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
+            step.scalars = Future()
+            step.scalars.set_result(self._shared(step, self._local_scalars(step, update)))
             return
         for work in step.reductions:
             if isinstance(work, GradientReduction):
@@ -511,12 +486,9 @@ class Reductions:
         places: list[int] = []
         counted = [state for state in self._counted_states if self._communicators.replica < state.sharding.count]
         if counted:
-            for name, square in squared_norms(counted, update, self._squared_norm).items():
-                values.append(square)
-                places.append(self._positions[name])
-            for name, flaw in uncounted_flaw(counted, update).items():
-                values.append(flaw)
-                places.append(self._positions[name])
+            squares = squared_norms(counted, update, self._squared_norm) | uncounted_flaw(counted, update)
+            values += squares.values()
+            places += [self._positions[name] for name in squares]
         if self._communicators.counts_loss and step.loss_sums:
             values += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
             places += range(len(self._positions), len(self._positions) + self._loss_terms)

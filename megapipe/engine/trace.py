@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from megapipe.engine.forwards import Closure
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import ReceiveSlots, Transfers
-from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.parallel.groups import Group, ReduceOperation, Work, awaited_unless
 from megapipe.schedules.actions import Kind, write_action
 from megapipe.schedules.measured.traces import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -31,18 +31,9 @@ ROUNDS: Final = 32
 does not count."""
 
 
-class Clock(Protocol):
-    """Marks points in time that are read later."""
-
-    def mark(self) -> Any:
-        """Return a mark for the current time."""
-
-    def nanoseconds(self, mark: Any) -> int:
-        """Return the time of a mark, on the scale of time.perf_counter_ns."""
-
-
 class HostClock:
-    """Host times, for ranks on a CPU."""
+    """Host times, for ranks on a CPU. `mark` returns a mark for the current time, and `nanoseconds` its time on the
+    scale of time.perf_counter_ns."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -52,7 +43,8 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times of the current stream of a GPU: when the device reaches a mark, not when the host launched it."""
+    """Times of the current stream of a GPU, as HostClock: when the device reaches a mark, not when the host launched
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,6 +60,9 @@ class DeviceClock:
     def nanoseconds(self, mark: torch.cuda.Event) -> int:
         mark.synchronize()
         return self._origin_nanoseconds + round(self._origin.elapsed_time(mark) * 1e6)
+
+
+Clock = HostClock | DeviceClock
 
 
 @dataclass(frozen=True)
@@ -274,10 +269,8 @@ class _WatchedGroup(Group):
         self._stopwatch = stopwatch
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        work = _WatchedWork(self._group.all_reduce(tensor, op, async_op=True), self._stopwatch)
-        if not async_op:
-            work.wait()
-        return work
+        work = self._group.all_reduce(tensor, op, async_op=True)
+        return awaited_unless(async_op, _WatchedWork(work, self._stopwatch))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._stopwatch.wait(lambda: self._group.all_gather(tensor))
@@ -292,10 +285,8 @@ class _WatchedGroup(Group):
         return _WatchedWork(self._group.reduce_into_part(whole), self._stopwatch)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
-        work = _WatchedWork(self._group.broadcast(tensor, source, async_op=True), self._stopwatch)
-        if not async_op:
-            work.wait()
-        return work
+        work = self._group.broadcast(tensor, source, async_op=True)
+        return awaited_unless(async_op, _WatchedWork(work, self._stopwatch))
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         return _WatchedWork(self._group.shift(tensor, into), self._stopwatch)
