@@ -191,9 +191,13 @@ class BackgroundSaver:
         job = self._job
         return job is not None and not job.agreed and not job.running and job.error is not None
 
-    def plan(self, states: Sequence[UnitState]) -> None:
-        """Divide the writing of these states among the ranks before the first save. A collective call."""
-        self._plan_of(states)
+    def plan(self, states: Sequence[UnitState]) -> list[Shard]:
+        """Divide the writing of these states among the ranks, once, and return the shards that this rank writes. A
+        collective call."""
+        if self._plan is None or self._planned != [id(state) for state in states]:
+            self._plan = shards_to_write(states, self._mesh.world)
+            self._planned = [id(state) for state in states]
+        return self._plan
 
     def prepare(self) -> None:
         """Start allocating memory for the copies of the planned states, once. Not a collective call.
@@ -234,7 +238,7 @@ class BackgroundSaver:
         if outcome.given_up and outcome.error is not None:
             raise outcome.error
         self.waited = time.perf_counter() - started
-        plan = self._plan_of(states)
+        plan = self.plan(states)
         world = self._mesh.world
         on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))
         if self._mesh.device.type == "cuda" and not by_step:
@@ -306,13 +310,6 @@ class BackgroundSaver:
         copying, self._copying, self._untaken = self._copying, None, None
         if copying is not None:
             copying.complete()
-
-    def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
-        """Return the shards that this rank writes, computed once. A collective call."""
-        if self._plan is None or self._planned != [id(state) for state in states]:
-            self._plan = shards_to_write(states, self._mesh.world)
-            self._planned = [id(state) for state in states]
-        return self._plan
 
     def _settle(self, within: float | None) -> "_Outcome":
         """Wait until the save in progress has ended on all ranks, or the time is up. A collective call."""

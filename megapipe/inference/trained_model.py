@@ -18,7 +18,7 @@ from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import CheckpointError, read_json
 from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.load import Config, kind_of, parse_as
+from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig
 from megapipe.config.run import PretrainConfig
@@ -76,7 +76,9 @@ def read_trained(folder: str) -> TrainedModel:
     if is_hugging_face(directory) and not (directory / MANIFEST).is_file():
         return _of_hugging_face(directory)
     path, run = _read_checkpoint(directory)
-    config = _config_as(BertPretrainConfig if _is_bert(run) else PretrainConfig, run)
+    kind = BertPretrainConfig if "sentence_head" in run.config.get("model", {}) else PretrainConfig
+    config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
+    _check_model(config)
     tokenizer = config.data.tokenizer if isinstance(config, BertPretrainConfig) else ""
     return TrainedModel(path, config, run.step, tokenizer or None)
 
@@ -92,9 +94,7 @@ def _of_hugging_face(folder: Path) -> TrainedModel:
     stored = described.get("dtype") or described.get("torch_dtype")
     config.training.precision = _PRECISIONS.get(str(stored), "fp32")  # type: ignore[assignment]  # words of the table
     config.data.sequence_length = min(config.data.sequence_length, config.model.max_positions)
-    problems = config.model.problems()
-    if problems:
-        raise ConfigError(problems)
+    _check_model(config)
     return TrainedModel(folder, config, None, str(folder))
 
 
@@ -143,16 +143,10 @@ def bert_config(trained: TrainedModel) -> BertPretrainConfig:
     return trained.config
 
 
-def _is_bert(run: RunState) -> bool:
-    return "sentence_head" in run.config.get("model", {})
-
-
-def _config_as(kind: type[Config], run: RunState) -> Config:
-    config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
+def _check_model(config: PretrainConfig) -> None:
     problems = config.model.problems()
     if problems:
         raise ConfigError(problems)
-    return config
 
 
 def on_layout(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint.background import BackgroundSaver, EndedSave, StateSnapshot
+from megapipe.checkpoint.background import BackgroundSaver, EndedSave
 from megapipe.checkpoint.directory import (
     DirectoryLock,
     keep_last,
@@ -45,7 +45,11 @@ NOTED_WAIT_SECONDS = 1.0
 
 
 class Saves:
-    """One rank's part in the saves of a run."""
+    """One rank's part in the saves of a run.
+
+    Attributes:
+        background: writes while training continues.
+    """
 
     def __init__(
         self, config: CheckpointConfig, directory: Path, mesh: Mesh, timeout: float, say: Callable[[str], None]
@@ -56,22 +60,12 @@ class Saves:
         self._first = mesh.rank == 0
         self._say = say
         patience = PATIENCE_SHARE * timeout
-        self._background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
+        self.background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
         # Rank 0 decides for all ranks, and its decision is reduced together with the step's sums.
         self._timer = save_timer(config) if self._first else None
         self._ended: list[EndedSave] = []
         self._noted_wait = False
         self._deadline: float | None = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._background.under_way
-
-    @property
-    def failed(self) -> bool:
-        """Whether a background save has failed on this rank; other ranks may not know yet."""
-        return self._background.failed
 
     def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
         """Return whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last
@@ -95,11 +89,11 @@ class Saves:
     def plan(self, states: Sequence[UnitState]) -> None:
         """Prepare to save these states, before the first step. A collective call."""
         if self._config.saves_between and self._config.asynchronous:
-            self._background.plan(states)
+            self.background.plan(states)
 
     def step_ended(self, seconds: float) -> None:
         """Record the duration of a step. Not a collective call."""
-        self._background.prepare()
+        self.background.prepare()
         if self._timer is not None:
             self._timer.step(seconds)
 
@@ -125,8 +119,8 @@ class Saves:
         try:
             if within is not None or self._config.asynchronous:
                 by_step = self._config.snapshot == "next_step"
-                path = self._background.start(states, applied, run, copied=not last, by_step=by_step, within=within)
-                self._note_wait(self._background.waited)
+                path = self.background.start(states, applied, run, copied=not last, by_step=by_step, within=within)
+                self._note_wait(self.background.waited)
             else:
                 path = between_steps()
                 if self._first:
@@ -140,10 +134,6 @@ class Saves:
                     self._timer.ended(None)
         return path
 
-    def take_snapshot(self) -> StateSnapshot | None:
-        """Return the copies of the state that the next step has to make, if there are any."""
-        return self._background.take_snapshot()
-
     def give_up_after(self, seconds: float | None) -> None:
         """Set the seconds after which `finish` abandons the save in progress, None for never. Not collective."""
         self._deadline = None if seconds is None else time.perf_counter() + seconds
@@ -151,23 +141,23 @@ class Saves:
     def finish(self) -> None:
         """Wait until the save in progress is durable; see `BackgroundSaver.finish`. A collective call."""
         deadline = self._deadline
-        self._background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+        self.background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
 
     def ended(self) -> list[EndedSave]:
         """Return the saves that ended since the last call, oldest first. Not collective: rank 0 knows the result
         on all ranks, the others only their own."""
-        ended = [*self._ended, *self._background.poll()]
+        ended = [*self._ended, *self.background.poll()]
         self._ended.clear()
-        if self._timer is not None and ended and not self._background.under_way:
+        if self._timer is not None and ended and not self.background.under_way:
             self._timer.ended(ended[-1].seconds if ended[-1].error is None else None)
         return ended
 
     def close(self, failed: bool) -> None:
         """End the last save. A collective call unless the run failed. Raises CheckpointError as `finish` does."""
         if failed:
-            self._background.abandon(PATIENCE_AFTER_ERROR)
+            self.background.abandon(PATIENCE_AFTER_ERROR)
         else:
-            self._background.finish()
+            self.background.finish()
 
     def delete_older(self) -> None:
         """Delete old checkpoints. If a deletion fails, the run continues, because that costs only space."""
@@ -210,7 +200,8 @@ class Checkpointer:
 
     path: the checkpoint that `restore` will resume from, None for a new run. precision: the checkpoint's training
     precision, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
-    samples that the last `restore` accepted, or None.
+    samples that the last `restore` accepted, or None. can_rewind: whether there may be a checkpoint to go back to: one
+    was loaded, or a save has started. `settle` returns it, if it exists. The value is the same on all ranks.
     """
 
     def __init__(
@@ -241,7 +232,7 @@ class Checkpointer:
         self.data_change: DataChange | None = None
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
-        self._can_rewind = False
+        self.can_rewind = False
         self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
 
     @property
@@ -276,10 +267,6 @@ class Checkpointer:
         if self._config.init_from:
             self._initialize(Path(self._config.init_from), replica)
         return None
-
-    def is_due(self, step: int, last: bool = False, stopped: bool = False) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`; see `Saves.is_due` for the arguments."""
-        return self.saves.is_due(step, last, stopped)
 
     def save(
         self,
@@ -333,7 +320,7 @@ class Checkpointer:
             within=within,
         )
         self._saved_step = step
-        self._can_rewind = True
+        self.can_rewind = True
         return path
 
     def finish(self) -> None:
@@ -348,12 +335,6 @@ class Checkpointer:
             self._saved_step = None
             raise
 
-    @property
-    def can_rewind(self) -> bool:
-        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` returns it,
-        if it exists. The value is the same on all ranks."""
-        return self._can_rewind
-
     def settle(self) -> Path | None:
         """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
         with suppress(CheckpointError):  # `ended` reports it
@@ -361,7 +342,7 @@ class Checkpointer:
         self.path = self._on_this_host(
             on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
         )
-        self._can_rewind = self.path is not None
+        self.can_rewind = self.path is not None
         return self.path
 
     def ended(self) -> list[EndedSave]:
@@ -378,7 +359,7 @@ class Checkpointer:
             self.saves.close(failed=kind is not None)
         finally:
             # While a thread still writes, the lock must exclude other jobs until this process ends.
-            if self._lock is not None and self.saves.under_way:
+            if self._lock is not None and self.saves.background.under_way:
                 self._lock.keep()
 
     def _prepare_directory(self) -> None:
@@ -431,7 +412,7 @@ class Checkpointer:
         if replica.loss_scaler is not None:
             replica.loss_scaler.restore(run.loss_scale, run.step)
         self._saved_step = run.step
-        self._can_rewind = True
+        self.can_rewind = True
         self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
         self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
         if self._mesh.rank == 0:

@@ -70,10 +70,6 @@ class SkippingPlan:
             begins.append(begin)
         return begins[-count:][0], consumed
 
-    def without(self, skipped: Range) -> "SkippingPlan":
-        """Return the same plan with another range skipped."""
-        return SkippingPlan(self._plan, (*self.ranges, skipped))
-
 
 class SkippedSamplesFile(Listener):
     """Writes every range that a run skipped to `skipped_samples.jsonl` in its folder: {"step", "first", "stop"}."""
@@ -160,20 +156,12 @@ class StepBatch:
 class Consumer(Protocol):
     """The consumer of a loader's batches: a replica's part of the model, or a stand-in for it."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank reads token ids."""
-        ...
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank computes the loss."""
-        ...
-
-    @property
-    def family(self) -> ModelFamily:
-        """The kind of model."""
-        ...
+    is_first: bool
+    """Whether this rank holds the stage that reads token ids."""
+    is_last: bool
+    """Whether this rank holds a stage that computes the loss."""
+    family: ModelFamily
+    """The kind of model."""
 
 
 class Loader(ABC):
