@@ -354,7 +354,7 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.saves.close(failed=kind is not None)
         finally:
