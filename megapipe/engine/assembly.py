@@ -359,7 +359,7 @@ class Assembly:
             squared_norm=self._squared_norm,
             balanced_names=[spec.name for spec in specs if spec.balance_rate],
             loss_terms=self._model.loss_terms,
-            gradient_pool=schedule.header.states.gradient_pool,
+            pool_limit=schedule.header.states.gradient_pool,
             reduce_dtype=torch.bfloat16 if self._holding.zero.reduce_dtype == "bf16" else None,
         )
 

@@ -233,7 +233,7 @@ def test_failed_copies_name_the_action_that_waited(config: PretrainConfig) -> No
 def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainConfig) -> None:
     def bare(mesh: Mesh) -> None:
         replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh)
-        Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
+        Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine.reductions)
 
     with pytest.raises(EngineError, match="gpipe copies to host memory, but this engine was created without swaps"):
         run_threads({}, bare)
