@@ -197,12 +197,11 @@ class Recorder:
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
             return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
 
-        return Transfers(
-            watched(transfers.receive_activation),
-            watched(transfers.receive_gradient),
-            transfers.send_activation,
-            transfers.send_gradient,
-            {stage: replace(each, group=self.group(each.group)) for stage, each in transfers.shards.items()},
+        return replace(
+            transfers,
+            receive_activation=watched(transfers.receive_activation),
+            receive_gradient=watched(transfers.receive_gradient),
+            shards={stage: replace(each, group=self.group(each.group)) for stage, each in transfers.shards.items()},
         )
 
     def group(self, group: Group) -> Group:

@@ -306,13 +306,7 @@ class LoadedModel:
     @cached_property
     def last_rank(self) -> int:
         """World rank of the last stage, the first of its tensor group."""
-        place = {
-            "data": 0,
-            "context": 0,
-            "tensor": 0,
-            "pipeline": self.schedule(1).rank_of(len(self.layout.ranges) - 1),
-        }
-        return self.mesh.shape.rank_of(place)
+        return self.mesh.shape.rank_of({"pipeline": self.schedule(1).rank_of(len(self.layout.ranges) - 1)})
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return a schedule with forwards only. All such schedules have the same order of stages."""

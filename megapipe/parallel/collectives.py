@@ -46,6 +46,14 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _AllToAll.apply(x, group)
 
 
+def unsharded(shard: Tensor, group: Group, axis: int | None) -> Tensor:
+    """Return the whole of a parameter that ranks shard along an axis, without a gradient. None: each rank has all of
+    it."""
+    if axis is None or group.size == 1:
+        return shard
+    return torch.cat(group.all_gather(shard.contiguous()).unbind(0), axis)
+
+
 def largest_in_group(x: Tensor, group: Group) -> Tensor:
     """Return the elementwise maximum of all ranks' `x`, the same on every rank, without a gradient."""
     return x if group.size == 1 else _reduced(x.detach(), group, "max")

@@ -203,7 +203,7 @@ def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> boo
         first = list(range(world_size))
     else:
         places = range(shape.sizes["pipeline"])
-        first = [shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}) for place in places]
+        first = [shape.rank_of({"pipeline": place}) for place in places]
     free = [each for rank in ranks for each in (rank.free_on_device, rank.free_on_host) if each is not None]
     most = max((each.num_bytes for each in free), default=UNLIMITED)
     needs: list[Need] = []

@@ -24,7 +24,7 @@ from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
 from megapipe.spec.layers import model_layers
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.optim.test_optimizer import SPECS
 from tests.spec.sizes import predicted_bytes
@@ -98,7 +98,7 @@ class CountingRecorder(Recorder):
 
 
 def two_steps(replica: Replica, config: PretrainConfig, mesh: Mesh) -> list[StepInput]:
-    batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
+    batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
     return [StepInput(step, batch.contexts, batch.token_counts, 1e-3) for step in range(2)]
 
 

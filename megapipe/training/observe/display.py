@@ -23,7 +23,7 @@ from megapipe.models import DTYPES, family_of
 from megapipe.spec.layers import model_flops_per_token
 from megapipe.spec.ops import Precision
 from megapipe.spec.parameters import LayerSpec
-from megapipe.training.device import product_flops, product_size
+from megapipe.training.device import SIZES, product_flops
 from megapipe.training.observe.records import EvaluationRecord, LineFile, Listener, StepRecord, write_line
 
 
@@ -45,7 +45,7 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
         known = peak_flops(name, precision)
         if known is not None:
             return DevicePeak(known, f"{name}, data sheet")
-    size = product_size(device)
+    size = SIZES[device.type]
     return DevicePeak(product_flops(DTYPES[precision], device), f"measured with a {size} x {size} product")
 
 
