@@ -316,7 +316,7 @@ class DistributedGroup(Group):
                 handle = _all_gather_single(whole, part, self.process_group, async_op=True)
             return _DistributedWork(self, "all_gather", [handle])
         own = self.own_part(whole)
-        exchange = _Exchange(self, "all_gather", [part] * self.size, list(whole.view(self.size, -1)))
+        exchange = self._exchange("all_gather", [part] * self.size, list(whole.view(self.size, -1)))
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         return exchange
@@ -329,7 +329,20 @@ class DistributedGroup(Group):
             return _DistributedWork(self, "reduce_scatter", [handle])
         pieces = list(whole.view(self.size, -1))
         received = [piece if rank == self.rank else torch.empty_like(piece) for rank, piece in enumerate(pieces)]
-        return _Exchange(self, "reduce_scatter", pieces, received, lambda: _add_in_order(received, self.rank))
+        return self._exchange("reduce_scatter", pieces, received, lambda: _add_in_order(received, self.rank))
+
+    def _exchange(
+        self,
+        operation: str,
+        pieces: Sequence[Tensor],
+        received: Sequence[Tensor],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Work:
+        """Start an exchange between all pairs of members. finish: called when all pieces have arrived."""
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        with self.errors_named(operation):
+            messages = self.messages.start(peers, pieces, received)
+        return _DistributedWork(self, operation, messages, finish=finish)
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         with self.errors_named_where_run("all_gather"):
@@ -401,38 +414,6 @@ class _GlooMessages:
         return [work for work in (*receives, *sends) if work is not None]
 
 
-class _Exchange(Work):
-    """A started exchange between all pairs of members.
-
-    finish: called with the pieces when all have arrived.
-    """
-
-    def __init__(
-        self,
-        group: DistributedGroup,
-        operation: str,
-        pieces: Sequence[Tensor],
-        received: Sequence[Tensor],
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._group = group
-        self._operation = operation
-        self._finish: Callable[[], None] | None = finish
-        peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        with group.errors_named(operation):
-            self._messages: Sequence[Waited] = group.messages.start(peers, pieces, received)
-
-    def wait(self) -> None:
-        if self._finish is None:
-            return
-        with self._group.errors_named(self._operation):
-            for message in self._messages:
-                message.wait()
-        self._messages = ()
-        self._finish()
-        self._finish = None
-
-
 def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
     """Sum the pieces from the first to the last into piece `own`; the others are overwritten."""
     total = pieces[0]
@@ -444,25 +425,29 @@ def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
 
 
 class _DistributedWork(Work):
-    """tensors: kept alive until the wait, as the backend's thread or stream works on their memory."""
+    """handles: of torch or of messages. tensors: kept alive until the wait, as the backend's thread or stream works on
+    their memory. finish: called once, after the wait."""
 
     def __init__(
         self,
         group: DistributedGroup,
         operation: str,
-        handles: Sequence[dist.Work | None],
+        handles: Sequence[Waited | None],
         tensors: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] = lambda: None,
     ) -> None:
         self._group = group
         self._operation = operation
         self._handles = [handle for handle in handles if handle is not None]
         self._tensors = tensors
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        if not self._handles:
+        if self._finish is None:
             return
         self._group.pause()
         with self._group.errors_named(self._operation):
             for handle in self._handles:
                 handle.wait()
-        self._handles, self._tensors = [], ()
+        self._finish()
+        self._handles, self._tensors, self._finish = [], (), None

@@ -6,6 +6,7 @@ an asynchronous collective blocks no rank before its `wait()`. Every reader adds
 same bits, and a run repeats exactly. The two ends of a link meet in memory, and the end that arrives second copies.
 """
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,8 @@ from megapipe.parallel.mesh import Mesh
 
 
 class ThreadWorld:
-    """State that the threads share: one condition to wait on, the failure that ends every wait, and the boards.
+    """State that the threads share: one condition to wait on, the failure that ends every wait, and the collectives
+    that have started.
 
     Args:
         size: number of thread ranks.
@@ -34,12 +36,12 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.failed_rank: int | None = None
         self._failure: BaseException | None = None
-        self._boards: dict[tuple[str, tuple[int, ...]], ThreadBoard] = {}
+        self._rounds: dict[tuple[str, tuple[int, ...]], dict[int, _Round]] = {}
 
-    def board(self, name: str, ranks: tuple[int, ...]) -> "ThreadBoard":
-        """Return the board of group `name` of `ranks`; the first member that calls this creates it."""
+    def rounds(self, name: str, ranks: tuple[int, ...]) -> "dict[int, _Round]":
+        """Return the collectives of group `name` of `ranks` by number, one dictionary for all members."""
         with self.changed:
-            return self._boards.setdefault((name, ranks), ThreadBoard(self, ranks))
+            return self._rounds.setdefault((name, ranks), {})
 
     def fail(self, rank: int, error: BaseException) -> None:
         """End every current and future wait, because `rank` will not answer any more. The first failure is
@@ -92,22 +94,14 @@ class _Round:
         self.readers = 0
 
 
-class ThreadBoard:
-    """The values that the members of one group post. Created once and shared by their ThreadGroups."""
-
-    def __init__(self, world: ThreadWorld, ranks: tuple[int, ...]) -> None:
-        self.world = world
-        self.ranks = ranks
-        self.rounds: dict[int, _Round] = {}
-
-
 class ThreadGroup(Group):
-    """One member's view of a `ThreadBoard`."""
+    """A group of threads, from the view of one of them."""
 
-    def __init__(self, name: str, board: ThreadBoard, global_rank: int) -> None:
-        super().__init__(name, board.ranks, board.ranks.index(global_rank))
-        self._board = board
-        self._started = 0
+    def __init__(self, name: str, ranks: tuple[int, ...], global_rank: int, world: ThreadWorld) -> None:
+        super().__init__(name, ranks, ranks.index(global_rank))
+        self._world = world
+        self._rounds = world.rounds(name, ranks)
+        self._numbers = itertools.count()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         # Post a copy, so that a member that has read all values can continue and overwrite its tensor.
@@ -173,10 +167,9 @@ class ThreadGroup(Group):
 
     def _post(self, operation: str, value: Any) -> int:
         """Post `value` for the next collective of this member and return the collective's number."""
-        number, self._started = self._started, self._started + 1
-        world = self._board.world
-        with world.changed:
-            round_ = self._board.rounds.setdefault(number, _Round(operation, self.rank))
+        number = next(self._numbers)
+        with self._world.changed:
+            round_ = self._rounds.setdefault(number, _Round(operation, self.rank))
             if round_.operation != operation:
                 raise CommunicationError(
                     f"collective {number} of the {self.name} group is {operation} on rank {self.global_rank} but "
@@ -184,14 +177,14 @@ class ThreadGroup(Group):
                     "collectives in the same order"
                 )
             round_.posted[self.rank] = value
-            world.changed.notify_all()
+            self._world.changed.notify_all()
         return number
 
     def _read(self, number: int) -> list[Any]:
         """Return all members' values of collective `number`, in rank order."""
-        world, rounds = self._board.world, self._board.rounds
+        world = self._world
         with world.changed:
-            round_ = rounds[number]
+            round_ = self._rounds[number]
 
             def waiting() -> str:
                 missing = ", ".join(str(self.ranks[rank]) for rank in range(self.size) if rank not in round_.posted)
@@ -203,7 +196,7 @@ class ThreadGroup(Group):
             world.wait_for(lambda: len(round_.posted) == self.size, waiting, world.timeout)
             round_.readers += 1
             if round_.readers == self.size:
-                del rounds[number]
+                del self._rounds[number]
             return [round_.posted[rank] for rank in range(self.size)]
 
 
@@ -249,7 +242,7 @@ class InProcessMesh(Mesh):
 
     def _thread_group(self, name: str, partition: Partition) -> Group | None:
         mine = next((ranks for ranks in partition if self.rank in ranks), None)
-        return None if mine is None else ThreadGroup(name, self.threads.board(name, mine), self.rank)
+        return None if mine is None else ThreadGroup(name, mine, self.rank, self.threads)
 
 
 def in_process_meshes(

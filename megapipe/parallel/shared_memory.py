@@ -21,7 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -93,6 +93,7 @@ class SharedMemoryLink(LinkEnd, ABC):
         self._ring = ring
         self._links = links
         self._views: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
+        self._waiting: deque[Any] = deque()
         links.add(self)
 
     @property
@@ -135,16 +136,12 @@ class SharedMemoryLink(LinkEnd, ABC):
 class SharedMemorySender(SharedMemoryLink):
     """The sending end. A send copies into a free slot; it waits only if all slots are full."""
 
-    def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
-    ) -> None:
-        super().__init__(edge, group, timeout, connection, ring, links)
-        self._queued: deque[_Queued] = deque()
-        self._sent = 0
+    _waiting: "deque[_Queued]"
+    _sent = 0
 
     @property
     def is_short_of_slots(self) -> bool:
-        return bool(self._queued)
+        return bool(self._waiting)
 
     def _start(self, tensor: Tensor) -> Transfer:
         self.enqueue(tensor).wait()
@@ -156,15 +153,15 @@ class SharedMemorySender(SharedMemoryLink):
         tensor: not larger than a slot.
         """
         self.deliver()
-        slot = None if self._queued else self._ring.take_free()
+        slot = None if self._waiting else self._ring.take_free()
         if slot is not None:
             self._fill(slot, tensor)
             return FINISHED
-        self._queued.append(_Queued(self, tensor))
-        return self._queued[-1]
+        self._waiting.append(_Queued(self, tensor))
+        return self._waiting[-1]
 
     def deliver(self) -> None:
-        while self._queued and (slot := self._ring.take_free()) is not None:
+        while self._waiting and (slot := self._ring.take_free()) is not None:
             self._fill_next(slot)
 
     def wait_for(self, queued: "_Queued") -> None:
@@ -178,7 +175,7 @@ class SharedMemorySender(SharedMemoryLink):
             self._fill_next(slot)
 
     def _fill_next(self, slot: int) -> None:
-        queued = self._queued.popleft()
+        queued = self._waiting.popleft()
         self._fill(slot, queued.tensor)
         queued.finished = True
 
@@ -210,30 +207,26 @@ class SharedMemoryReceiver(SharedMemoryLink):
 
     lends = True
 
-    def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
-    ) -> None:
-        super().__init__(edge, group, timeout, connection, ring, links)
-        self._posted: deque[_Receive | _Borrowed] = deque()
-        self._on_loan = 0
+    _waiting: "deque[_Receive | _Borrowed]"
+    _on_loan = 0
 
     @property
     def is_short_of_slots(self) -> bool:
-        return len(self._posted) > len(self._ring.slots) - self._on_loan
+        return len(self._waiting) > len(self._ring.slots) - self._on_loan
 
     def _start(self, tensor: Tensor) -> Transfer:
         transfer = _Receive(self, next(self._numbers), tensor.detach())
-        self._posted.append(transfer)
+        self._waiting.append(transfer)
         self.deliver()
         return transfer
 
     def borrow(self, like: Tensor) -> Loan:
         loan = _Borrowed(self, next(self._numbers), self._slots_like(like), like.nbytes)
-        self._posted.append(loan)
+        self._waiting.append(loan)
         return loan
 
     def deliver(self) -> None:
-        while self._posted and (message := self._ring.take_message()):
+        while self._waiting and (message := self._ring.take_message()):
             self._complete(*message)
 
     def wait_for(self, receive: "_Receive | _Borrowed") -> None:
@@ -255,7 +248,7 @@ class SharedMemoryReceiver(SharedMemoryLink):
         self._ring.hand_back(slot)
 
     def _complete(self, slot: int, num_bytes: int) -> None:
-        receive = self._posted.popleft()
+        receive = self._waiting.popleft()
         if num_bytes != receive.num_bytes:
             raise self.failure(receive.number, f"{num_bytes} bytes were sent and {receive.num_bytes} expected")
         if isinstance(receive, _Borrowed):
