@@ -1,7 +1,7 @@
 """Load a trained model and prompts, and run the model's forward passes over growing texts."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from json import dumps
@@ -31,7 +31,7 @@ from megapipe.engine.step import StepInput
 from megapipe.layout.stages import StageLayout, lay_out
 from megapipe.models import family_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
-from megapipe.parallel.launch import DeviceChoice, initialize, shutdown
+from megapipe.parallel.launch import DeviceChoice, joined
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
@@ -116,14 +116,9 @@ def _read_checkpoint(directory: Path) -> tuple[Path, RunState]:
     return checkpoint, read_run_manifest(checkpoint).run
 
 
-@contextmanager
-def connected(config: PretrainConfig) -> Iterator[Mesh]:
+def connected(config: PretrainConfig) -> AbstractContextManager[Mesh]:
     """Connect this rank with the other ranks for the duration of the block."""
-    mesh = initialize(MeshShape.of(config.parallel).sizes, device=config.parallel.device)
-    try:
-        yield mesh
-    finally:
-        shutdown()
+    return joined(MeshShape.of(config.parallel).sizes, device=config.parallel.device)
 
 
 def check_is_gpt(trained: TrainedModel) -> None:

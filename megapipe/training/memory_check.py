@@ -17,12 +17,12 @@ import torch
 
 from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text
-from megapipe.config.parallel import DIMENSIONS, MeshShape, ScheduleConfig
+from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
 from megapipe.engine.trace import this_host
 from megapipe.layers.attention import has_amx
-from megapipe.layout.batch_plan import data_parallel_size
+from megapipe.layout.batch_plan import data_parallel_size, mesh_shape
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import lowered_schedule
@@ -194,10 +194,7 @@ def fits(change: Change, ranks: Sequence[Rank]) -> bool:
 
 def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> bool:
     device = torch.device(ranks[0].device).type
-    shape = MeshShape(
-        {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
-        | {"data": data_parallel_size(config, world_size)}
-    )
+    shape = mesh_shape(config, world_size)
     # Ranks with the same pipeline coordinate need the same memory, except for Muon's shards of whole matrices.
     if config.optimizer.name == "muon" and config.zero.stage > 0:
         first = list(range(world_size))

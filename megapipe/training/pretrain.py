@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -13,16 +12,15 @@ from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.mixing import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
-from megapipe.layout.batch_plan import BatchPlan, data_parallel_size
+from megapipe.layout.batch_plan import BatchPlan, mesh_shape
 from megapipe.layout.scheduling import eager_cost, schedule_name
 from megapipe.models import family_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
     described_gpu_variables,
-    initialize,
+    joined,
     set_gpu_variables,
-    shutdown,
 )
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
@@ -93,9 +91,8 @@ def pretrain(
     validate(config, environment.world_size)
     samples = open_samples(config, "train")
     validation = open_samples(config, "validation") if config.evaluation.every is not None else None
-    variables = set_gpu_variables(
-        config.parallel.device, environment.local_rank, _sizes(config, environment), config.zero.stage
-    )
+    sizes = mesh_shape(config, environment.world_size).sizes
+    variables = set_gpu_variables(config.parallel.device, environment.local_rank, sizes, config.zero.stage)
     device = choose_device(config.parallel.device, environment.local_rank)
     if start is not None:
         agree_on_run(start, run_identity(config, environment.world_size, device))
@@ -107,27 +104,11 @@ def pretrain(
         if config.training.deterministic:
             require_determinism()
         watchdog = Watchdog(config.watchdog, environment.rank, Path(config.training.directory))
-        with watchdog as heartbeat, _connected(config, environment, start) as mesh:
+        parallel = config.parallel
+        with watchdog as heartbeat, joined(sizes, parallel.device, parallel.timeout_seconds, start) as mesh:
+            if mesh.device.type == "cpu":
+                keep_freed_memory()
             return _train(config, mesh, samples, validation, heartbeat, lock, variables, choose_recompute)
-
-
-@contextmanager
-def _connected(config: PretrainConfig, environment: LaunchEnvironment, start: Start | None) -> Iterator[Mesh]:
-    """Connect this rank with the others for the block."""
-    parallel = config.parallel
-    sizes = _sizes(config, environment)
-    mesh = initialize(sizes, device=parallel.device, timeout=parallel.timeout_seconds, start=start)
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
-    try:
-        yield mesh
-    finally:
-        shutdown()
-
-
-def _sizes(config: PretrainConfig, environment: LaunchEnvironment) -> dict[str, int]:
-    parallel, data = config.parallel, data_parallel_size(config, environment.world_size)
-    return {"data": data, "pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor}
 
 
 def _train(
