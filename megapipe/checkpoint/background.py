@@ -15,6 +15,7 @@ import mmap
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
@@ -262,13 +263,11 @@ class BackgroundSaver:
 
     def _to_copy(self, plan: Sequence[Shard]) -> "StateSnapshot":
         """Return the copies of the planned shards, for the next step to make."""
-        sources = [contents_of([shard]) for shard in plan]
-        places = iter(self._snapshot.places([content for contents in sources for content in contents]))
-        copies, moves = [], dict[int, list[tuple[Tensor, Tensor]]]()
-        for shard, contents in zip(plan, sources, strict=True):
-            for content, place in zip(contents, places, strict=False):
-                copies.append(place)
-                moves.setdefault(id(shard.state), []).append((place.tensor.values, content.tensor.values.detach()))
+        sources = [(id(shard.state), content) for shard in plan for content in contents_of([shard])]
+        copies = self._snapshot.places([content for _, content in sources])
+        moves = defaultdict[int, list[tuple[Tensor, Tensor]]](list)
+        for (state, content), place in zip(sources, copies, strict=True):
+            moves[state].append((place.tensor.values, content.tensor.values.detach()))
         return StateSnapshot(copies, moves)
 
     def poll(self) -> list[EndedSave]:

@@ -81,7 +81,7 @@ class Engine:
         pair run one after the other, so that each can be timed.
         """
         if self.swaps is not None:
-            self.swaps.watch(None if recorder is None else recorder.wait)
+            self.swaps.watch(None if recorder is None else recorder.stopwatch.wait)
         if recorder is None:
             self._sections = self._compiled
             return

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.forwards import Closure
+from megapipe.engine.host_memory import WatchedWork
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import ReceiveSlots, Transfers
@@ -153,6 +154,9 @@ class Recorder:
 
     Create it on the thread that runs the engine, directly before the recorded steps: times of a GPU count from its
     creation.
+
+    Attributes:
+        stopwatch: measures the waits.
     """
 
     def __init__(self, schedule: Schedule, rank: int, device: torch.device) -> None:
@@ -160,7 +164,7 @@ class Recorder:
         self._schedule = schedule
         self._rank = rank
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()
-        self._stopwatch = Stopwatch(self._clock)
+        self.stopwatch = Stopwatch(self._clock)
         self._notes: list[_Note] = []
 
     def events(self, clock_offset: int = 0) -> list[Event]:
@@ -187,15 +191,11 @@ class Recorder:
             for note in self._notes
         ]
 
-    def wait(self, function: Callable[[], None]) -> None:
-        """Call a function that waits for a copy, and measure the wait."""
-        self._stopwatch.wait(function)
-
     def transfers(self, transfers: Transfers) -> Transfers:
         """Return the boundaries with receives whose waits the stopwatch measures."""
 
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
-            return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
+            return {stage: _WatchedSlots(slots, self.stopwatch) for stage, slots in every.items()}
 
         return replace(
             transfers,
@@ -206,7 +206,7 @@ class Recorder:
 
     def group(self, group: Group) -> Group:
         """Return the group with collectives whose waits the stopwatch measures."""
-        return _WatchedGroup(group, self._stopwatch)
+        return _WatchedGroup(group, self.stopwatch)
 
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
         """Return the instructions, extended to record their times."""
@@ -214,7 +214,7 @@ class Recorder:
 
     def _noted(self, instruction: Instruction, section: SectionName) -> Closure:
         run, offset, number = instruction.run, instruction.offset, instruction.number
-        mark, stopwatch, notes = self._clock.mark, self._stopwatch, self._notes
+        mark, stopwatch, notes = self._clock.mark, self.stopwatch, self._notes
         updates = instruction.action.kind == Kind.UPDATE and self._schedule.header.updates_per_step == 1
 
         def noted(step: StepState) -> None:
@@ -248,17 +248,6 @@ class _WatchedSlots(ReceiveSlots):
         return self._slots.without_peer()
 
 
-class _WatchedWork(Work):
-    """A collective whose wait is measured."""
-
-    def __init__(self, work: Work, stopwatch: Stopwatch) -> None:
-        self._work = work
-        self._stopwatch = stopwatch
-
-    def wait(self) -> None:
-        self._stopwatch.wait(self._work.wait)
-
-
 class _WatchedGroup(Group):
     """A group whose waits are measured: waits for asynchronous collectives, and synchronous collectives as a whole."""
 
@@ -269,7 +258,7 @@ class _WatchedGroup(Group):
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         work = self._group.all_reduce(tensor, op, async_op=True)
-        return awaited_unless(async_op, _WatchedWork(work, self._stopwatch))
+        return awaited_unless(async_op, WatchedWork(work, self._stopwatch.wait))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._stopwatch.wait(lambda: self._group.all_gather(tensor))
@@ -278,17 +267,17 @@ class _WatchedGroup(Group):
         return self._stopwatch.wait(lambda: self._group.reduce_scatter(tensor))
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        return _WatchedWork(self._group.gather_into(whole, part), self._stopwatch)
+        return WatchedWork(self._group.gather_into(whole, part), self._stopwatch.wait)
 
     def reduce_into_part(self, whole: Tensor) -> Work:
-        return _WatchedWork(self._group.reduce_into_part(whole), self._stopwatch)
+        return WatchedWork(self._group.reduce_into_part(whole), self._stopwatch.wait)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
         work = self._group.broadcast(tensor, source, async_op=True)
-        return awaited_unless(async_op, _WatchedWork(work, self._stopwatch))
+        return awaited_unless(async_op, WatchedWork(work, self._stopwatch.wait))
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
-        return _WatchedWork(self._group.shift(tensor, into), self._stopwatch)
+        return WatchedWork(self._group.shift(tensor, into), self._stopwatch.wait)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._stopwatch.wait(lambda: self._group.all_gather_object(value))

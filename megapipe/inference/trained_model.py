@@ -175,25 +175,24 @@ def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
     Raises DataError if the training data name no tokenizer, or a tokenizer other than `name`.
     """
     manifest = read_manifest(data_prefix) if data_prefix else None
-    if name is None:
-        if manifest is None:
-            raise DataError(
-                f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names "
-                "the tokenizer: set --tokenizer"
-            )
-        tokenizer = _shards_tokenizer(tokenizer_of_shard(data_prefix, manifest))
-    else:
+    if name is not None:
         tokenizer = open_tokenizer(name)
+    elif manifest is None:
+        raise DataError(
+            f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names the "
+            "tokenizer: set --tokenizer"
+        )
+    else:
+        named = tokenizer_of_shard(data_prefix, manifest)
+        try:
+            tokenizer = open_tokenizer(named)
+        except DataError as error:
+            raise DataError(
+                f"the training shard names its tokenizer {named!r}, but {error}; or set --tokenizer"
+            ) from error
     if manifest is not None:
         manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint)
     return tokenizer
-
-
-def _shards_tokenizer(name: str) -> Tokenizer:
-    try:
-        return open_tokenizer(name)
-    except DataError as error:
-        raise DataError(f"the training shard names its tokenizer {name!r}, but {error}; or set --tokenizer") from error
 
 
 def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:

@@ -38,19 +38,8 @@ _TURN_SECONDS = 0.001
 """Seconds after which a wait serves other links that have more messages in transit than slots."""
 
 
-class Links:
-    """The shared-memory links of one rank. A wait for any of them moves the messages of all."""
-
-    def __init__(self) -> None:
-        self._all: list[SharedMemoryLink] = []
-
-    def add(self, link: "SharedMemoryLink") -> None:
-        """Let every wait serve `link` from now on."""
-        self._all.append(link)
-
-    def remove(self, link: "SharedMemoryLink") -> None:
-        """Stop serving `link`, which is closed."""
-        self._all.remove(link)
+class Links(list["SharedMemoryLink"]):
+    """The open shared-memory links of one rank. A wait for any of them moves the messages of all."""
 
     def wait(self, take: Callable[[float], Found | None], link: "SharedMemoryLink") -> Found | None:
         """Return the result of `take`, or None once `link`'s peer has ended or its time is over.
@@ -61,7 +50,7 @@ class Links:
         ended = False
         while not ended:
             remaining = deadline - time.monotonic()
-            short = [each for each in self._all if each is not link and each.is_short_of_slots]
+            short = [each for each in self if each is not link and each.is_short_of_slots]
             for each in short:
                 each.deliver()
             result = take(max(0.0, min(remaining, _TURN_SECONDS if short else _LIVENESS_SECONDS)))
@@ -94,7 +83,7 @@ class SharedMemoryLink(LinkEnd, ABC):
         self._links = links
         self._views: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
         self._waiting: deque[Any] = deque()
-        links.add(self)
+        links.append(self)
 
     @property
     @abstractmethod

@@ -58,7 +58,7 @@ class Listeners(Listener):
         """
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(lane, self._warn)
-        self._lanes[lane].add(_Guard(name, open_listener))
+        self._lanes[lane].guards.append(_Guard(name, open_listener))
 
     def say(self, line: str) -> None:
         self._send("say", line)
@@ -116,14 +116,11 @@ class _Lane:
     def __init__(self, name: str, warn: Callable[[str, str], None]) -> None:
         self.name = name
         self._warn = warn
-        self._guards: list[_Guard] = []
+        self.guards: list[_Guard] = []
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._stalled = False
         self._thread = threading.Thread(target=self._run, name=f"{_THREAD_NAME}{name}", daemon=True)
         self._thread.start()
-
-    def add(self, guard: "_Guard") -> None:
-        self._guards.append(guard)
 
     def put(self, call: _Call) -> None:
         if self._calls.qsize() < LONGEST_QUEUE:
@@ -138,7 +135,7 @@ class _Lane:
     @property
     def opens(self) -> bool:
         """Whether the lane's thread is opening a listener."""
-        return any(guard.opens for guard in self._guards)
+        return any(guard.opens for guard in self.guards)
 
     def close(self, seconds: float) -> bool:
         """Close the lane, and return whether everything was delivered in time."""
@@ -160,7 +157,7 @@ class _Lane:
         self._deliver(("close", (), {}))
 
     def _deliver(self, call: _Call) -> None:
-        for guard in list(self._guards):
+        for guard in list(self.guards):
             line = guard.call(*call)
             if line is not None:
                 self._warn(self.name, line)
