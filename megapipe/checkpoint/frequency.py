@@ -76,7 +76,8 @@ class SaveTimer:
         step_seconds = self._undisturbed()
         if step_seconds is None:
             return None
-        return interval(step_seconds, self._stall + self._disturbance(step_seconds), self._durable, self.max_overhead)
+        disturbance = max(0.0, self._beside.seconds - self._beside.count * step_seconds)
+        return interval(step_seconds, self._stall + disturbance, self._durable, self.max_overhead)
 
     @property
     def is_due(self) -> bool:
@@ -122,6 +123,3 @@ class SaveTimer:
         if self._step_seconds is not None:
             return self._step_seconds
         return self._beside.mean if self._beside.count else None
-
-    def _disturbance(self, step_seconds: float) -> float:
-        return max(0.0, self._beside.seconds - self._beside.count * step_seconds)

@@ -8,7 +8,7 @@ for training, evaluation and decoding over the same stages.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -191,6 +191,7 @@ class Assembly:
         rank: pipeline rank.
         stages: stages of this rank, by id.
         optimizer: updates their states.
+        swaps: of all engines; they move tensors to host memory and back.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Assembly:
         self._header = header
         self._kernels = kernels
         self._built = built
-        self._given_swaps = swaps
+        self.swaps = Swaps(mesh.device) if swaps is None else swaps
         self.rank = mesh.coordinate("pipeline")
         self._tied = tied_names(model.layers)
         self._tied_groups = tied_stages(model.layers, model.ranges)
@@ -236,11 +237,6 @@ class Assembly:
         groups = mesh.group("tensor"), mesh.shard_group(count) if count > 1 else None
         self.optimizer = make_optimizer(holding.optimizer, kernels, holding.seed, *groups)
         self._links = LinkPool(mesh, holding.parallel.links, holding.parallel.timeout_seconds)
-
-    @cached_property
-    def swaps(self) -> Swaps:
-        """The swaps of all engines, which move tensors to host memory and back."""
-        return Swaps(self._mesh.device) if self._given_swaps is None else self._given_swaps
 
     @property
     def states(self) -> list[UnitState]:

@@ -266,11 +266,8 @@ class Engine:
         action, step = instruction.action, steps[instruction.offset].input.step
         if unit is not None and action.unit != WHOLE:
             unit += action.unit
-        name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
+        states = self.stages[action.stage].states if unit is not None else {}
+        name = "" if unit is None else f", unit {states[unit].name if unit in states else unit}"
         place = f"pipeline rank {self.rank}, step {step}, action {instruction.number} of {self._header.name}"
         self._broken_by = f"{place}: {action_words(action)}{name}: {error}"
         return EngineError(self._broken_by, action, steps, unit)
-
-    def _unit_name(self, stage: int, unit: int) -> str:
-        states = self.stages[stage].states
-        return states[unit].name if unit in states else str(unit)

@@ -84,7 +84,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _joined(x, group, dim)
+        return torch.cat(group.start_all_gather(x)().unbind(0), dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -112,11 +112,6 @@ def _reduced(x: Tensor, group: Group, op: ReduceOperation = "sum") -> Tensor:
     with group.errors_named_where_run("all_reduce"):
         started = torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name)
     return group.finished(started, "all_reduce")
-
-
-def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return all ranks' `x`, joined along `dim`, in a new tensor."""
-    return torch.cat(group.start_all_gather(x)().unbind(0), dim)
 
 
 def _exchanged(x: Tensor, group: Group) -> Tensor:

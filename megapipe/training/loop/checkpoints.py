@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -195,6 +195,7 @@ def checkpoint_directory(config: PretrainConfig) -> Path:
     return Path(config.training.directory) / "checkpoints"
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """One rank's view of the checkpoints of a run. Every method is a collective call.
 
@@ -204,27 +205,21 @@ class Checkpointer:
     was loaded, or a save has started. `settle` returns it, if it exists. The value is the same on all ranks.
     """
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        mesh: Mesh,
-        say: Callable[[str], None] = print,
-        lock: DirectoryLock | None = None,
-    ) -> None:
-        """Find the checkpoint to continue from.
+    config: PretrainConfig
+    mesh: Mesh
+    say: Callable[[str], None] = print
+    """Called on rank 0 with what a user should know."""
+    lock: DirectoryLock | None = None
+    """Lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end."""
 
-        Args:
-            say: called on rank 0 with what a user should know.
-            lock: lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end.
+    def __post_init__(self) -> None:
+        """Find the checkpoint to continue from.
 
         Raises:
             CheckpointError: the directory contains checkpoints of another run, or only damaged ones. The same on every
                 rank.
         """
-        self._config = config
-        self._mesh = mesh
-        self._say = say
-        self._lock = lock
+        config, mesh = self.config, self.mesh
         self.directory = checkpoint_directory(config)
         on_first_rank(mesh.world, self._prepare_directory)
         self.path = self._newest()
@@ -233,19 +228,19 @@ class Checkpointer:
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
         self.can_rewind = False
-        self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
+        self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, self.say)
 
     @property
     def precision(self) -> str | None:
         """Precision of the checkpoint to resume from."""
         path = self.path
-        return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
+        return None if path is None else on_first_rank(self.mesh.world, lambda: read_manifest(path).run.precision)
 
     def describe(self, config: PretrainConfig) -> None:
         """Set the configuration that checkpoints store, with every `auto` replaced by its value. Also identify the
         data, before training reads them. A collective call.
         """
-        self._config = config
+        self.config = config
         if config.checkpoint.saves:
             self._data_identity()
 
@@ -264,8 +259,8 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 self._set_aside(self.path, error)
                 self.path = self._newest()
-        if self._config.init_from:
-            self._initialize(Path(self._config.init_from), replica)
+        if self.config.init_from:
+            self._initialize(Path(self.config.init_from), replica)
         return None
 
     def save(
@@ -301,10 +296,10 @@ class Checkpointer:
         run = RunState(
             step=step,
             consumed_samples=consumed,
-            random={"seed": self._config.training.seed},
+            random={"seed": self.config.training.seed},
             precision=PRECISIONS[states[0].weights[0].dtype],
             losses=tuple(losses),
-            config=asdict(self._config),
+            config=asdict(self.config),
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
             skipped=tuple(skipped),
             data=self._data_identity(),
@@ -315,7 +310,7 @@ class Checkpointer:
             states,
             applied,
             run,
-            lambda: save(self.directory, states, applied, run, self._mesh),
+            lambda: save(self.directory, states, applied, run, self.mesh),
             last=last,
             within=within,
         )
@@ -339,9 +334,7 @@ class Checkpointer:
         """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
         with suppress(CheckpointError):  # `ended` reports it
             self.finish()
-        self.path = self._on_this_host(
-            on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
-        )
+        self.path = self._on_this_host(on_first_rank(self.mesh.world, lambda: newest_valid(self.directory, self.say)))
         self.can_rewind = self.path is not None
         return self.path
 
@@ -359,34 +352,34 @@ class Checkpointer:
             self.saves.close(failed=kind is not None)
         finally:
             # While a thread still writes, the lock must exclude other jobs until this process ends.
-            if self._lock is not None and self.saves.background.under_way:
-                self._lock.keep()
+            if self.lock is not None and self.saves.background.under_way:
+                self.lock.keep()
 
     def _prepare_directory(self) -> None:
         """Create the directory if this run writes to it, and check that it may be used."""
-        if not self._config.checkpoint.saves:
+        if not self.config.checkpoint.saves:
             return
         try:
             make_durable_folder(self.directory)
         except OSError as error:
             raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
-        if not self._config.checkpoint.resume and steps(self.directory):
+        if not self.config.checkpoint.resume and steps(self.directory):
             raise CheckpointError(
                 f"{self.directory} contains checkpoints, but checkpoint.resume is "
                 "false; choose another training.directory, or move the checkpoints away"
             )
 
     def _newest(self) -> Path | None:
-        if not self._config.checkpoint.resume:
+        if not self.config.checkpoint.resume:
             return None
-        return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
+        return self._on_this_host(on_first_rank(self.mesh.world, self._find_newest))
 
     def _on_this_host(self, path: Path | None) -> Path | None:
         """Return the path of rank 0's checkpoint on this host, where the folder may have another path."""
         return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
-        newest = newest_valid(self.directory, self._say)
+        newest = newest_valid(self.directory, self.say)
         damaged = set_aside(self.directory)
         if newest is None and damaged:
             raise CheckpointError(
@@ -396,16 +389,16 @@ class Checkpointer:
         return newest
 
     def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
-        on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
+        on_first_rank(self.mesh.world, lambda: quarantine(path, error, self.say))
 
     def _resume(self, path: Path, replica: Replica) -> RunState:
         data = self._data_identity()
-        fit = agreed(self._mesh.world, lambda: self._check_fit(path, replica, data))
+        fit = agreed(self.mesh.world, lambda: self._check_fit(path, replica, data))
         run = load(
             path,
             replica.states(),
             replica.optimizer.applied,
-            self._mesh,
+            self.mesh,
             moments=replica.optimizer,
             updates_per_step=replica.schedule.header.updates_per_step,
         )
@@ -415,21 +408,21 @@ class Checkpointer:
         self.can_rewind = True
         self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
         self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
-        if self._mesh.rank == 0:
+        if self.mesh.rank == 0:
             self._report(path, run, fit)
         return run
 
     def _report(self, path: Path, run: RunState, fit: RunFit) -> None:
-        self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
+        self.say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
         for difference in fit.reported:
-            self._say(f"note: {difference} in the checkpoint")
+            self.say(f"note: {difference} in the checkpoint")
         if fit.unknown_data:
-            self._say(
+            self.say(
                 f"warning: {path} does not record which data it was trained on, so megapipe "
                 "cannot check that the data are the same; the next checkpoint records them"
             )
         if fit.other_data:
-            self._say(
+            self.say(
                 f"warning: from step {run.step + 1}, the run uses other samples, which "
                 f"checkpoint.accept_other_data allows: {'; '.join(fit.other_data)}"
             )
@@ -437,38 +430,36 @@ class Checkpointer:
     def _data_identity(self) -> DataIdentity:
         """Return the identity of the run's data, which rank 0 determines at the first call. A collective call."""
         if self._data is None:
-            self._data = on_first_rank(self._mesh.world, lambda: data_identity(self._config.data))
+            self._data = on_first_rank(self.mesh.world, lambda: data_identity(self.config.data))
         return self._data
 
     def _check_fit(self, path: Path, replica: Replica, data: DataIdentity) -> RunFit:
         """Raise CheckpointError if the checkpoint belongs to another model, or to a run on other samples."""
         manifest = read_manifest(path)
-        fit = check_run(path, manifest, self._config, data)
+        fit = check_run(path, manifest, self.config, data)
         self._check_model(path, manifest, replica)
         return fit
 
     def _check_model(self, path: Path, manifest: Manifest, replica: Replica) -> None:
         specs = [spec for layer in replica.layout.layers for spec in layer.parameters.values()]
         try:
-            check_model(manifest, specs, asdict(self._config.model))
+            check_model(manifest, specs, asdict(self.config.model))
         except CheckpointError as error:
             raise CheckpointError(f"{path} does not fit: {error}") from error
 
     def _initialize(self, folder: Path, replica: Replica) -> None:
         """Load only the weights, from a megapipe checkpoint or a Hugging Face folder."""
-        path = folder / on_first_rank(self._mesh.world, lambda: weights_folder(folder).relative_to(folder))
+        path = folder / on_first_rank(self.mesh.world, lambda: weights_folder(folder).relative_to(folder))
         differences: list[str] = []
         if is_hugging_face(path):
-            load_hugging_face(path, replica.states(), self._config.model, self._mesh)
+            load_hugging_face(path, replica.states(), self.config.model, self.mesh)
         else:
-            agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
-            differences = model_differences(
-                load_weights(path, replica.states(), self._mesh), asdict(self._config.model)
-            )
-        if self._mesh.rank == 0:
+            agreed(self.mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
+            differences = model_differences(load_weights(path, replica.states(), self.mesh), asdict(self.config.model))
+        if self.mesh.rank == 0:
             for difference in differences:
-                self._say(f"note: {difference}")
-            self._say(f"initial weights from {path}")
+                self.say(f"note: {difference}")
+            self.say(f"initial weights from {path}")
 
 
 def weights_folder(folder: Path) -> Path:
