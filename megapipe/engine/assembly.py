@@ -313,14 +313,11 @@ class Assembly:
     def communicators(self, schedule: Schedule) -> Communicators:
         """Return the groups that an engine sums over. A collective call: every rank makes it, in the same order."""
         mesh, header = self._mesh, schedule.header
-        tied, counted_elsewhere = {}, set()
+        tied = {}
         for group, users in enumerate(header.tied_groups):
-            holders = tuple(sorted({schedule.rank_of(stage) for stage in users}))
-            members = mesh.stage_group(holders)
+            members = mesh.stage_group(tuple(sorted({schedule.rank_of(stage) for stage in users})))
             if members is not None:
                 tied[group] = members
-            if self.rank != holders[0]:
-                counted_elsewhere.add(group)
         # The header is the same on all ranks, so it may name groups in which this rank's stages have no state.
         usual = next((state.sharding.count for state in self.states), 1)
         sizes = {usual, *(unit.shards for units in header.stage_states for unit in units)}
@@ -334,7 +331,6 @@ class Assembly:
             scalars=mesh.world if schedule.flushes else mesh.second_world(),
             counts_loss=ends_here and mesh.coordinate("tensor") == 0,
             replica=self._replicas.rank,
-            counted_elsewhere=frozenset(counted_elsewhere),
             shards=shards,
             copies={size: members for size, members in copies.items() if members.size > 1},
             tensor=mesh.group("tensor"),
@@ -343,11 +339,10 @@ class Assembly:
     def _reductions(self, schedule: Schedule) -> Reductions:
         specs = [spec for layer in self._model.layers for spec in layer.parameters.values()]
         limit = self._holding.optimizer.clip_norm
-        groups = self.communicators(schedule)
         return Reductions(
-            self._counted_states(schedule.header, groups),
+            self._counted_states(schedule),
             [spec.name for spec in specs],
-            groups,
+            self.communicators(schedule),
             partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
             self.optimizer,
             self._mesh.device,
@@ -359,14 +354,15 @@ class Assembly:
             reduce_dtype=torch.bfloat16 if self._holding.zero.reduce_dtype == "bf16" else None,
         )
 
-    def _counted_states(self, header: Header, groups: Communicators) -> list[UnitState]:
-        """Return the states whose gradient norm this rank contributes: a tied weight counts on the first stage that
-        has it."""
+    def _counted_states(self, schedule: Schedule) -> list[UnitState]:
+        """Return the states whose gradient norm this rank contributes: a tied weight counts on the first rank that has
+        it."""
+        header = schedule.header
         elsewhere = {
             id(stage.states[header.tied_unit(number, group)])
             for number, stage in self.stages.items()
-            for group in groups.counted_elsewhere
-            if header.tied_unit(number, group) in stage.states
+            for group, users in enumerate(header.tied_groups)
+            if self.rank != min(map(schedule.rank_of, users)) and header.tied_unit(number, group) in stage.states
         }
         return [state for state in self.states if id(state) not in elsewhere]
 

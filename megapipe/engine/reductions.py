@@ -263,10 +263,9 @@ class Communicators:
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     replica: index of this rank among the replicas of its weights. If n replicas shard a state, the first n count in
-    the gradient norm; the others hold the same sums. counted_elsewhere: tied groups whose weight's norm another
-    pipeline rank counts. shards: by their number, the replicas that share one copy of a unit's state. copies: by the
-    same number, the replicas with the same shard as this one, if there are several. tensor: tensor ranks, for
-    gradients that are partial sums on each of them; needed if states have such gradients.
+    the gradient norm; the others hold the same sums. shards: by their number, the replicas that share one copy of a
+    unit's state. copies: by the same number, the replicas with the same shard as this one, if there are several.
+    tensor: tensor ranks, for gradients that are partial sums on each of them; needed if states have such gradients.
     """
 
     world: Group
@@ -275,7 +274,6 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     replica: int = 0
-    counted_elsewhere: frozenset[int] = frozenset()
     shards: Mapping[int, Group] = field(default_factory=dict)
     copies: Mapping[int, Group] = field(default_factory=dict)
     tensor: Group | None = None
