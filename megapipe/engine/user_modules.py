@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megapipe.engine.assembly import Assembly, ModelTable
 from megapipe.engine.reductions import Communicators
-from megapipe.engine.stage import TensorSpec, described, short
+from megapipe.engine.stage import TensorSpec, described, graph_nodes, short
 from megapipe.layers.adoption import adopt, adopted_modules, recording
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.layers.linear import partition_axis, set_tensor_group
@@ -330,17 +330,8 @@ def _require_gradients(trials: Sequence[_Trial]) -> None:
 def _behind(outputs: Sequence[Tensor]) -> set[int]:
     """Return the ids of the leaves that tensors depend on."""
     reached = {id(output) for output in outputs if output.requires_grad and output.is_leaf}
-    seen: set[object] = set()
-    waiting = [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        waiting.extend(following for following, _ in node.next_functions)
-    return reached
+    nodes = graph_nodes(output.grad_fn for output in outputs)
+    return reached | {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
 def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,18 +57,13 @@ class SkippingPlan:
     def cursors(self, consumed: int) -> Iterator[int]:
         """Yield the first sample of the step that follows `consumed` samples, and of all later steps, endlessly."""
         while True:
-            begin = self.begin(consumed)
-            yield begin
-            consumed = begin + self._plan.size(begin)
+            yield self.begin(consumed)
+            consumed = self.end(consumed)
 
     def last_batches(self, start: int, consumed: int, count: int) -> Range:
         """Return the samples of the last `count` steps from `start` up to `consumed`; all of them if there are fewer
         steps."""
-        begins = []
-        for begin in self.cursors(start):
-            if begin >= consumed:
-                break
-            begins.append(begin)
+        begins = list(takewhile(lambda begin: begin < consumed, self.cursors(start)))
         return begins[-count:][0], consumed
 
 
