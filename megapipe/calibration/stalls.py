@@ -382,7 +382,7 @@ COLD = 0.05
 """Maximum share of the shards' pages in memory that counts as cold; the index of an open shard is in memory."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class StandIn:
     """A placeholder for a model on other devices, which needs the data of the first and last stage."""
 

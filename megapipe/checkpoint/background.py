@@ -15,8 +15,9 @@ import mmap
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -141,36 +142,30 @@ class EndedSave:
     error: BaseException | None = None
 
 
+@dataclass(eq=False)
 class BackgroundSaver:
     """Saves checkpoints of one run in the background. Rank 0 must hold the directory's lock; all ranks must see the
     directory.
 
-    The caller must call `finish` before the process ends, because a save that is not durable by then is lost.
+    The caller must call `finish` before the process ends, because a save that is not durable by then is lost. A new
+    saver does not allocate or write anything yet.
+
+    patience: seconds that rank 0 waits while no rank writes. after: called on rank 0, in the writing thread, when a
+    checkpoint is durable.
 
     Attributes:
         waited: seconds that the last `start` waited for the previous save.
     """
 
-    def __init__(
-        self,
-        directory: Path,
-        mesh: Mesh,
-        *,
-        storage: StorageWriter = DISK,
-        patience: float = 300.0,
-        after: Callable[[], None] | None = None,
-    ) -> None:
-        """Create a saver, which does not allocate or write anything yet.
+    directory: Path
+    mesh: Mesh
+    _: KW_ONLY
+    storage: StorageWriter = DISK
+    patience: float = 300.0
+    after: Callable[[], None] | None = None
 
-        patience: seconds that rank 0 waits while no rank writes. after: called on rank 0, in the writing thread, when
-        a checkpoint is durable.
-        """
-        self._directory = directory
-        self._mesh = mesh
-        self._storage = storage
-        self._patience = patience
-        self._after = after
-        self._snapshot = Snapshot(pinned=mesh.device.type == "cuda")
+    def __post_init__(self) -> None:
+        self._snapshot = Snapshot(pinned=self.mesh.device.type == "cuda")
         self._plan: list[Shard] | None = None
         self._planned: list[int] = []
         self._prepared = False
@@ -191,9 +186,13 @@ class BackgroundSaver:
         job = self._job
         return job is not None and not job.agreed and not job.running and job.error is not None
 
-    def plan(self, states: Sequence[UnitState]) -> None:
-        """Divide the writing of these states among the ranks before the first save. A collective call."""
-        self._plan_of(states)
+    def plan(self, states: Sequence[UnitState]) -> list[Shard]:
+        """Divide the writing of these states among the ranks, once, and return the shards that this rank writes. A
+        collective call."""
+        if self._plan is None or self._planned != [id(state) for state in states]:
+            self._plan = shards_to_write(states, self.mesh.world)
+            self._planned = [id(state) for state in states]
+        return self._plan
 
     def prepare(self) -> None:
         """Start allocating memory for the copies of the planned states, once. Not a collective call.
@@ -234,12 +233,12 @@ class BackgroundSaver:
         if outcome.given_up and outcome.error is not None:
             raise outcome.error
         self.waited = time.perf_counter() - started
-        plan = self._plan_of(states)
-        world = self._mesh.world
-        on_first_rank(world, lambda: begin(self._storage, self._directory, run.step))
-        if self._mesh.device.type == "cuda" and not by_step:
+        plan = self.plan(states)
+        world = self.mesh.world
+        on_first_rank(world, lambda: begin(self.storage, self.directory, run.step))
+        if self.mesh.device.type == "cuda" and not by_step:
             # The writing thread reads the states on another stream, which does not wait for the current stream.
-            torch.cuda.synchronize(self._mesh.device)
+            torch.cuda.synchronize(self.mesh.device)
         contents = contents_of(plan)
         copying = None
         if copied and by_step:
@@ -248,7 +247,7 @@ class BackgroundSaver:
             whole = contents
             contents = agreed(world, lambda: self._snapshot.take(whole))
         self._copying = self._untaken = copying
-        path = step_folder(self._directory, run.step)
+        path = step_folder(self.directory, run.step)
         counts = counts_of(plan, applied)
 
         def work(job: _Job) -> None:
@@ -264,13 +263,11 @@ class BackgroundSaver:
 
     def _to_copy(self, plan: Sequence[Shard]) -> "StateSnapshot":
         """Return the copies of the planned shards, for the next step to make."""
-        sources = [contents_of([shard]) for shard in plan]
-        places = iter(self._snapshot.places([content for contents in sources for content in contents]))
-        copies, moves = [], dict[int, list[tuple[Tensor, Tensor]]]()
-        for shard, contents in zip(plan, sources, strict=True):
-            for content, place in zip(contents, places, strict=False):
-                copies.append(place)
-                moves.setdefault(id(shard.state), []).append((place.tensor.values, content.tensor.values.detach()))
+        sources = [(id(shard.state), content) for shard in plan for content in contents_of([shard])]
+        copies = self._snapshot.places([content for _, content in sources])
+        moves = defaultdict[int, list[tuple[Tensor, Tensor]]](list)
+        for (state, content), place in zip(sources, copies, strict=True):
+            moves[state].append((place.tensor.values, content.tensor.values.detach()))
         return StateSnapshot(copies, moves)
 
     def poll(self) -> list[EndedSave]:
@@ -307,13 +304,6 @@ class BackgroundSaver:
         if copying is not None:
             copying.complete()
 
-    def _plan_of(self, states: Sequence[UnitState]) -> list[Shard]:
-        """Return the shards that this rank writes, computed once. A collective call."""
-        if self._plan is None or self._planned != [id(state) for state in states]:
-            self._plan = shards_to_write(states, self._mesh.world)
-            self._planned = [id(state) for state in states]
-        return self._plan
-
     def _settle(self, within: float | None) -> "_Outcome":
         """Wait until the save in progress has ended on all ranks, or the time is up. A collective call."""
         self._complete_copy()
@@ -325,17 +315,17 @@ class BackgroundSaver:
         while True:
             job.join(pause if deadline is None else max(0.0, min(pause, deadline - time.perf_counter())))
             pause = min(2 * pause, _LONGEST_SLICE)
-            mine = _Progress.of(job, self._mesh, deadline)
-            ranks: list[_Progress] = self._mesh.world.all_gather_object(mine)
+            mine = _Progress.of(job, self.mesh, deadline)
+            ranks: list[_Progress] = self.mesh.world.all_gather_object(mine)
             failure = next((each.failure for each in ranks if each.failure is not None), None)
             if outcome.error is None and failure is not None:
                 outcome.error = CheckpointError(failure)
                 job.give_up(outcome.error)  # rank 0 stops waiting for the others
             if not any(each.running for each in ranks):
                 job.agreed = True
-                if outcome.error is not None and self._mesh.rank == 0:
+                if outcome.error is not None and self.mesh.rank == 0:
                     # Another rank may have written into the folder while rank 0's failed thread removed it.
-                    discard(self._storage, partial_folder(self._directory, job.step))
+                    discard(self.storage, partial_folder(self.directory, job.step))
                 break
             if any(each.late for each in ranks):
                 outcome.given_up = True
@@ -361,23 +351,23 @@ class BackgroundSaver:
 
         contents: waits until the contents are copied, and returns them.
         """
-        partial, rank = partial_folder(self._directory, run.step), self._mesh.rank
+        partial, rank = partial_folder(self.directory, run.step), self.mesh.rank
         if rank:
-            written = write_share(self._storage, partial, rank, contents(), counts)
-            report_written(self._storage, partial, rank, manifest_of(run, [written]))
+            written = write_share(self.storage, partial, rank, contents(), counts)
+            report_written(self.storage, partial, rank, manifest_of(run, [written]))
             return
         try:
-            written = write_share(self._storage, partial, rank, contents(), counts)
-            others = await_written(self._storage, partial, self._mesh.world_size, self._patience, job.abandoned)
+            written = write_share(self.storage, partial, rank, contents(), counts)
+            others = await_written(self.storage, partial, self.mesh.world_size, self.patience, job.abandoned)
             shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in others)]
             if job.abandoned.is_set():
                 raise CheckpointError(f"the save into {partial} was abandoned")
-            finish(self._storage, self._directory, run, shares)
+            finish(self.storage, self.directory, run, shares)
         except Exception:
-            discard(self._storage, partial)
+            discard(self.storage, partial)
             raise
-        if self._after is not None:
-            self._after()
+        if self.after is not None:
+            self.after()
 
 
 @dataclass

@@ -23,15 +23,7 @@ def interval(step_seconds: float, stall_seconds: float, durable_seconds: float, 
         stall_seconds: time that a save adds to the training time, o.
         durable_seconds: time from the start of a save until it is durable, including the stall, t_f.
         max_overhead: largest fraction of the training time that saves may add, p.
-
-    Raises:
-        ValueError: step_seconds or max_overhead is not above 0, or another time is below 0.
     """
-    if step_seconds <= 0 or max_overhead <= 0 or min(stall_seconds, durable_seconds) < 0:
-        raise ValueError(
-            f"step_seconds is {step_seconds} and max_overhead {max_overhead}, which must be above 0; stall_seconds is "
-            f"{stall_seconds} and durable_seconds {durable_seconds}, which must be at least 0"
-        )
     whole = math.ceil((durable_seconds - stall_seconds) / step_seconds)
     return max(1, whole, math.ceil(stall_seconds / (max_overhead * step_seconds)))
 
@@ -84,7 +76,8 @@ class SaveTimer:
         step_seconds = self._undisturbed()
         if step_seconds is None:
             return None
-        return interval(step_seconds, self._stall + self._disturbance(step_seconds), self._durable, self.max_overhead)
+        disturbance = max(0.0, self._beside.seconds - self._beside.count * step_seconds)
+        return interval(step_seconds, self._stall + disturbance, self._durable, self.max_overhead)
 
     @property
     def is_due(self) -> bool:
@@ -130,6 +123,3 @@ class SaveTimer:
         if self._step_seconds is not None:
             return self._step_seconds
         return self._beside.mean if self._beside.count else None
-
-    def _disturbance(self, step_seconds: float) -> float:
-        return max(0.0, self._beside.seconds - self._beside.count * step_seconds)

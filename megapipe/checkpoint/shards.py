@@ -219,12 +219,11 @@ def buffers(state: UnitState) -> dict[str, Tensor]:
 def parts_of(shard: Shard) -> dict[str, Tensor]:
     """Return the shard's elements in each buffer that a checkpoint stores, in one dimension, by kind."""
     parts = {}
-    held = shard.state.held(shard.segment)
-    first = shard.segment.start + held.start - shard.state.shard.start
+    place = shard.state.place(shard.segment)
     for kind, buffer in buffers(shard.state).items():
-        start = first - shard.state.moment_starts.get(kind, 0)
-        if start >= 0 and start + len(held) <= buffer.numel():
-            parts[kind] = buffer[start : start + len(held)]
+        first = shard.state.moment_starts.get(kind, 0)
+        if place.start >= first and place.stop - first <= buffer.numel():
+            parts[kind] = buffer[place.start - first : place.stop - first]
     return parts
 
 

@@ -236,9 +236,7 @@ class TensorStream:
                 f"{tuple(values.shape)}"
             )
         checksums = []
-        content = bytes_of(values.contiguous().reshape(-1))
-        for start in range(0, len(content), PIECE_BYTES):
-            piece = content[start : start + PIECE_BYTES]
+        for piece in _pieces(values.contiguous().reshape(-1)):
             checksums.append(xxhash.xxh3_64_hexdigest(piece))
             self._write(piece)
         return tuple(checksums)

@@ -69,10 +69,10 @@ class MeshShape:
         return coordinates
 
     def rank_of(self, coordinates: Mapping[str, int]) -> int:
-        """Return the global rank at full coordinates; the inverse of `coordinates`."""
+        """Return the global rank at coordinates, which are 0 where they are left out; the inverse of `coordinates`."""
         rank = 0
         for name in DIMENSIONS:
-            rank = rank * self.sizes[name] + coordinates[name]
+            rank = rank * self.sizes[name] + coordinates.get(name, 0)
         return rank
 
     def partition(self, *names: str) -> Partition:

@@ -8,7 +8,7 @@ for training, evaluation and decoding over the same stages.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -191,6 +191,7 @@ class Assembly:
         rank: pipeline rank.
         stages: stages of this rank, by id.
         optimizer: updates their states.
+        swaps: of all engines; they move tensors to host memory and back.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class Assembly:
         self._header = header
         self._kernels = kernels
         self._built = built
-        self._given_swaps = swaps
+        self.swaps = Swaps(mesh.device) if swaps is None else swaps
         self.rank = mesh.coordinate("pipeline")
         self._tied = tied_names(model.layers)
         self._tied_groups = tied_stages(model.layers, model.ranges)
@@ -236,11 +237,6 @@ class Assembly:
         groups = mesh.group("tensor"), mesh.shard_group(count) if count > 1 else None
         self.optimizer = make_optimizer(holding.optimizer, kernels, holding.seed, *groups)
         self._links = LinkPool(mesh, holding.parallel.links, holding.parallel.timeout_seconds)
-
-    @cached_property
-    def swaps(self) -> Swaps:
-        """The swaps of all engines, which move tensors to host memory and back."""
-        return Swaps(self._mesh.device) if self._given_swaps is None else self._given_swaps
 
     @property
     def states(self) -> list[UnitState]:
@@ -317,14 +313,11 @@ class Assembly:
     def communicators(self, schedule: Schedule) -> Communicators:
         """Return the groups that an engine sums over. A collective call: every rank makes it, in the same order."""
         mesh, header = self._mesh, schedule.header
-        tied, counted_elsewhere = {}, set()
+        tied = {}
         for group, users in enumerate(header.tied_groups):
-            holders = tuple(sorted({schedule.rank_of(stage) for stage in users}))
-            members = mesh.stage_group(holders)
+            members = mesh.stage_group(tuple(sorted({schedule.rank_of(stage) for stage in users})))
             if members is not None:
                 tied[group] = members
-            if self.rank != holders[0]:
-                counted_elsewhere.add(group)
         # The header is the same on all ranks, so it may name groups in which this rank's stages have no state.
         usual = next((state.sharding.count for state in self.states), 1)
         sizes = {usual, *(unit.shards for units in header.stage_states for unit in units)}
@@ -338,7 +331,6 @@ class Assembly:
             scalars=mesh.world if schedule.flushes else mesh.second_world(),
             counts_loss=ends_here and mesh.coordinate("tensor") == 0,
             replica=self._replicas.rank,
-            counted_elsewhere=frozenset(counted_elsewhere),
             shards=shards,
             copies={size: members for size, members in copies.items() if members.size > 1},
             tensor=mesh.group("tensor"),
@@ -347,11 +339,10 @@ class Assembly:
     def _reductions(self, schedule: Schedule) -> Reductions:
         specs = [spec for layer in self._model.layers for spec in layer.parameters.values()]
         limit = self._holding.optimizer.clip_norm
-        groups = self.communicators(schedule)
         return Reductions(
-            self._counted_states(schedule.header, groups),
+            self._counted_states(schedule),
             [spec.name for spec in specs],
-            groups,
+            self.communicators(schedule),
             partial(clip_coefficient, limit=limit) if limit is not None else torch.ones_like,
             self.optimizer,
             self._mesh.device,
@@ -359,18 +350,19 @@ class Assembly:
             squared_norm=self._squared_norm,
             balanced_names=[spec.name for spec in specs if spec.balance_rate],
             loss_terms=self._model.loss_terms,
-            gradient_pool=schedule.header.states.gradient_pool,
+            pool_limit=schedule.header.states.gradient_pool,
             reduce_dtype=torch.bfloat16 if self._holding.zero.reduce_dtype == "bf16" else None,
         )
 
-    def _counted_states(self, header: Header, groups: Communicators) -> list[UnitState]:
-        """Return the states whose gradient norm this rank contributes: a tied weight counts on the first stage that
-        has it."""
+    def _counted_states(self, schedule: Schedule) -> list[UnitState]:
+        """Return the states whose gradient norm this rank contributes: a tied weight counts on the first rank that has
+        it."""
+        header = schedule.header
         elsewhere = {
             id(stage.states[header.tied_unit(number, group)])
             for number, stage in self.stages.items()
-            for group in groups.counted_elsewhere
-            if header.tied_unit(number, group) in stage.states
+            for group, users in enumerate(header.tied_groups)
+            if self.rank != min(map(schedule.rank_of, users)) and header.tied_unit(number, group) in stage.states
         }
         return [state for state in self.states if id(state) not in elsewhere]
 

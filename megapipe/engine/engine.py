@@ -6,7 +6,8 @@ actions. So does PipeDream-2BW (2006.09503 section 3.1), whose pipeline stays fu
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 
@@ -15,7 +16,7 @@ from megapipe.engine.pairs import HalfError, TwoStreams
 from megapipe.engine.program import Instruction, Program
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import WHOLE, Stage, UnitError, unit_states
-from megapipe.engine.step import EngineError, StepInput, StepResult, StepState, finished
+from megapipe.engine.step import EngineError, StepInput, StepResult, StepState, action_words, finished
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
 from megapipe.schedules.actions import Kind
@@ -26,6 +27,7 @@ SPARE = (64 * 2**20, *[2**19] * 32)
 """Block sizes in bytes of the two pools of torch's allocator: for large tensors, and for those of at most 1 MiB."""
 
 
+@dataclass(eq=False)
 class Engine:
     """Runs one rank's part of a schedule.
 
@@ -43,18 +45,18 @@ class Engine:
     After a failed step an engine runs no other step, because gradients and messages are incomplete.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transfers: Transfers,
-        reductions: Reductions,
-        swaps: Swaps | None = None,
-        wrap: Callable[[Instruction], Instruction] | None = None,
-        streams: TwoStreams | None = None,
-    ) -> None:
+    schedule: Schedule
+    rank: int
+    stages: Mapping[int, Stage]
+    transfers: Transfers
+    reductions: Reductions
+    swaps: Swaps | None = None
+    wrap: Callable[[Instruction], Instruction] | None = None
+    streams: TwoStreams | None = None
+
+    def __post_init__(self) -> None:
         """Compile the schedule. Raises EngineError when stages and schedule do not belong together."""
+        schedule, rank, stages = self.schedule, self.rank, self.stages
         expected = set(schedule.header.stages_on(rank))
         if set(stages) != expected:
             raise EngineError(
@@ -63,19 +65,11 @@ class Engine:
             )
         self._header = schedule.header
         self._flushes = schedule.flushes
-        self._rank = rank
-        self._stages = stages
-        self._transfers = transfers
-        self._reductions = reductions
-        self.schedule = schedule
-        self._swaps = swaps
-        self._wrap = wrap
-        self._streams = streams
-        self._program = partial(Program, schedule, rank, stages, swaps=swaps, two_streams=streams is not None)
-        program = self._program(transfers, reductions)
+        two_streams = self.streams is not None
+        self._program = partial(Program, schedule, rank, stages, swaps=self.swaps, two_streams=two_streams)
+        program = self._program(self.transfers, self.reductions)
         self._compiled = {name: self._overlapped(self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = self._compiled
-        self._snapshots: list[Instruction] | None = None
         self._under_way: StepState | None = None
         self._unread: list[StepState] = []
         self._broken_by: str | None = None
@@ -86,22 +80,22 @@ class Engine:
         Recorded steps run a separate program, so that other steps have no overhead. In recorded steps the halves of a
         pair run one after the other, so that each can be timed.
         """
-        if self._swaps is not None:
-            self._swaps.watch(None if recorder is None else recorder.wait)
+        if self.swaps is not None:
+            self.swaps.watch(None if recorder is None else recorder.stopwatch.wait)
         if recorder is None:
             self._sections = self._compiled
             return
-        transfers, reductions = recorder.transfers(self._transfers), self._reductions.through(recorder.group)
+        transfers, reductions = recorder.transfers(self.transfers), self.reductions.through(recorder.group)
         program = self._program(transfers, reductions)
         recorded = {name: recorder.instructions(name, self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = {name: self._overlapped(each, in_order=True) for name, each in recorded.items()}
 
     def _overlapped(self, instructions: Iterable[Instruction], *, in_order: bool = False) -> list[Instruction]:
         compiled = list(instructions)
-        return compiled if self._streams is None else self._streams.instructions(compiled, in_order=in_order)
+        return compiled if self.streams is None else self.streams.instructions(compiled, in_order=in_order)
 
     def _wrapped(self, instructions: Iterable[Instruction]) -> Iterable[Instruction]:
-        return instructions if self._wrap is None else map(self._wrap, instructions)
+        return instructions if self.wrap is None else map(self.wrap, instructions)
 
     def run(self, step_input: StepInput) -> StepResult:
         """Run one whole step (in train mode, including the optimizer update); the pipeline is empty before and after
@@ -130,13 +124,13 @@ class Engine:
         self._check(step_input)
         if self._under_way is not None:
             raise EngineError("a rehearsal needs an empty pipeline; drain the engine first")
-        self._reductions.rehearse(unit_states(self._stages))
+        self.reductions.rehearse(unit_states(self.stages))
         state, compiled = StepState(step_input, self._header.updates_per_step), self._sections
-        transfers = self._transfers.without_peers()
-        program = self._program(transfers, self._reductions, updates=False)
+        transfers = self.transfers.without_peers()
+        program = self._program(transfers, self.reductions, updates=False)
         sections: tuple[SectionName, ...] = ("body",) if self._flushes else ("prologue", "epilogue")
         # Later steps also hold the samples of the previous step, and prefetched samples.
-        spare = [torch.empty(size, dtype=torch.uint8, device=self._reductions.device) for size in SPARE]
+        spare = [torch.empty(size, dtype=torch.uint8, device=self.reductions.device) for size in SPARE]
         try:
             self._sections = {name: self._overlapped(program.compile(name)) for name in sections}
             for name in sections:
@@ -229,15 +223,13 @@ class Engine:
             )
         return result
 
-    @property
+    @cached_property
     def _snapshot_instructions(self) -> Sequence[Instruction]:
         """Instructions at the start of a step that copies its state; the other instructions are unchanged."""
-        if self._snapshots is None:
-            schedule = with_snapshots(self.schedule)
-            program = Program(schedule, self._rank, self._stages, self._transfers, self._reductions, self._swaps)
-            compiled = self._wrapped(program.compile("body" if self._flushes else "prologue"))
-            self._snapshots = [each for each in compiled if each.action.kind == Kind.SNAPSHOT]
-        return self._snapshots
+        schedule = with_snapshots(self.schedule)
+        program = Program(schedule, self.rank, self.stages, self.transfers, self.reductions, self.swaps)
+        compiled = self._wrapped(program.compile("body" if self._flushes else "prologue"))
+        return [each for each in compiled if each.action.kind == Kind.SNAPSHOT]
 
     def _execute(self, section: SectionName, steps: Sequence[StepState], before: Sequence[Instruction] = ()) -> None:
         """Run the actions of a section. steps: those in progress, its own first. before: instructions to run first."""
@@ -257,36 +249,25 @@ class Engine:
             except BaseException as error:
                 self._broken_by = f"step {steps[instruction.offset].input.step}: {error!r}"
                 raise
-        if self._swaps is not None:
-            self._swaps.end_section()
+        if self.swaps is not None:
+            self.swaps.end_section()
 
     def _await_sends(self, step: int) -> None:
         try:
-            self._transfers.drain()
+            self.transfers.drain()
         except Exception as error:
-            place = f"pipeline rank {self._rank}, step {step}, after the last action of {self._header.name}"
+            place = f"pipeline rank {self.rank}, step {step}, after the last action of {self._header.name}"
             self._broken_by = f"{place}: {error}"
             raise EngineError(self._broken_by) from error
 
     def _failure(
-        self,
-        instruction: Instruction,
-        steps: Sequence[StepState],
-        error: BaseException | None,
-        unit: int | None = None,
+        self, instruction: Instruction, steps: Sequence[StepState], error: BaseException | None, unit: int | None
     ) -> EngineError:
         action, step = instruction.action, steps[instruction.offset].input.step
         if unit is not None and action.unit != WHOLE:
             unit += action.unit
-        name = "" if unit is None else f", unit {self._unit_name(action.stage, unit)}"
-        fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
-        place = (
-            f"pipeline rank {self._rank}, step {step}, action {instruction.number} of {self._header.name}: "
-            f"{action.kind.name} {' '.join(fields)}".rstrip()
-        )
-        self._broken_by = f"{place}{name}: {error}"
+        states = self.stages[action.stage].states if unit is not None else {}
+        name = "" if unit is None else f", unit {states[unit].name if unit in states else unit}"
+        place = f"pipeline rank {self.rank}, step {step}, action {instruction.number} of {self._header.name}"
+        self._broken_by = f"{place}: {action_words(action)}{name}: {error}"
         return EngineError(self._broken_by, action, steps, unit)
-
-    def _unit_name(self, stage: int, unit: int) -> str:
-        states = self._stages[stage].states
-        return states[unit].name if unit in states else str(unit)

@@ -65,20 +65,21 @@ class Moves:
         """Return a closure that starts copying activations to host memory, or optimizer state if the action has a
         version. action: counted from its own step, as in all methods of this class."""
         swaps = self._required()
-        if action.version >= 0:
-            state = self._state(action)
-            return lambda step: swaps.offload_state(state)
-        key = action.stage, action.microbatch, action.unit
-        return lambda step: swaps.offload(step.saved[key])
+        return self._moved(action, swaps.offload, swaps.offload_state)
 
     def reload(self, action: Action) -> Closure:
         """Return a closure that starts copying activations or optimizer state, as in `offload`, back to the device."""
         swaps = self._required()
+        return self._moved(action, swaps.reload, swaps.reload_state)
+
+    def _moved(
+        self, action: Action, activations: Callable[[SavedTensors], None], optimizer_state: Callable[[UnitState], None]
+    ) -> Closure:
         if action.version >= 0:
             state = self._state(action)
-            return lambda step: swaps.reload_state(state)
+            return lambda step: optimizer_state(state)
         key = action.stage, action.microbatch, action.unit
-        return lambda step: swaps.reload(step.saved[key])
+        return lambda step: activations(step.saved[key])
 
     def snapshot(self, action: Action) -> Closure:
         """Return a closure that starts copying a unit's state for a checkpoint, if the step makes one."""
@@ -195,6 +196,7 @@ class Chain:
         return self.forward(copy, inputs, replace(context, tape=tape) if self.split else context), tape
 
 
+@dataclass(eq=False)
 class Forwards:
     """Makes the closures of one rank's forwards and recomputations.
 
@@ -202,27 +204,22 @@ class Forwards:
     one.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transfers: Transfers,
-        moves: Moves,
-        two_streams: bool = False,
-    ) -> None:
-        self._moves = moves
-        self._two_streams = two_streams
-        self._schedule = schedule
-        self._stages = stages
-        self._transfers = transfers
+    schedule: Schedule
+    rank: int
+    stages: Mapping[int, Stage]
+    transfers: Transfers
+    moves: Moves
+    two_streams: bool
+
+    def __post_init__(self) -> None:
+        schedule, rank = self.schedule, self.rank
         self._training = schedule.header.mode == "train"
         count = schedule.header.num_microbatches
         actions = [action for section in SECTIONS for action in schedule.actions(section, rank)]
         self._split = {
             (action.stage, action.microbatch % count) for action in actions if action.kind == Kind.BACKWARD_INPUT
         }
-        self._on_side = on_side_stream(list(schedule.actions("body", rank))) if two_streams else frozenset()
+        self._on_side = on_side_stream(list(schedule.actions("body", rank))) if self.two_streams else frozenset()
         self._again: set[UnitKey] = set()
         self._continuing: set[UnitKey] = set()
         before = Action(Kind.UPDATE)
@@ -238,23 +235,23 @@ class Forwards:
     def forward(self, action: Action) -> Closure:
         """Return the closure of a forward. action: counted from its own step."""
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
-        stage, key = self._stages[stage_id], (stage_id, microbatch)
+        stage, key = self.stages[stage_id], (stage_id, microbatch)
         chain = self._chain(action)
         flags = requires_grad_flags(stage.inputs)
-        shard, summed = self._transfers.shards.get(stage_id), self._transfers.ends.get(stage_id)
-        receives = shard is not None and stage_id in self._schedule.header.outputs
-        summed = summed if summed is not None and summed.stage in self._schedule.header.inputs else None
+        shard, summed = self.transfers.shards.get(stage_id), self.transfers.ends.get(stage_id)
+        receives = shard is not None and stage_id in self.schedule.header.outputs
+        summed = summed if summed is not None and summed.stage in self.schedule.header.inputs else None
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
         place = stage_id, microbatch, unit
         training, again = self._training, place in self._again
         run_bare = self._run_bare(action, chain) if again else None
-        moves = self._moves if training and self._moves.keeps(action) else None
-        version, per_step = action.version, self._schedule.header.updates_per_step
-        slots = self._transfers.receive_activation.get(stage_id) if slot >= 0 else None
-        following = self._schedule.next_stage(stage_id, microbatch)
+        moves = self.moves if training and self.moves.keeps(action) else None
+        version, per_step = action.version, self.schedule.header.updates_per_step
+        slots = self.transfers.receive_activation.get(stage_id) if slot >= 0 else None
+        following = self.schedule.next_stage(stage_id, microbatch)
         # In training an output has been sent before its gradient arrives, and its slot is kept until then.
-        leaves_in_time = training and following is not None and following not in self._stages
+        leaves_in_time = training and following is not None and following not in self.stages
 
         def run(step: StepState) -> None:
             if not enters:
@@ -278,7 +275,7 @@ class Forwards:
                     outputs = chain.forward(stage.newest % len(chain.twins), inputs, context)
                     hand_on(step, outputs if slots is None else apart(outputs, inputs))
                 if receives:
-                    for each in self._transfers.shards.values():
+                    for each in self.transfers.shards.values():
                         each.end_all(step)
                 return
             copy = (step.input.step * per_step + version) % len(chain.twins)
@@ -305,7 +302,7 @@ class Forwards:
         following = stage_id, microbatch, unit + 1
         chain = self._chain(action)
         goes_on = following in self._continuing
-        version, per_step = action.version, self._schedule.header.updates_per_step
+        version, per_step = action.version, self.schedule.header.updates_per_step
 
         def run(step: StepState) -> None:
             inputs = step.kept.pop(place)
@@ -318,13 +315,13 @@ class Forwards:
         return run
 
     def _chain(self, action: Action) -> Chain:
-        units = self._stages[action.stage].units
+        units = self.stages[action.stage].units
         chain = units if action.unit == WHOLE else units[action.unit : action.unit + 1]
-        copies = len(units[0]) // 2 if self._two_streams else len(units[0])
+        copies = len(units[0]) // 2 if self.two_streams else len(units[0])
         start = copies if (action.stage, action.microbatch) in self._on_side else 0
         twins = [[versions[start + copy] for versions in chain] for copy in range(copies)]
         split = (action.stage, action.microbatch) in self._split
-        shared = shared_states(self._schedule.header, self._stages, action.stage)
+        shared = shared_states(self.schedule.header, self.stages, action.stage)
         shared = shared if action.unit == WHOLE else shared[action.unit : action.unit + 1]
         unsplit = [unsplit_parameters(each) if split else () for each in twins]
         return Chain(twins, unsplit, split, shared if any(shared) else ())
@@ -353,14 +350,14 @@ class Forwards:
     def _hand_on(self, action: Action) -> Callable[[StepState, Tensors], None]:
         """Return a function that passes outputs on: to the next unit or stage here, a send, or the step's result."""
         key, microbatch = (action.stage, action.microbatch), action.microbatch
-        following = self._schedule.next_stage(action.stage, action.microbatch)
-        shard, end = self._transfers.shards.get(action.stage), self._transfers.ends.get(action.stage)
-        to_shards = end is not None and end.stage in self._schedule.header.outputs
-        to_sum = shard if action.stage in self._schedule.header.inputs else None
-        closes = action.unit in (WHOLE, len(self._stages[action.stage].units) - 1)
+        following = self.schedule.next_stage(action.stage, action.microbatch)
+        shard, end = self.transfers.shards.get(action.stage), self.transfers.ends.get(action.stage)
+        to_shards = end is not None and end.stage in self.schedule.header.outputs
+        to_sum = shard if action.stage in self.schedule.header.inputs else None
+        closes = action.unit in (WHOLE, len(self.stages[action.stage].units) - 1)
         training = self._training
         target = key
-        if closes and following is not None and following in self._stages:
+        if closes and following is not None and following in self.stages:
             target = (following, microbatch)
 
         def run(step: StepState, outputs: Tensors) -> None:

@@ -300,15 +300,15 @@ class _Leaving:
     of_state: bool
 
 
-class _Arrival(Work):
-    """A copy of weights to the device, awaited through `watch`."""
+class WatchedWork(Work):
+    """A work or a copy, awaited through `watch`."""
 
-    def __init__(self, copy: Copy, watch: Watch) -> None:
-        self._copy = copy
+    def __init__(self, work: Work | Copy, watch: Watch) -> None:
+        self._work = work
         self._watch = watch
 
     def wait(self) -> None:
-        self._watch(self._copy.wait)
+        self._watch(self._work.wait)
 
 
 class Swaps:
@@ -381,7 +381,7 @@ class Swaps:
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         """Start to copy a unit's weights, `part` in host memory, to the device."""
-        return _Arrival(self._to_device.start([(whole, part)]), self._watch)
+        return WatchedWork(self._to_device.start([(whole, part)]), self._watch)
 
     def arrive(self, owner: SavedTensors | UnitState) -> None:
         """Let the following operations wait for a reload of `owner`, if one was started."""

@@ -37,6 +37,7 @@ from megapipe.engine.user_modules import (
 )
 from megapipe.layers.linear import Recipe, partition_axis
 from megapipe.layout.table import LayerChoice
+from megapipe.parallel.collectives import unsharded
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.actions import KIND, Kind
@@ -220,23 +221,17 @@ class Pipeline:
         if self._under_way:
             raise PipelineError(f"step {self._next_step - 1} is in progress; call drain before state_dict")
         own: dict[int, dict[str, Tensor]] = {}
+        tensor = self._mesh.group("tensor")
         for index, unit in self._assembly.whole_layers():
             module = cast(ModuleUnit, unit).module
             own[index] = {
-                f"{index}.{path}": self._whole(value, partition_axis(module, path)).detach().to("cpu", copy=True)
+                f"{index}.{path}": unsharded(value, tensor, partition_axis(module, path)).detach().to("cpu", copy=True)
                 for path, value in module.state_dict().items()
             }
         layers: dict[int, dict[str, Tensor]] = {}
         for part in self._mesh.group("pipeline").all_gather_object(own):
             layers |= part
         return {name: value for index in sorted(layers) for name, value in layers[index].items()}
-
-    def _whole(self, value: Tensor, axis: int | None) -> Tensor:
-        """Return the whole of a parameter that tensor ranks shard along an axis."""
-        group = self._mesh.group("tensor")
-        if axis is None or group.size == 1:
-            return value
-        return torch.cat(group.all_gather(value.contiguous()).unbind(0), axis)
 
     def close(self) -> None:
         """Release the links, with their memory and file descriptors. No step can run after that. A failed step

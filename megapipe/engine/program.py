@@ -2,13 +2,15 @@
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
 
 from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.stage import WHOLE, Stage, apart, backward, backward_input, unsplit_parameters
-from megapipe.engine.step import EngineError, StepState
-from megapipe.engine.transfers import Shards, Transfers
+from megapipe.engine.step import EngineError, Key, StepState
+from megapipe.engine.transfers import ReceiveSlots, Sender, Shards, Transfers
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -31,31 +33,28 @@ class Instruction:
     partner: "Instruction | None" = None
 
 
+@dataclass(eq=False)
 class Program:
-    """Compiles one rank's actions of one schedule."""
+    """Compiles one rank's actions of one schedule.
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        rank: int,
-        stages: Mapping[int, Stage],
-        transfers: Transfers,
-        reductions: Reductions,
-        swaps: Swaps | None = None,
-        updates: bool = True,
-        two_streams: bool = False,
-    ) -> None:
-        """Prepare the closures. updates: whether UPDATE changes weights; otherwise it only clears gradients.
-        two_streams: the last modules of each stage are those of the side stream (`engine.pairs`)."""
-        self._schedule = schedule
+    updates: whether UPDATE changes weights; otherwise it only clears gradients. two_streams: the last modules of each
+    stage are those of the side stream (`engine.pairs`).
+    """
+
+    schedule: Schedule
+    rank: int
+    stages: Mapping[int, Stage]
+    transfers: Transfers
+    reductions: Reductions
+    swaps: Swaps | None = None
+    updates: bool = True
+    two_streams: bool = False
+
+    def __post_init__(self) -> None:
+        schedule, rank, transfers = self.schedule, self.rank, self.transfers
         self._header = schedule.header
-        self._rank = rank
-        self._stages = stages
-        self._transfers = transfers
-        self._reductions = reductions
-        self._updates = updates
-        moves = self._moves = Moves(schedule, rank, stages, swaps)
-        forwards = Forwards(schedule, rank, stages, transfers, moves, two_streams)
+        moves = self._moves = Moves(schedule, rank, self.stages, self.swaps)
+        forwards = Forwards(schedule, rank, self.stages, transfers, moves, self.two_streams)
         # For each unit and update, the micro-batch of its last reduction.
         self._last_reduced = {
             self._in_update(action): action.microbatch
@@ -70,13 +69,13 @@ class Program:
             Kind.BACKWARD: lambda action: moves.backward(action, backward(action)),
             Kind.BACKWARD_INPUT: lambda action: moves.backward(action, backward(action)),
             Kind.BACKWARD_WEIGHT: self._on_shared_state(self._backward_weight),
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECV_ACTIVATION: self._receive_activation,
-            Kind.SEND_GRADIENT: self._send_gradient,
-            Kind.RECV_GRADIENT: self._receive_gradient,
+            Kind.SEND_ACTIVATION: partial(self._send, transfers.send_activation, attrgetter("activations")),
+            Kind.RECV_ACTIVATION: partial(self._receive, transfers.receive_activation),
+            Kind.SEND_GRADIENT: partial(self._send, transfers.send_gradient, attrgetter("gradients")),
+            Kind.RECV_GRADIENT: partial(self._receive, transfers.receive_gradient),
             Kind.GATHER_WEIGHTS: self._gather_weights,
             Kind.RELEASE_WEIGHTS: self._release_weights,
-            Kind.REDUCE_COUNTS: lambda action: self._reductions.start_counts,
+            Kind.REDUCE_COUNTS: lambda action: self.reductions.start_counts,
             Kind.REDUCE_GRADIENTS: self._reduce_gradients,
             Kind.REDUCE_TIED: self._reduce_tied,
             Kind.REDUCE_SCALARS: self._reduce_scalars,
@@ -89,7 +88,7 @@ class Program:
         """Yield the instructions of a section in order. Adjacent updates to one version become one instruction."""
         run: list[Action] = []
         first = offset = 0
-        for number, action in enumerate(self._schedule.actions(section, self._rank)):
+        for number, action in enumerate(self.schedule.actions(section, self.rank)):
             own, local = self._counted_from_its_step(action)
             if run and (local.kind != Kind.UPDATE or (own, local.version) != (offset, run[0].version)):
                 yield Instruction(self._update(run), run[0], offset, first)
@@ -100,7 +99,7 @@ class Program:
             elif local.kind in self._makers:
                 yield Instruction(self._makers[local.kind](local), local, own, number)
             else:
-                raise EngineError(f"the engine does not run {local.kind.name} actions yet (rank {self._rank})")
+                raise EngineError(f"the engine does not run {local.kind.name} actions yet (rank {self.rank})")
         if run:
             yield Instruction(self._update(run), run[0], offset, first)
 
@@ -112,14 +111,14 @@ class Program:
         return step, action._replace(microbatch=microbatch, version=version)
 
     def _state(self, action: Action) -> UnitState:
-        return self._stages[action.stage].states[action.unit]
+        return self.stages[action.stage].states[action.unit]
 
     def _on_shared_state(self, make: Callable[[Action], Closure]) -> Callable[[Action], Closure]:
         """Return closures that first wait for the gathered weights of their unit, and allocate its gradient if it is
         sharded."""
 
         def made(action: Action) -> Closure:
-            run, stage = make(action), self._stages[action.stage]
+            run, stage = make(action), self.stages[action.stage]
             units = self._header.states_of(action.stage, action.unit) if action.unit != WHOLE else range(0)
             states = [(unit, stage.states[unit]) for unit in units if unit in stage.states]
             uses = [state for _, state in states if state.weights_come_and_go and action.kind != Kind.BACKWARD_WEIGHT]
@@ -132,8 +131,8 @@ class Program:
             ]
             if not uses and not adds:
                 return run
-            pool, number = self._reductions.gradient_pool, self._update_number(action)
-            copy = self._copy_of(states[0][1], action)
+            pool, number = self.reductions.gradient_pool, self._update_number(action)
+            copy = self._copy(states[0][1], action)
 
             def run_on_shared_state(step: StepState) -> None:
                 for state in uses:
@@ -149,18 +148,18 @@ class Program:
     def _backward(self, action: Action) -> Closure:
         stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
         key = (stage_id, microbatch)
-        enters = unit in (WHOLE, len(self._stages[stage_id].units) - 1)
+        enters = unit in (WHOLE, len(self.stages[stage_id].units) - 1)
         leaves = unit in (WHOLE, 0)
-        previous = self._schedule.previous_stage(stage_id, microbatch)
+        previous = self.schedule.previous_stage(stage_id, microbatch)
         target = key
-        if leaves and previous is not None and previous in self._stages:
+        if leaves and previous is not None and previous in self.stages:
             target = (previous, microbatch)
         has_receiver = not leaves or previous is not None
-        last = enters and self._schedule.next_stage(stage_id, microbatch) is None
-        slots = self._transfers.receive_gradient.get(stage_id) if enters and slot >= 0 else None
+        last = enters and self.schedule.next_stage(stage_id, microbatch) is None
+        slots = self.transfers.receive_gradient.get(stage_id) if enters and slot >= 0 else None
         half = action.kind == Kind.BACKWARD_INPUT
         output, word = self._shard(stage_id, self._header.outputs), self._shard(stage_id, self._header.inputs)
-        end = self._transfers.ends.get(stage_id)
+        end = self.transfers.ends.get(stage_id)
         summed = end if end is not None and enters and end.stage in self._header.outputs else None
         has_receiver = has_receiver or end is not None
 
@@ -197,30 +196,21 @@ class Program:
 
     def _shard(self, stage: int, kind: Collection[int]) -> Shards | None:
         """Return this rank's vocabulary shard of a kind, if the stage is one."""
-        return self._transfers.shards.get(stage) if stage in kind else None
+        return self.transfers.shards.get(stage) if stage in kind else None
 
     def _backward_weight(self, action: Action) -> Closure:
         key = (action.stage, action.microbatch, action.unit)
         return lambda step: step.tapes.pop(key).backward_weight()
 
-    def _send_activation(self, action: Action) -> Closure:
-        key, sender = (action.stage, action.microbatch), self._transfers.send_activation[action.stage]
-        part = self._part(action)
-        return lambda step: sender.send(step.activations.pop(key), part)
+    def _send(
+        self, senders: Mapping[int, Sender], left: Callable[[StepState], dict[Key, Tensors]], action: Action
+    ) -> Closure:
+        """Return the closure of a send. left: returns the tensors that actions of a step have left to be sent."""
+        key, sender, part = (action.stage, action.microbatch), senders[action.stage], self._part(action)
+        return lambda step: sender.send(left(step).pop(key), part)
 
-    def _send_gradient(self, action: Action) -> Closure:
-        key, sender = (action.stage, action.microbatch), self._transfers.send_gradient[action.stage]
-        part = self._part(action)
-        return lambda step: sender.send(step.gradients.pop(key), part)
-
-    def _receive_activation(self, action: Action) -> Closure:
-        slots, slot = self._transfers.receive_activation[action.stage], action.slot
-        part = self._part(action)
-        return lambda step: slots.post(slot, part)
-
-    def _receive_gradient(self, action: Action) -> Closure:
-        slots, slot = self._transfers.receive_gradient[action.stage], action.slot
-        part = self._part(action)
+    def _receive(self, receives: Mapping[int, ReceiveSlots], action: Action) -> Closure:
+        slots, slot, part = receives[action.stage], action.slot, self._part(action)
         return lambda step: slots.post(slot, part)
 
     def _part(self, action: Action) -> int:
@@ -228,32 +218,34 @@ class Program:
         return action.microbatch % self._header.slices
 
     def _gather_weights(self, action: Action) -> Closure:
-        state, copy = self._state(action), self._copy(action)
+        state = self._state(action)
         if isinstance(state, HostWeights):
             return self._moves.bring_weights(state)
-        return lambda step: self._reductions.gather_weights(state, copy(step))
+        copy = self._copy(state, action)
+        return lambda step: self.reductions.gather_weights(state, copy(step))
 
     def _release_weights(self, action: Action) -> Closure:
-        state, copy = self._state(action), self._copy(action)
+        state = self._state(action)
+        copy = self._copy(state, action)
         return lambda step: state.release_weights(copy(step))
 
     def _reduce_gradients(self, action: Action) -> Closure:
         state, number = self._state(action), self._update_number(action)
         last = self._last_reduced[self._in_update(action)] == action.microbatch
-        return lambda step: self._reductions.reduce_gradients(step, state, number(step), last=last)
+        return lambda step: self.reductions.reduce_gradients(step, state, number(step), last=last)
 
     def _reduce_tied(self, action: Action) -> Closure:
         state, group = self._state(action), self._header.tied_group(action.stage, action.unit)
         number = self._update_number(action)
-        return lambda step: self._reductions.reduce_tied(step, state, group, number(step))
+        return lambda step: self.reductions.reduce_tied(step, state, group, number(step))
 
     def _reduce_scalars(self, action: Action) -> Closure:
-        number, shards = self._update_number(action), self._transfers.shards.values()
+        number, shards = self._update_number(action), self.transfers.shards.values()
 
         def run(step: StepState) -> None:
             for shard in shards:
                 shard.end_all(step)
-            self._reductions.reduce_scalars(step, number(step))
+            self.reductions.reduce_scalars(step, number(step))
 
         return run
 
@@ -261,17 +253,17 @@ class Program:
         states = [self._state(action) for action in actions]
         version, per_step = actions[0].version, self._header.updates_per_step
         number = self._update_number(actions[0])
-        if not self._updates:
-            return self._moves.update(actions, lambda step: self._reductions.clear(step, states, number(step)))
+        if not self.updates:
+            return self._moves.update(actions, lambda step: self.reductions.clear(step, states, number(step)))
 
         def run(step: StepState) -> None:
             absolute, update, copies = step.input.step * per_step + version, number(step), step.input.snapshot
             if copies is None:
-                self._reductions.update(step, states, absolute, update)
+                self.reductions.update(step, states, absolute, update)
                 return
             for state in states:  # one by one, so that each waits only for its own copy
                 self._moves.may_change(copies, state)
-                self._reductions.update(step, [state], absolute, update)
+                self.reductions.update(step, [state], absolute, update)
 
         return self._moves.update(actions, run)
 
@@ -279,11 +271,9 @@ class Program:
         """Return the stage and unit of an action, and the number of its update within its step."""
         return action.stage, action.unit, action.microbatch // self._header.microbatches_per_update
 
-    def _copy(self, action: Action) -> Callable[[StepState], int]:
-        """Return a function from a step to the physical weight version of an action. Forward mode uses the newest."""
-        return self._copy_of(self._state(action), action)
-
-    def _copy_of(self, state: UnitState, action: Action) -> Callable[[StepState], int]:
+    def _copy(self, state: UnitState, action: Action) -> Callable[[StepState], int]:
+        """Return a function from a step to the physical version of a state's weights that an action uses. Forward mode
+        uses the newest."""
         version, per_step = action.version, self._header.updates_per_step
         copies = len(state.weights)
         if self._header.mode == "forward":

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from copy import copy
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeVar
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,19 +23,13 @@ from torch import Tensor
 
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import Counted, Scalars, StepState, tensor_on
+from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.unit_state import UnitState, sum_partial_gradients
 from megapipe.schedules.schedule import Header
 
 Found = TypeVar("Found")
 Result = TypeVar("Result")
-
-
-def run_now(function: Callable[[], Result]) -> Future[Result]:
-    """Run a function immediately, in the caller's thread; exceptions reach the caller."""
-    future: Future[Result] = Future()
-    future.set_result(function())
-    return future
 
 
 class Turns:
@@ -260,28 +254,6 @@ def uncounted_flaw(states: Iterable[UnitState], update: int = 0) -> dict[str, Te
     return {next(iter(gradients)): norms.sum().double() * 0.0}
 
 
-def name_positions(names: Sequence[str]) -> dict[str, int]:
-    """Return the position of every parameter of the whole model in the vector of squared norms: global name order.
-
-    Ranks sum such vectors over the pipeline and tensor groups: entries of other ranks' parameters are zero, so adding
-    them changes no bit.
-    """
-    return {name: position for position, name in enumerate(sorted(set(names)))}
-
-
-class Optimizer(Protocol):
-    """Computes a weight version from the newest one and the reduced gradients."""
-
-    def update(self, states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
-        """Advance `states` to absolute `version`; every gradient is multiplied by `coefficient` (float32 scalar)."""
-
-    def prepare(self, states: Sequence[UnitState]) -> None:
-        """Allocate the buffers that the first update of `states` would allocate."""
-
-    def rehearse(self, states: Sequence[UnitState]) -> None:
-        """Run the kernels of an update of `states` without changing them."""
-
-
 @dataclass(frozen=True)
 class Communicators:
     """The groups that the engine uses on one rank.
@@ -291,10 +263,9 @@ class Communicators:
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     replica: index of this rank among the replicas of its weights. If n replicas shard a state, the first n count in
-    the gradient norm; the others hold the same sums. counted_elsewhere: tied groups whose weight's norm another
-    pipeline rank counts. shards: by their number, the replicas that share one copy of a unit's state. copies: by the
-    same number, the replicas with the same shard as this one, if there are several. tensor: tensor ranks, for
-    gradients that are partial sums on each of them; needed if states have such gradients.
+    the gradient norm; the others hold the same sums. shards: by their number, the replicas that share one copy of a
+    unit's state. copies: by the same number, the replicas with the same shard as this one, if there are several.
+    tensor: tensor ranks, for gradients that are partial sums on each of them; needed if states have such gradients.
     """
 
     world: Group
@@ -303,7 +274,6 @@ class Communicators:
     scalars: Group | None = None
     counts_loss: bool = True
     replica: int = 0
-    counted_elsewhere: frozenset[int] = frozenset()
     shards: Mapping[int, Group] = field(default_factory=dict)
     copies: Mapping[int, Group] = field(default_factory=dict)
     tensor: Group | None = None
@@ -322,83 +292,75 @@ class Communicators:
         )
 
 
+@dataclass(eq=False)
 class Reductions:
-    """Runs the collective actions of one rank, on the states and groups that they use."""
+    """Runs the collective actions of one rank, on the states and groups that they use.
 
-    def __init__(
-        self,
-        counted_states: Sequence[UnitState],
-        parameter_names: Sequence[str],
-        communicators: Communicators,
-        clip: Callable[[Tensor], Tensor],
-        optimizer: Optimizer | None,
-        device: torch.device,
-        *,
-        hidden: bool = False,
-        squared_norm: SquaredNorm = squared_norm,
-        balanced_names: Sequence[str] = (),
-        loss_terms: int = 1,
-        gradient_pool: int = 0,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> None:
-        """Communicate nothing yet.
+    Args:
+        counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
+        parameter_names: of the whole model.
+        clip: gradient norm -> coefficient.
+        hidden: a thread waits for a step's sums while its actions continue, for schedules that go on with the next
+            step; other collectives of this rank may then start before or after these, so they need a separate group.
+        squared_norm: of one parameter's gradient.
+        balanced_names: parameters whose gradient is the load of experts, not a gradient of the loss: it is reported,
+            and does not enter the norm.
+        loss_terms: number of terms of the last stage's loss, each a sum with its own count.
+        pool_limit: maximum total size of the units whose whole gradients have memory at once if gradients are sharded;
+            the schedule's header has the sizes.
+        reduce_dtype: of gradients while they are reduced into shards; None: that of their accumulators.
 
-        Args:
-            counted_states: those whose norm this rank contributes; a tied weight counts on one of its ranks.
-            parameter_names: of the whole model.
-            clip: gradient norm -> coefficient.
-            hidden: a thread waits for a step's sums while its actions continue, for schedules that go on with the next
-                step; other collectives of this rank may then start before or after these, so they need a separate
-                group.
-            squared_norm: of one parameter's gradient.
-            balanced_names: parameters whose gradient is the load of experts, not a gradient of the loss: it is
-                reported, and does not enter the norm.
-            loss_terms: number of terms of the last stage's loss, each a sum with its own count.
-            gradient_pool: maximum total size of the units whose whole gradients have memory at once if gradients are
-                sharded; the schedule's header has the sizes.
-            reduce_dtype: of gradients while they are reduced into shards; None: that of their accumulators.
+    Raises:
+        ValueError: sums are hidden and use the group of the world.
+    """
 
-        Raises:
-            ValueError: sums are hidden and use the group of the world.
-        """
-        if hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
+    counted_states: Sequence[UnitState]
+    parameter_names: InitVar[Sequence[str]]
+    communicators: Communicators
+    clip: Callable[[Tensor], Tensor]
+    optimizer: FlatOptimizer | None
+    device: torch.device
+    _: KW_ONLY
+    hidden: bool = False
+    squared_norm: SquaredNorm = squared_norm
+    balanced_names: InitVar[Sequence[str]] = ()
+    loss_terms: int = 1
+    pool_limit: InitVar[int] = 0
+    reduce_dtype: torch.dtype | None = None
+
+    def __post_init__(self, parameter_names: Sequence[str], balanced_names: Sequence[str], pool_limit: int) -> None:
+        communicators = self.communicators
+        if self.hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
             raise ValueError("hidden sums need a separate group in Communicators.scalars, such as mesh.second_world()")
-        self._counted_states = counted_states
-        self._positions = name_positions(parameter_names)
+        # The position of every parameter of the model in the vector of squared norms. Ranks sum such vectors over the
+        # pipeline and tensor groups: entries of other ranks' parameters are zero, so adding them changes no bit.
+        self._positions = {name: position for position, name in enumerate(sorted(set(parameter_names)))}
         balanced = np.array([self._positions[name] for name in balanced_names], np.int64)
-        self._balanced = tensor_on(balanced, device)
+        self._balanced = tensor_on(balanced, self.device)
         self._places: dict[tuple[int, ...], Tensor] = {}
-        self._communicators = communicators
-        self._clip = clip
-        self._optimizer = optimizer
-        self.device = device
-        self._hidden = hidden
         self._turns = Turns()
-        self._squared_norm = squared_norm
-        self._loss_terms = loss_terms
         self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
-        self._one = torch.ones((), device=device)
-        self.gradient_pool = GradientPool(gradient_pool)
-        self._reduce_dtype = reduce_dtype
+        self._one = torch.ones((), device=self.device)
+        self.gradient_pool = GradientPool(pool_limit)
 
     def through(self, change: Callable[[Group], Group]) -> "Reductions":
         """Return the reductions with `change` applied to every group."""
         other = copy(self)
-        other._communicators = self._communicators.through(change)
+        other.communicators = self.communicators.through(change)
         other._all_ranks = change(self._all_ranks)
         return other
 
     def start_counts(self, step: StepState) -> None:
         """Start to sum the loss tokens of each update, and the flags, over all ranks."""
         flags = [float(step.input.stop), float(step.input.save), float(step.input.save_failed)]
-        counts = [0.0] * step.updates * self._loss_terms + flags
-        if self._communicators.counts_loss:
+        counts = [0.0] * step.updates * self.loss_terms + flags
+        if self.communicators.counts_loss:
             for microbatch, numbers in enumerate(step.input.token_counts):
-                first = step.update_of(microbatch) * self._loss_terms
+                first = step.update_of(microbatch) * self.loss_terms
                 for term, count in enumerate([numbers] if isinstance(numbers, float | int) else numbers):
                     counts[first + term] += count
         step.counts = tensor_on(np.array(counts), self.device)
-        step.counts_work = self._communicators.world.all_reduce(step.counts, async_op=True)
+        step.counts_work = self.communicators.world.all_reduce(step.counts, async_op=True)
 
     def reduce_gradients(self, step: StepState, state: UnitState, update: int, *, last: bool = True) -> None:
         """Start the sum of a unit's gradient over the replicas of its weights. update: absolute number.
@@ -406,7 +368,7 @@ class Reductions:
         last: no later action adds to this update's gradient. Partial gradients of tensor ranks are a few vectors; they
         are summed first, so that replicas reduce them like all others.
         """
-        groups = self._communicators
+        groups = self.communicators
         if state.table.num_elements == 0:
             return
         if groups.tensor is not None:
@@ -417,14 +379,14 @@ class Reductions:
         if step.reductions and isinstance(step.reductions[-1], GradientReduction) and groups.copies:
             step.reductions[-1].go_on()
         shards, copies = groups.shards[state.sharding.count], groups.copies.get(state.sharding.count)
-        reduction = GradientReduction(state, update, shards, copies if last else None, self._reduce_dtype)
+        reduction = GradientReduction(state, update, shards, copies if last else None, self.reduce_dtype)
         step.reductions.append(reduction)
         if state.sharding.gradients:
             self.gradient_pool.reduce(reduction)
 
     def gather_weights(self, state: UnitState, copy: int) -> None:
         """Start to gather a copy of a unit's weights from the ranks that shard it."""
-        state.gather_weights(copy, self._communicators.shards[state.sharding.count])
+        state.gather_weights(copy, self.communicators.shards[state.sharding.count])
 
     def reduce_tied(self, step: StepState, state: UnitState, group: int, update: int) -> None:
         """Start the sum of a tied weight's gradients over its uses and replicas, here and on other ranks.
@@ -433,16 +395,17 @@ class Reductions:
         """
         state.sum_uses(update)
         total = state.gradients_of(update)[0]
-        if self._communicators.tensor is not None:
-            sum_partial_gradients(state, total, self._communicators.tensor)
-        step.reductions.append(self._communicators.tied[group].all_reduce(total, async_op=True))
+        if self.communicators.tensor is not None:
+            sum_partial_gradients(state, total, self.communicators.tensor)
+        step.reductions.append(self.communicators.tied[group].all_reduce(total, async_op=True))
 
     def reduce_scalars(self, step: StepState, update: int) -> None:
         """Start to compute the global loss, the canonical norm and the clip coefficient. update: the last of the
         step."""
         self.gradient_pool.finish()
-        if not self._hidden:
-            step.scalars = run_now(lambda: self._shared(step, self._local_scalars(step, update)))
+        if not self.hidden:
+            step.scalars = Future()
+            step.scalars.set_result(self._shared(step, self._local_scalars(step, update)))
             return
         for work in step.reductions:
             if isinstance(work, GradientReduction):
@@ -460,11 +423,11 @@ class Reductions:
 
         Several updates of one step are neither clipped nor checked, because the step's scalars come after them.
         """
-        if self._optimizer is None:
+        if self.optimizer is None:
             raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
         coefficient, finite = self._awaited(step)
         if finite:
-            self._optimizer.update(states, version, step.input.learning_rate, coefficient)
+            self.optimizer.update(states, version, step.input.learning_rate, coefficient)
         else:
             for state in states:
                 state.begin_update(version)
@@ -477,10 +440,10 @@ class Reductions:
     def rehearse(self, states: Sequence[UnitState]) -> None:
         """Allocate the buffers of the first update of `states`, and run its kernels if updates may run during
         messages."""
-        if self._optimizer is not None:
-            self._optimizer.prepare(states)
-            if self._hidden:
-                self._optimizer.rehearse(states)
+        if self.optimizer is not None:
+            self.optimizer.prepare(states)
+            if self.hidden:
+                self.optimizer.rehearse(states)
 
     def clear(self, step: StepState, states: Sequence[UnitState], update: int) -> None:
         """Wait for the sums that an update of `states` needs, and clear the gradients as an update does."""
@@ -509,18 +472,15 @@ class Reductions:
         self._await_gradients(step)
         values: list[Tensor] = []
         places: list[int] = []
-        counted = [state for state in self._counted_states if self._communicators.replica < state.sharding.count]
+        counted = [state for state in self.counted_states if self.communicators.replica < state.sharding.count]
         if counted:
-            for name, square in squared_norms(counted, update, self._squared_norm).items():
-                values.append(square)
-                places.append(self._positions[name])
-            for name, flaw in uncounted_flaw(counted, update).items():
-                values.append(flaw)
-                places.append(self._positions[name])
-        if self._communicators.counts_loss and step.loss_sums:
+            squares = squared_norms(counted, update, self.squared_norm) | uncounted_flaw(counted, update)
+            values += squares.values()
+            places += [self._positions[name] for name in squares]
+        if self.communicators.counts_loss and step.loss_sums:
             values += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
-            places += range(len(self._positions), len(self._positions) + self._loss_terms)
-        scalars = torch.zeros(len(self._positions) + self._loss_terms, dtype=torch.float64, device=self.device)
+            places += range(len(self._positions), len(self._positions) + self.loss_terms)
+        scalars = torch.zeros(len(self._positions) + self.loss_terms, dtype=torch.float64, device=self.device)
         if values:  # one operation for all: the overhead of an operation exceeds the cost of adding numbers
             scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(values))
         return scalars
@@ -535,15 +495,15 @@ class Reductions:
         """Sum `scalars` over all ranks, and read them together with the counts, because each read waits for the
         device."""
         self._all_ranks.all_reduce(scalars)
-        squares, losses = scalars[: -self._loss_terms], scalars[-self._loss_terms :]
+        squares, losses = scalars[: -self.loss_terms], scalars[-self.loss_terms :]
         loads = squares.index_select(0, self._balanced)
         if len(self._balanced):
             squares.index_fill_(0, self._balanced, 0.0)
         scale = step.input.loss_scale
         norm = squares.sum().sqrt() / scale
-        coefficient = (self._clip(norm) / scale).to(torch.float32)
+        coefficient = (self.clip(norm) / scale).to(torch.float32)
         read = torch.cat([losses, norm.view(1), loads, step.global_counts()]).tolist()
-        sums, gradient_norm, rest = read[: self._loss_terms], read[self._loss_terms], read[self._loss_terms + 1 :]
+        sums, gradient_norm, rest = read[: self.loss_terms], read[self.loss_terms], read[self.loss_terms + 1 :]
         counts = Counted.of(rest[len(loads) :], step.updates)
         means = tuple(loss / (count or 1.0) for loss, count in zip(sums, counts.by_term, strict=True))
         return Scalars(means, gradient_norm, coefficient, counts, tuple(rest[: len(loads)]))

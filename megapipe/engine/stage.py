@@ -4,7 +4,7 @@ The engine calls autograd only here. A unit may run its module under torch.compi
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -124,6 +124,18 @@ class SavedGraph:
     def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "SavedGraph":
         """Return the graph that computed `outputs` from `inputs`."""
         return cls(inputs, tuple([gradient_edge(output) for output in outputs if output.requires_grad]), tape)
+
+
+def graph_nodes(ends: Iterable[Any]) -> Iterator[Any]:
+    """Yield the nodes of an autograd graph from its ends to its leaves. ends: nodes; None is ignored."""
+    seen = set(ends) - {None}
+    waiting = list(seen)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        new = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= new
+        waiting += new
 
 
 def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:

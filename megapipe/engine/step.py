@@ -227,6 +227,12 @@ def tensor_on(array: np.ndarray, device: torch.device, *, wide: bool = False) ->
     return moved.long() if narrowed else moved
 
 
+def action_words(action: Action) -> str:
+    """Return an action in words, such as `FORWARD stage 1 microbatch 3`."""
+    fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
+    return f"{action.kind.name} {' '.join(fields)}".rstrip()
+
+
 class EngineError(RuntimeError):
     """A step failed. The message names the rank, the step and the action, and the peer that it waited for, if any.
 

@@ -12,16 +12,17 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from megapipe.engine.forwards import Closure
+from megapipe.engine.host_memory import WatchedWork
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState
 from megapipe.engine.transfers import ReceiveSlots, Transfers
-from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.parallel.groups import Group, ReduceOperation, Work, awaited_unless
 from megapipe.schedules.actions import Kind, short_word
 from megapipe.schedules.measured.traces import Event
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName
@@ -31,18 +32,9 @@ ROUNDS: Final = 32
 does not count."""
 
 
-class Clock(Protocol):
-    """Marks points in time that are read later."""
-
-    def mark(self) -> Any:
-        """Return a mark for the current time."""
-
-    def nanoseconds(self, mark: Any) -> int:
-        """Return the time of a mark, on the scale of time.perf_counter_ns."""
-
-
 class HostClock:
-    """Host times, for ranks on a CPU."""
+    """Host times, for ranks on a CPU. `mark` returns a mark for the current time, and `nanoseconds` its time on the
+    scale of time.perf_counter_ns."""
 
     def mark(self) -> int:
         return time.perf_counter_ns()
@@ -52,7 +44,8 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times of the current stream of a GPU: when the device reaches a mark, not when the host launched it."""
+    """Times of the current stream of a GPU, as HostClock: when the device reaches a mark, not when the host launched
+    it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,6 +61,9 @@ class DeviceClock:
     def nanoseconds(self, mark: torch.cuda.Event) -> int:
         mark.synchronize()
         return self._origin_nanoseconds + round(self._origin.elapsed_time(mark) * 1e6)
+
+
+Clock = HostClock | DeviceClock
 
 
 @dataclass(frozen=True)
@@ -158,6 +154,9 @@ class Recorder:
 
     Create it on the thread that runs the engine, directly before the recorded steps: times of a GPU count from its
     creation.
+
+    Attributes:
+        stopwatch: measures the waits.
     """
 
     def __init__(self, schedule: Schedule, rank: int, device: torch.device) -> None:
@@ -165,7 +164,7 @@ class Recorder:
         self._schedule = schedule
         self._rank = rank
         self._clock: Clock = DeviceClock(device) if device.type == "cuda" else HostClock()
-        self._stopwatch = Stopwatch(self._clock)
+        self.stopwatch = Stopwatch(self._clock)
         self._notes: list[_Note] = []
 
     def events(self, clock_offset: int = 0) -> list[Event]:
@@ -189,27 +188,22 @@ class Recorder:
             for note in self._notes
         ]
 
-    def wait(self, function: Callable[[], None]) -> None:
-        """Call a function that waits for a copy, and measure the wait."""
-        self._stopwatch.wait(function)
-
     def transfers(self, transfers: Transfers) -> Transfers:
         """Return the boundaries with receives whose waits the stopwatch measures."""
 
         def watched(every: dict[int, ReceiveSlots]) -> dict[int, ReceiveSlots]:
-            return {stage: _WatchedSlots(slots, self._stopwatch) for stage, slots in every.items()}
+            return {stage: _WatchedSlots(slots, self.stopwatch) for stage, slots in every.items()}
 
-        return Transfers(
-            watched(transfers.receive_activation),
-            watched(transfers.receive_gradient),
-            transfers.send_activation,
-            transfers.send_gradient,
-            {stage: replace(each, group=self.group(each.group)) for stage, each in transfers.shards.items()},
+        return replace(
+            transfers,
+            receive_activation=watched(transfers.receive_activation),
+            receive_gradient=watched(transfers.receive_gradient),
+            shards={stage: replace(each, group=self.group(each.group)) for stage, each in transfers.shards.items()},
         )
 
     def group(self, group: Group) -> Group:
         """Return the group with collectives whose waits the stopwatch measures."""
-        return _WatchedGroup(group, self._stopwatch)
+        return _WatchedGroup(group, self.stopwatch)
 
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
         """Return the instructions, extended to record their times."""
@@ -217,7 +211,7 @@ class Recorder:
 
     def _noted(self, instruction: Instruction, section: SectionName) -> Closure:
         run, offset, number = instruction.run, instruction.offset, instruction.number
-        mark, stopwatch, notes = self._clock.mark, self._stopwatch, self._notes
+        mark, stopwatch, notes = self._clock.mark, self.stopwatch, self._notes
         updates = instruction.action.kind == Kind.UPDATE and self._schedule.header.updates_per_step == 1
 
         def noted(step: StepState) -> None:
@@ -251,17 +245,6 @@ class _WatchedSlots(ReceiveSlots):
         return self._slots.without_peer()
 
 
-class _WatchedWork(Work):
-    """A collective whose wait is measured."""
-
-    def __init__(self, work: Work, stopwatch: Stopwatch) -> None:
-        self._work = work
-        self._stopwatch = stopwatch
-
-    def wait(self) -> None:
-        self._stopwatch.wait(self._work.wait)
-
-
 class _WatchedGroup(Group):
     """A group whose waits are measured: waits for asynchronous collectives, and synchronous collectives as a whole."""
 
@@ -271,10 +254,8 @@ class _WatchedGroup(Group):
         self._stopwatch = stopwatch
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        work = _WatchedWork(self._group.all_reduce(tensor, op, async_op=True), self._stopwatch)
-        if not async_op:
-            work.wait()
-        return work
+        work = self._group.all_reduce(tensor, op, async_op=True)
+        return awaited_unless(async_op, WatchedWork(work, self._stopwatch.wait))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self._stopwatch.wait(lambda: self._group.all_gather(tensor))
@@ -283,19 +264,17 @@ class _WatchedGroup(Group):
         return self._stopwatch.wait(lambda: self._group.reduce_scatter(tensor))
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        return _WatchedWork(self._group.gather_into(whole, part), self._stopwatch)
+        return WatchedWork(self._group.gather_into(whole, part), self._stopwatch.wait)
 
     def reduce_into_part(self, whole: Tensor) -> Work:
-        return _WatchedWork(self._group.reduce_into_part(whole), self._stopwatch)
+        return WatchedWork(self._group.reduce_into_part(whole), self._stopwatch.wait)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
-        work = _WatchedWork(self._group.broadcast(tensor, source, async_op=True), self._stopwatch)
-        if not async_op:
-            work.wait()
-        return work
+        work = self._group.broadcast(tensor, source, async_op=True)
+        return awaited_unless(async_op, WatchedWork(work, self._stopwatch.wait))
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
-        return _WatchedWork(self._group.shift(tensor, into), self._stopwatch)
+        return WatchedWork(self._group.shift(tensor, into), self._stopwatch.wait)
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._stopwatch.wait(lambda: self._group.all_gather_object(value))

@@ -11,7 +11,8 @@ import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,8 +46,7 @@ class ReceiveSlots(ABC):
     def take(self, slot: int) -> tuple[Tensor, ...]:
         """Wait for the message of `slot` and return its tensors, valid until the slot is posted again."""
 
-    @abstractmethod
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027 - only slots that are lent have something to release
         """Release the messages that were taken, if no receive is posted, because engines use a link's memory in
         turn."""
 
@@ -78,9 +78,6 @@ class BufferSlots(ReceiveSlots):
         for transfer in self._pending.pop(slot):
             transfer.wait()
         return self._messages[slot]
-
-    def release(self) -> None:
-        """Nothing to release: only this engine uses the buffers."""
 
     def without_peer(self) -> ReceiveSlots:
         return NoiseSlots(self._buffers, self._specs)
@@ -142,9 +139,6 @@ class NoiseSlots(ReceiveSlots):
                 else:
                     buffer.zero_()
         return self._messages[slot]
-
-    def release(self) -> None:
-        """Nothing to release: the buffers belong to other slots."""
 
     def without_peer(self) -> ReceiveSlots:
         return self
@@ -272,6 +266,7 @@ class Shards:
         return (summed,)
 
 
+@dataclass(frozen=True)
 class Transfers:
     """All boundaries of one rank.
 
@@ -279,20 +274,16 @@ class Transfers:
     vocabulary shards of this rank, if the vocabulary is sharded over all pipeline ranks.
     """
 
-    def __init__(
-        self,
-        receive_activation: dict[int, ReceiveSlots],
-        receive_gradient: dict[int, ReceiveSlots],
-        send_activation: dict[int, Sender],
-        send_gradient: dict[int, Sender],
-        shards: Mapping[int, Shards] | None = None,
-    ) -> None:
-        self.receive_activation = receive_activation
-        self.receive_gradient = receive_gradient
-        self.send_activation = send_activation
-        self.send_gradient = send_gradient
-        self.shards = shards or {}
-        self.ends = {each.end: each for each in self.shards.values()}
+    receive_activation: dict[int, ReceiveSlots]
+    receive_gradient: dict[int, ReceiveSlots]
+    send_activation: dict[int, Sender]
+    send_gradient: dict[int, Sender]
+    shards: Mapping[int, Shards] = field(default_factory=dict)
+
+    @cached_property
+    def ends(self) -> Mapping[int, Shards]:
+        """`shards` by the stages at their ends of the route."""
+        return {each.end: each for each in self.shards.values()}
 
     def drain(self) -> None:
         """Wait, at the end of a section, until all messages of this rank have been sent, and release the received

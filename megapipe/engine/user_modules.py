@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megapipe.engine.assembly import Assembly, ModelTable
 from megapipe.engine.reductions import Communicators
-from megapipe.engine.stage import TensorSpec, described, short
+from megapipe.engine.stage import TensorSpec, described, graph_nodes, short
 from megapipe.layers.adoption import adopt, adopted_modules, recording
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.layers.linear import partition_axis, set_tensor_group
@@ -330,17 +330,8 @@ def _require_gradients(trials: Sequence[_Trial]) -> None:
 def _behind(outputs: Sequence[Tensor]) -> set[int]:
     """Return the ids of the leaves that tensors depend on."""
     reached = {id(output) for output in outputs if output.requires_grad and output.is_leaf}
-    seen: set[object] = set()
-    waiting = [output.grad_fn for output in outputs]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            reached.add(id(node.variable))
-        waiting.extend(following for following, _ in node.next_functions)
-    return reached
+    nodes = graph_nodes(output.grad_fn for output in outputs)
+    return reached | {id(node.variable) for node in nodes if hasattr(node, "variable")}
 
 
 def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
@@ -366,6 +357,7 @@ GENERATOR_LOCK = threading.Lock()
 """All threads have the same random generator of torch, and ranks may be threads."""
 
 
+@dataclass
 class UserModules:
     """The modules of a user. They are not changed: the stages run copies.
 
@@ -373,31 +365,22 @@ class UserModules:
     are created by functions, together with the layer's number. recomputed: layers whose forward runs a second time.
     """
 
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        plan: ModelPlan,
-        mesh: Mesh,
-        loss: Loss,
-        seed: int,
-        recomputed: Collection[int] = (),
-    ) -> None:
-        self._layers = layers
-        self._plan = plan
-        self._mesh = mesh
-        self._loss = loss
-        self._seed = seed
-        self._recomputed = recomputed
-        self._originals: dict[int, nn.Module] = {}
+    layers: Sequence[Layer]
+    plan: ModelPlan
+    mesh: Mesh
+    loss: Loss
+    seed: int
+    recomputed: Collection[int]
+    _originals: dict[int, nn.Module] = field(default_factory=dict)
 
     def table(self, ranges: Sequence[range], *, splits: bool) -> ModelTable:
         """Return the model table. ranges: layers of each stage. splits: whether the schedule splits backwards."""
         return ModelTable(
-            tuple(_inside_unit(spec) for spec in self._plan.specs),
+            tuple(_inside_unit(spec) for spec in self.plan.specs),
             ranges,
-            [self._plan.outputs[members[-1]] for members in ranges[:-1]],
+            [self.plan.outputs[members[-1]] for members in ranges[:-1]],
             lambda index: self._copy(index, splits),
-            self._plan.dtype,
+            self.plan.dtype,
             bound=self._bound,
         )
 
@@ -406,18 +389,18 @@ class UserModules:
         of the first one.
 
         A collective call."""
-        states, tensor = assembly.states, self._mesh.group("tensor")
+        states, tensor = assembly.states, self.mesh.group("tensor")
         whole = {
-            id(state): torch.zeros(state.table.num_elements, dtype=state.master.dtype, device=self._mesh.device)
+            id(state): torch.zeros(state.table.num_elements, dtype=state.master.dtype, device=self.mesh.device)
             for state in states
         }
         holders = {segment.spec.name: (state, segment) for state in states for segment in state.table}
         for index, _ in assembly.layers():
-            for path, spec in self._plan.specs[index].parameters.items():
+            for path, spec in self.plan.specs[index].parameters.items():
                 state, segment = holders[spec.name]
                 value = self._originals[index].get_parameter(path).detach()
                 if tensor.size > 1:
-                    value = value.to(self._mesh.device).contiguous().clone()
+                    value = value.to(self.mesh.device).contiguous().clone()
                     tensor.broadcast(value, 0)
                 own = tuple(map(slice, segment.box.starts, segment.box.stops))
                 state.owned_view(whole[id(state)], segment).copy_(value[own])
@@ -436,30 +419,30 @@ class UserModules:
         if index not in self._originals:
             self._originals[index] = self._built(index)
         module = clone(self._originals[index], self._place)
-        last = index == len(self._layers) - 1
+        last = index == len(self.layers) - 1
         return ModuleUnit(
             adopt(module) if splits else module,
             first=index == 0,
-            loss=self._loss if last else None,
-            recomputed=index in self._recomputed,
-            order=self._plan.order,
+            loss=self.loss if last else None,
+            recomputed=index in self.recomputed,
+            order=self.plan.order,
         )
 
     def _bound(self, index: int, twins: Sequence[nn.Module]) -> None:
         for twin in cast(Sequence[ModuleUnit], twins):
-            twin.share(self._originals[index], self._plan.specs[index].parameters)
-            set_tensor_group(twin.module, self._mesh.group("tensor"))
+            twin.share(self._originals[index], self.plan.specs[index].parameters)
+            set_tensor_group(twin.module, self.mesh.group("tensor"))
 
     def _place(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self._mesh.device)
+        return tensor if isinstance(tensor, nn.Parameter) else tensor.to(self.mesh.device)
 
     def _built(self, index: int) -> nn.Module:
-        layer = self._layers[index]
-        device = self._mesh.device
+        layer = self.layers[index]
+        device = self.mesh.device
         if not isinstance(layer, nn.Module):
             devices = [device] if device.type == "cuda" else []
             with GENERATOR_LOCK, torch.random.fork_rng(devices), device:
-                torch.manual_seed(self._seed + index)
+                torch.manual_seed(self.seed + index)
                 layer = layer()
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
             raise PipelineError(

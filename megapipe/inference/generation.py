@@ -8,7 +8,7 @@ each has enough tokens, because a smaller micro-batch takes the same time (measu
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -246,21 +246,18 @@ def generate(
     return texts
 
 
+@dataclass
 class _Growth:
-    """Extends texts token by token, in groups of the size of a pass."""
+    """Extends texts token by token, in groups of the size of a pass. texts: all of them."""
 
-    def __init__(
-        self,
-        model: LoadedModel,
-        texts: Sequence[Text],
-        settings: SamplingSettings,
-        limits: Limits,
-        report: Callable[[int], None],
-    ) -> None:
-        self._report = report
-        self._model = model
-        self._settings = settings
-        self._limits = limits
+    model: LoadedModel
+    texts: InitVar[Sequence[Text]]
+    settings: SamplingSettings
+    limits: Limits
+    report: Callable[[int], None]
+
+    def __post_init__(self, texts: Sequence[Text]) -> None:
+        model, limits = self.model, self.limits
         self._positions = model.config.model.max_positions
         longest = max(len(text.tokens) for text in texts)
         self._chunk = min(CHUNK, longest)
@@ -273,7 +270,7 @@ class _Growth:
         """Generate up to `num_texts` texts completely."""
         # A pass has a fixed number of texts; rows that only fill it are computed and discarded.
         rows = [*texts, *[texts[0]] * (self.num_texts - len(texts))]
-        stop = self._limits.stop
+        stop = self.limits.stop
         self._new = [NewText(stop, text.tokens) for text in texts] if stop is not None and stop.strings else []
         self._extend(texts, self._read(rows))
         while not all(text.finished for text in texts):
@@ -300,25 +297,25 @@ class _Growth:
     def _extend(self, texts: Sequence[Text], logits: Tensor | None) -> None:
         """Append a token to every unfinished text, the same one on all ranks."""
         pending = sum(not text.finished for text in texts)
-        mesh = self._model.mesh
+        mesh = self.model.mesh
         chosen = torch.zeros(len(texts), dtype=torch.int64, device=mesh.device)
         if logits is not None:
-            numbers = [uniform(self._settings.seed, text.prompt, text.sample, len(text.tokens)) for text in texts]
+            numbers = [uniform(self.settings.seed, text.prompt, text.sample, len(text.tokens)) for text in texts]
             seen = [text.tokens for text in texts]
-            scores = penalized(logits[: len(texts)], seen, self._settings.repetition_penalty)
-            chosen = pick(scores[:, : self._limits.vocabulary_size], self._settings, numbers)
-        mesh.world.broadcast(chosen, self._model.last_rank)
+            scores = penalized(logits[: len(texts)], seen, self.settings.repetition_penalty)
+            chosen = pick(scores[:, : self.limits.vocabulary_size], self.settings, numbers)
+        mesh.world.broadcast(chosen, self.model.last_rank)
         for index, (text, token) in enumerate(zip(texts, chosen.tolist(), strict=True)):
             if text.finished:
                 continue
-            if token == self._limits.end_of_document:
+            if token == self.limits.end_of_document:
                 text.finished = True
                 continue
             text.tokens.append(token)
             text.num_cut = self._new[index].num_cut(text.tokens) if self._new else 0
-            full = len(text.generated) >= self._limits.max_new_tokens or len(text.tokens) >= self._positions
+            full = len(text.generated) >= self.limits.max_new_tokens or len(text.tokens) >= self._positions
             text.finished = full or text.num_cut > 0
-        self._report(pending)
+        self.report(pending)
 
 
 MASK = "[MASK]"

@@ -1,7 +1,7 @@
 """Load a trained model and prompts, and run the model's forward passes over growing texts."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from json import dumps
@@ -18,7 +18,7 @@ from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import CheckpointError, read_json
 from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.load import Config, kind_of, parse_as
+from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape, ParallelConfig, ScheduleConfig
 from megapipe.config.run import PretrainConfig
@@ -31,7 +31,7 @@ from megapipe.engine.step import StepInput
 from megapipe.layout.stages import StageLayout, lay_out
 from megapipe.models import family_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
-from megapipe.parallel.launch import DeviceChoice, initialize, shutdown
+from megapipe.parallel.launch import DeviceChoice, joined
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
@@ -76,7 +76,9 @@ def read_trained(folder: str) -> TrainedModel:
     if is_hugging_face(directory) and not (directory / MANIFEST).is_file():
         return _of_hugging_face(directory)
     path, run = _read_checkpoint(directory)
-    config = _config_as(BertPretrainConfig if _is_bert(run) else PretrainConfig, run)
+    kind = BertPretrainConfig if "sentence_head" in run.config.get("model", {}) else PretrainConfig
+    config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
+    _check_model(config)
     tokenizer = config.data.tokenizer if isinstance(config, BertPretrainConfig) else ""
     return TrainedModel(path, config, run.step, tokenizer or None)
 
@@ -92,9 +94,7 @@ def _of_hugging_face(folder: Path) -> TrainedModel:
     stored = described.get("dtype") or described.get("torch_dtype")
     config.training.precision = _PRECISIONS.get(str(stored), "fp32")  # type: ignore[assignment]  # words of the table
     config.data.sequence_length = min(config.data.sequence_length, config.model.max_positions)
-    problems = config.model.problems()
-    if problems:
-        raise ConfigError(problems)
+    _check_model(config)
     return TrainedModel(folder, config, None, str(folder))
 
 
@@ -116,14 +116,9 @@ def _read_checkpoint(directory: Path) -> tuple[Path, RunState]:
     return checkpoint, read_run_manifest(checkpoint).run
 
 
-@contextmanager
-def connected(config: PretrainConfig) -> Iterator[Mesh]:
+def connected(config: PretrainConfig) -> AbstractContextManager[Mesh]:
     """Connect this rank with the other ranks for the duration of the block."""
-    mesh = initialize(MeshShape.of(config.parallel).sizes, device=config.parallel.device)
-    try:
-        yield mesh
-    finally:
-        shutdown()
+    return joined(MeshShape.of(config.parallel).sizes, device=config.parallel.device)
 
 
 def check_is_gpt(trained: TrainedModel) -> None:
@@ -143,16 +138,10 @@ def bert_config(trained: TrainedModel) -> BertPretrainConfig:
     return trained.config
 
 
-def _is_bert(run: RunState) -> bool:
-    return "sentence_head" in run.config.get("model", {})
-
-
-def _config_as(kind: type[Config], run: RunState) -> Config:
-    config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
+def _check_model(config: PretrainConfig) -> None:
     problems = config.model.problems()
     if problems:
         raise ConfigError(problems)
-    return config
 
 
 def on_layout(
@@ -186,25 +175,24 @@ def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
     Raises DataError if the training data name no tokenizer, or a tokenizer other than `name`.
     """
     manifest = read_manifest(data_prefix) if data_prefix else None
-    if name is None:
-        if manifest is None:
-            raise DataError(
-                f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names "
-                "the tokenizer: set --tokenizer"
-            )
-        tokenizer = _shards_tokenizer(tokenizer_of_shard(data_prefix, manifest))
-    else:
+    if name is not None:
         tokenizer = open_tokenizer(name)
+    elif manifest is None:
+        raise DataError(
+            f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names the "
+            "tokenizer: set --tokenizer"
+        )
+    else:
+        named = tokenizer_of_shard(data_prefix, manifest)
+        try:
+            tokenizer = open_tokenizer(named)
+        except DataError as error:
+            raise DataError(
+                f"the training shard names its tokenizer {named!r}, but {error}; or set --tokenizer"
+            ) from error
     if manifest is not None:
         manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint)
     return tokenizer
-
-
-def _shards_tokenizer(name: str) -> Tokenizer:
-    try:
-        return open_tokenizer(name)
-    except DataError as error:
-        raise DataError(f"the training shard names its tokenizer {name!r}, but {error}; or set --tokenizer") from error
 
 
 def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
@@ -312,13 +300,7 @@ class LoadedModel:
     @cached_property
     def last_rank(self) -> int:
         """World rank of the last stage, the first of its tensor group."""
-        place = {
-            "data": 0,
-            "context": 0,
-            "tensor": 0,
-            "pipeline": self.schedule(1).rank_of(len(self.layout.ranges) - 1),
-        }
-        return self.mesh.shape.rank_of(place)
+        return self.mesh.shape.rank_of({"pipeline": self.schedule(1).rank_of(len(self.layout.ranges) - 1)})
 
     def schedule(self, num_microbatches: int) -> Schedule:
         """Return a schedule with forwards only. All such schedules have the same order of stages."""

@@ -5,8 +5,9 @@ al., 2020, arXiv 2005.14165, section 2.3 and appendix B).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import BatchConfig, PretrainConfig
 
 
@@ -81,6 +82,11 @@ def data_parallel_size(config: PretrainConfig, world_size: int) -> int:
     if parallel.data is not None:
         return parallel.data
     return max(1, world_size // (parallel.pipeline * parallel.context * parallel.tensor))
+
+
+def mesh_shape(config: PretrainConfig, world_size: int) -> MeshShape:
+    """Return the shape of the mesh of a run on `world_size` ranks."""
+    return MeshShape.of(replace(config.parallel, data=data_parallel_size(config, world_size)))
 
 
 def num_microbatches(config: PretrainConfig, world_size: int) -> int:

@@ -17,6 +17,7 @@ from megapipe.config.optimizer import MuonConfig, OptimizerConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.optim.optimizer import ELEMENTWISE, FIRST, MOMENTUM, SECOND, FlatAdamW, FlatOptimizer
+from megapipe.parallel.collectives import unsharded
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
@@ -120,7 +121,7 @@ class FlatMuon(FlatAdamW):
     @torch.no_grad()
     def _step_matrices(self, state: UnitState, master: Tensor, rate: float, coefficient: Tensor) -> None:
         for segment, ahead in self._momenta(state, coefficient):
-            whole = update_of(self._whole(ahead, segment), self._muon)
+            whole = update_of(unsharded(ahead, self._group, segment.spec.partition_axis), self._muon)
             held = state.held(segment)
             update = self._own_part(whole, segment).reshape(-1)[held.start : held.stop]
             weight = state.in_shard(master, segment)
@@ -156,12 +157,6 @@ class FlatMuon(FlatAdamW):
         momentum = state.moment(MOMENTUM, part)
         momentum.mul_(share).add_(gradient * (1 - share))
         return gradient.mul_(1 - share).add_(momentum * share) if self._muon.nesterov else momentum
-
-    def _whole(self, shard: Tensor, segment: Segment) -> Tensor:
-        axis = segment.spec.partition_axis
-        if axis is None or self._group.size == 1:
-            return shard
-        return torch.cat(self._group.all_gather(shard.contiguous()).unbind(0), axis)
 
     def _own_part(self, whole: Tensor, segment: Segment) -> Tensor:
         axis = segment.spec.partition_axis

@@ -16,7 +16,7 @@ it also affects past gradients (unlike Sutskever et al., 2013). The step consist
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -183,12 +183,8 @@ class FlatOptimizer(ABC):
         )
 
     def _copied(self, state: UnitState) -> Tensor | None:
-        working_copy = state.working_copy
-        return (
-            working_copy
-            if self.writes_copies and working_copy is not None and working_copy.dtype == torch.bfloat16
-            else None
-        )
+        copied = state.working_copy if self.writes_copies else None
+        return copied if copied is not None and copied.dtype == torch.bfloat16 else None
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Return the decayed elements, or the others, of this rank's part of a unit's buffers."""
@@ -211,21 +207,6 @@ def _balance(state: UnitState) -> None:
 
 BLOCK = 1 << 16
 """Number of elements per block of a step on the CPU."""
-
-
-def check_flat(optimizer: str, tensors: Iterable[Tensor]) -> None:
-    """Raise ValueError unless all tensors are flat, contiguous and fp32, or all of them fp64."""
-    dtypes: set[torch.dtype] = set()
-    for tensor in tensors:
-        dtypes.add(tensor.dtype)
-        if tensor.dim() != 1 or tensor.dtype not in (torch.float32, torch.float64) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{optimizer} got a {tensor.dtype} tensor of shape {tuple(tensor.shape)}; pass flat, contiguous fp32 "
-                "views (or fp64 ones)"
-            )
-    if len(dtypes) > 1:
-        names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-        raise ValueError(f"{optimizer} got {names} tensors in one step; pass parameters, gradients and moments of one")
 
 
 def blocks(lists: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
@@ -260,14 +241,11 @@ def adamw_step(
 
     kernels: which backend runs the step. gradient_scale: 0-dim, multiplies every gradient first (clipping; 1 / loss
     scale), without synchronizing a GPU with the host. Gradients may be overwritten. copies: bf16, one per parameter or
-    none, overwritten with the rounded new parameters. Raises ValueError if a tensor is not flat and contiguous, or
-    dtypes are mixed.
+    none, overwritten with the rounded new parameters.
     """
-    moments = [*first_moments, *second_moments]
-    rounded = {moment.dtype for moment in moments} == {torch.bfloat16}
-    check_flat("AdamW", (*parameters, *gradients, *([] if rounded else moments)))
     if not parameters:
         return
+    rounded = first_moments[0].dtype == torch.bfloat16
     kernel = kernels.pick("adamw", parameters[0])
     is_reference = kernel is kernels.reference("adamw")
     lists: Sequence[Sequence[Tensor]] = [parameters, gradients, first_moments, second_moments]
@@ -347,41 +325,6 @@ class FlatAdamW(FlatOptimizer):
         )
 
 
-@dataclass(frozen=True)
-class SGD:
-    """Numbers of one step. momentum: 0 for no momentum. weight_decay is coupled."""
-
-    learning_rate: float
-    momentum: float
-    weight_decay: float
-
-
-@torch.no_grad()
-def sgd_step(
-    parameters: Sequence[Tensor],
-    gradients: Sequence[Tensor],
-    momenta: Sequence[Tensor],
-    update: SGD,
-    *,
-    gradient_scale: Tensor | None = None,
-) -> None:
-    """Update parameters and momenta in place; all are flat fp32 (or fp64) tensors of equal sizes, list by list.
-
-    momenta: zeros before the first step; empty without momentum. gradient_scale: 0-dim, multiplies every gradient
-    first (clipping), before the decay. Gradients do not change.
-    Raises ValueError when a tensor is not flat and contiguous, dtypes are mixed, or lists do not match.
-    """
-    check_flat("SGD", (*parameters, *gradients, *momenta))
-    for parameter, gradient, *momentum in blocks([parameters, gradients, *([momenta] if update.momentum else [])]):
-        if gradient_scale is not None:
-            gradient = gradient * gradient_scale
-        if update.weight_decay:
-            gradient = gradient.add(parameter, alpha=update.weight_decay)
-        for buffer in momentum:
-            gradient = buffer.mul_(update.momentum).add_(gradient)
-        parameter.add_(gradient, alpha=-update.learning_rate)
-
-
 class FlatSGD(FlatOptimizer):
     """Gradient descent with momentum and coupled decay, as in torch.optim.SGD."""
 
@@ -389,9 +332,16 @@ class FlatSGD(FlatOptimizer):
     def moment_names(self) -> tuple[str, ...]:
         return (MOMENTUM,) if self._config.momentum else ()
 
+    @torch.no_grad()
     def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
-        update = SGD(learning_rate, self._config.momentum, part.decay)
-        sgd_step(part.parameters, part.gradients, part.moments.get(MOMENTUM, []), update, gradient_scale=coefficient)
+        """Gradients are multiplied before the decay, and do not change."""
+        for parameter, gradient, *momenta in blocks([part.parameters, part.gradients, *part.moments.values()]):
+            scaled = gradient * coefficient
+            if part.decay:
+                scaled = scaled.add(parameter, alpha=part.decay)
+            for momentum in momenta:
+                scaled = momentum.mul_(self._config.momentum).add_(scaled)
+            parameter.add_(scaled, alpha=-learning_rate)
 
 
 ELEMENTWISE: dict[str, type[FlatOptimizer]] = {"adamw": FlatAdamW, "sgd": FlatSGD}

@@ -12,7 +12,6 @@ of the other. Tokens are dimension 1 of [b, s, h].
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -47,6 +46,14 @@ def all_to_all(x: Tensor, group: Group) -> Tensor:
     return x if group.size == 1 else _AllToAll.apply(x, group)
 
 
+def unsharded(shard: Tensor, group: Group, axis: int | None) -> Tensor:
+    """Return the whole of a parameter that ranks shard along an axis, without a gradient. None: each rank has all of
+    it."""
+    if axis is None or group.size == 1:
+        return shard
+    return torch.cat(group.all_gather(shard.contiguous()).unbind(0), axis)
+
+
 def largest_in_group(x: Tensor, group: Group) -> Tensor:
     """Return the elementwise maximum of all ranks' `x`, the same on every rank, without a gradient."""
     return x if group.size == 1 else _reduced(x.detach(), group, "max")
@@ -60,13 +67,13 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.group), None
+        return _reduced(gradient, ctx.group), None
 
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        return _summed(x, group)
+        return _reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -77,7 +84,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _joined(x, group, dim)
+        return torch.cat(group.start_all_gather(x)().unbind(0), dim)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
@@ -96,64 +103,25 @@ class _AllToAll(torch.autograd.Function):
         return _exchanged(gradient, ctx.group), None
 
 
-def _summed(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' `x` in a new tensor."""
-    return _reduced(x, group, "sum")
-
-
-def _reduced(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
+def _reduced(x: Tensor, group: Group, op: ReduceOperation = "sum") -> Tensor:
     """Return all ranks' `x`, reduced by `op`, in a new tensor."""
     if not isinstance(group, DistributedGroup):
-        return _reduced_between_threads(x, group, op)
-    with _errors_named(group, "all_reduce"):
-        name = group.group_name
-        return _finished(torch.ops._c10d_functional.all_reduce(x.contiguous(), op, name), group)
-
-
-def _joined(x: Tensor, group: Group, dim: int) -> Tensor:
-    """Return all ranks' `x`, joined along `dim`, in a new tensor."""
-    if not isinstance(group, DistributedGroup):
-        parts = _gathered_between_threads(x, group)
-    else:
-        with _errors_named(group, "all_gather"):
-            name = group.group_name
-            rows = x.reshape(1, -1)
-            gathered = torch.ops._c10d_functional.all_gather_into_tensor(rows, group.size, name)
-            parts = _finished(gathered, group).view(group.size, *x.shape)
-    return torch.cat(parts.unbind(0), dim)
+        total = x.detach().clone(memory_format=torch.contiguous_format)
+        group.all_reduce(total, op)
+        return total
+    with group.errors_named_where_run("all_reduce"):
+        started = torch.ops._c10d_functional.all_reduce(x.contiguous(), op, group.group_name)
+    return group.finished(started, "all_reduce")
 
 
 def _exchanged(x: Tensor, group: Group) -> Tensor:
     """Return the slices for this rank of all ranks' `x`, in a new tensor."""
     if not isinstance(group, DistributedGroup):
-        return _gathered_between_threads(x, group)[:, group.rank].contiguous()
-    with _errors_named(group, "all_to_all"):
-        shares = [1] * group.size
-        name = group.group_name
-        exchanged = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), shares, shares, name)
-        return _finished(exchanged, group)
-
-
-def _errors_named(group: DistributedGroup, operation: str) -> AbstractContextManager[None]:
-    """Name the operation in errors, except in a compiled graph, which cannot have exception handlers."""
-    return nullcontext() if torch.compiler.is_compiling() else group.errors_named(operation)
-
-
-def _finished(x: Tensor, group: DistributedGroup) -> Tensor:
-    if not torch.compiler.is_compiling():
-        group.pause()
-    finished: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return finished
-
-
-def _reduced_between_threads(x: Tensor, group: Group, op: ReduceOperation) -> Tensor:
-    total = x.detach().clone(memory_format=torch.contiguous_format)
-    group.all_reduce(total, op)
-    return total
-
-
-def _gathered_between_threads(x: Tensor, group: Group) -> Tensor:
-    return group.all_gather(x)
+        return group.all_gather(x)[:, group.rank].contiguous()
+    shares = [1] * group.size
+    with group.errors_named_where_run("all_to_all"):
+        started = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), shares, shares, group.group_name)
+    return group.finished(started, "all_to_all")
 
 
 def gather_tokens(x: Tensor, group: Group) -> Tensor:

@@ -38,6 +38,13 @@ class Work(ABC):
         """
 
 
+def awaited_unless(async_op: bool, work: Work) -> Work:
+    """Return `work`, after a wait for it unless `async_op` is true."""
+    if not async_op:
+        work.wait()
+    return work
+
+
 class Group(ABC):
     """Ranks that communicate, from the view of one of them.
 
@@ -288,10 +295,7 @@ class DistributedGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         with self.errors_named("all_reduce"):
             handle = dist.all_reduce(tensor.detach(), _REDUCE_OPERATIONS[op], self.process_group, async_op=True)
-        work = _DistributedWork(self, handle, "all_reduce")
-        if not async_op:
-            work.wait()
-        return work
+        return awaited_unless(async_op, _DistributedWork(self, "all_reduce", [handle]))
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -310,9 +314,9 @@ class DistributedGroup(Group):
         if whole.device.type != "cpu":
             with self.errors_named("all_gather"):
                 handle = _all_gather_single(whole, part, self.process_group, async_op=True)
-            return _DistributedWork(self, handle, "all_gather")
+            return _DistributedWork(self, "all_gather", [handle])
         own = self.own_part(whole)
-        exchange = _Exchange(self, "all_gather", [part] * self.size, list(whole.view(self.size, -1)))
+        exchange = self._exchange("all_gather", [part] * self.size, list(whole.view(self.size, -1)))
         if own.data_ptr() != part.data_ptr():
             own.copy_(part)
         return exchange
@@ -322,31 +326,45 @@ class DistributedGroup(Group):
         if whole.device.type != "cpu":
             with self.errors_named("reduce_scatter"):
                 handle = _reduce_scatter_single(self.own_part(whole), whole, group=self.process_group, async_op=True)
-            return _DistributedWork(self, handle, "reduce_scatter")
+            return _DistributedWork(self, "reduce_scatter", [handle])
         pieces = list(whole.view(self.size, -1))
         received = [piece if rank == self.rank else torch.empty_like(piece) for rank, piece in enumerate(pieces)]
-        return _Exchange(self, "reduce_scatter", pieces, received, lambda: _add_in_order(received, self.rank))
+        return self._exchange("reduce_scatter", pieces, received, lambda: _add_in_order(received, self.rank))
+
+    def _exchange(
+        self,
+        operation: str,
+        pieces: Sequence[Tensor],
+        received: Sequence[Tensor],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Work:
+        """Start an exchange between all pairs of members. finish: called when all pieces have arrived."""
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        with self.errors_named(operation):
+            messages = self.messages.start(peers, pieces, received)
+        return _DistributedWork(self, operation, messages, finish=finish)
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        with self._errors_named_where_run("all_gather"):
+        with self.errors_named_where_run("all_gather"):
             rows = tensor.reshape(1, -1)
             started = torch.ops._c10d_functional.all_gather_into_tensor(rows, self.size, self.group_name)
-        return lambda: self._finished(started, "all_gather").view(self.size, *tensor.shape)
+        return lambda: self.finished(started, "all_gather").view(self.size, *tensor.shape)
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
-        with self._errors_named_where_run("reduce_scatter"):
+        with self.errors_named_where_run("reduce_scatter"):
             rows = tensor.reshape(self.size, -1)
             started = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", self.size, self.group_name)
-        return lambda: self._finished(started, "reduce_scatter").view(tensor.shape[1:])
+        return lambda: self.finished(started, "reduce_scatter").view(tensor.shape[1:])
 
-    def _finished(self, started: Tensor, operation: str) -> Tensor:
+    def finished(self, started: Tensor, operation: str) -> Tensor:
+        """Return the result of a functional collective after a wait for it."""
         if not torch.compiler.is_compiling():
             self.pause()
-        with self._errors_named_where_run(operation):
+        with self.errors_named_where_run(operation):
             finished: Tensor = torch.ops._c10d_functional.wait_tensor(started)
             return finished
 
-    def _errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
+    def errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
         """As `errors_named`, but for functional collectives, which a compiler may trace: its graphs have no exception
         handlers."""
         return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
@@ -354,10 +372,7 @@ class DistributedGroup(Group):
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
         with self.errors_named("broadcast"):
             handle = dist.broadcast(tensor.detach(), group=self.process_group, group_src=source, async_op=True)
-        work = _DistributedWork(self, handle, "broadcast")
-        if not async_op:
-            work.wait()
-        return work
+        return awaited_unless(async_op, _DistributedWork(self, "broadcast", [handle]))
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         following, previous = (self.ranks[(self.rank + step) % self.size] for step in (1, -1))
@@ -369,7 +384,7 @@ class DistributedGroup(Group):
                     dist.P2POp(dist.irecv, incoming, previous, self.process_group),
                 ]
             )
-        return _DistributedShift(self, handles, (outgoing, incoming))
+        return _DistributedWork(self, "shift", handles, (outgoing, incoming))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.size
@@ -399,38 +414,6 @@ class _GlooMessages:
         return [work for work in (*receives, *sends) if work is not None]
 
 
-class _Exchange(Work):
-    """A started exchange between all pairs of members.
-
-    finish: called with the pieces when all have arrived.
-    """
-
-    def __init__(
-        self,
-        group: DistributedGroup,
-        operation: str,
-        pieces: Sequence[Tensor],
-        received: Sequence[Tensor],
-        finish: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._group = group
-        self._operation = operation
-        self._finish: Callable[[], None] | None = finish
-        peers = [(group.rank + distance) % group.size for distance in range(1, group.size)]
-        with group.errors_named(operation):
-            self._messages: Sequence[Waited] = group.messages.start(peers, pieces, received)
-
-    def wait(self) -> None:
-        if self._finish is None:
-            return
-        with self._group.errors_named(self._operation):
-            for message in self._messages:
-                message.wait()
-        self._messages = ()
-        self._finish()
-        self._finish = None
-
-
 def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
     """Sum the pieces from the first to the last into piece `own`; the others are overwritten."""
     total = pieces[0]
@@ -442,31 +425,29 @@ def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
 
 
 class _DistributedWork(Work):
-    def __init__(self, group: DistributedGroup, handle: dist.Work | None, operation: str) -> None:
+    """handles: of torch or of messages. tensors: kept alive until the wait, as the backend's thread or stream works on
+    their memory. finish: called once, after the wait."""
+
+    def __init__(
+        self,
+        group: DistributedGroup,
+        operation: str,
+        handles: Sequence[Waited | None],
+        tensors: tuple[Tensor, ...] = (),
+        finish: Callable[[], None] = lambda: None,
+    ) -> None:
         self._group = group
-        self._handle = handle
         self._operation = operation
+        self._handles = [handle for handle in handles if handle is not None]
+        self._tensors = tensors
+        self._finish: Callable[[], None] | None = finish
 
     def wait(self) -> None:
-        if self._handle is None:
+        if self._finish is None:
             return
         self._group.pause()
         with self._group.errors_named(self._operation):
-            self._handle.wait()
-        self._handle = None
-
-
-class _DistributedShift(Work):
-    """Keeps both tensors alive, as the backend's thread or stream works on their memory."""
-
-    def __init__(self, group: DistributedGroup, handles: list[dist.Work], tensors: tuple[Tensor, Tensor]) -> None:
-        self._group = group
-        self._handles = handles
-        self._tensors: tuple[Tensor, ...] = tensors
-
-    def wait(self) -> None:
-        self._group.pause()
-        with self._group.errors_named("shift"):
             for handle in self._handles:
                 handle.wait()
-        self._handles, self._tensors = [], ()
+        self._finish()
+        self._handles, self._tensors, self._finish = [], (), None

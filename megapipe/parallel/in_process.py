@@ -6,6 +6,7 @@ an asynchronous collective blocks no rank before its `wait()`. Every reader adds
 same bits, and a run repeats exactly. The two ends of a link meet in memory, and the end that arrives second copies.
 """
 
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +16,14 @@ import torch
 from torch import Tensor
 
 from megapipe.config.parallel import MeshShape, Partition
-from megapipe.parallel.groups import CommunicationError, Group, ReduceOperation, Work
+from megapipe.parallel.groups import CommunicationError, Group, ReduceOperation, Work, awaited_unless
 from megapipe.parallel.links import Edge, LinkEnd, Transfer
 from megapipe.parallel.mesh import Mesh
 
 
 class ThreadWorld:
-    """State that the threads share: one condition to wait on, and the failure that ends every wait.
+    """State that the threads share: one condition to wait on, the failure that ends every wait, and the collectives
+    that have started.
 
     Args:
         size: number of thread ranks.
@@ -34,6 +36,12 @@ class ThreadWorld:
         self.changed = threading.Condition()
         self.failed_rank: int | None = None
         self._failure: BaseException | None = None
+        self._rounds: dict[tuple[str, tuple[int, ...]], dict[int, _Round]] = {}
+
+    def rounds(self, name: str, ranks: tuple[int, ...]) -> "dict[int, _Round]":
+        """Return the collectives of group `name` of `ranks` by number, one dictionary for all members."""
+        with self.changed:
+            return self._rounds.setdefault((name, ranks), {})
 
     def fail(self, rank: int, error: BaseException) -> None:
         """End every current and future wait, because `rank` will not answer any more. The first failure is
@@ -65,7 +73,7 @@ class Deposit:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
-        self._event = _recorded_event(tensor)
+        self._event = torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
     def take(self) -> Tensor:
         """Return the tensor, after the current stream has been made to wait for the operations that produced it."""
@@ -74,10 +82,6 @@ class Deposit:
             stream.wait_event(self._event)
             self._tensor.record_stream(stream)
         return self._tensor
-
-
-def _recorded_event(tensor: Tensor) -> torch.cuda.Event | None:
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 class _Round:
@@ -90,30 +94,20 @@ class _Round:
         self.readers = 0
 
 
-class ThreadBoard:
-    """The values that the members of one group post. Created once and shared by their ThreadGroups."""
-
-    def __init__(self, world: ThreadWorld, ranks: tuple[int, ...]) -> None:
-        self.world = world
-        self.ranks = ranks
-        self.rounds: dict[int, _Round] = {}
-
-
 class ThreadGroup(Group):
-    """One member's view of a `ThreadBoard`."""
+    """A group of threads, from the view of one of them."""
 
-    def __init__(self, name: str, board: ThreadBoard, global_rank: int) -> None:
-        super().__init__(name, board.ranks, board.ranks.index(global_rank))
-        self._board = board
-        self._started = 0
+    def __init__(self, name: str, ranks: tuple[int, ...], global_rank: int, world: ThreadWorld) -> None:
+        super().__init__(name, ranks, ranks.index(global_rank))
+        self._world = world
+        self._rounds = world.rounds(name, ranks)
+        self._numbers = itertools.count()
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         # Post a copy, so that a member that has read all values can continue and overwrite its tensor.
         number = self._post(_described(f"all_reduce {op}", tensor), Deposit(tensor.detach().clone()))
         work = _ThreadWork(self, number, lambda deposits: _reduce_into(tensor.detach(), deposits, op))
-        if not async_op:
-            work.wait()
-        return work
+        return awaited_unless(async_op, work)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         return self.start_all_gather(tensor)()
@@ -159,14 +153,11 @@ class ThreadGroup(Group):
             if self.rank != source:  # autograd may have saved the source's tensor, which must not count as modified
                 tensor.detach().copy_(deposits[source])
 
-        work = _ThreadWork(self, number, finish)
-        if not async_op:
-            work.wait()
-        return work
+        return awaited_unless(async_op, _ThreadWork(self, number, finish))
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         number = self._post(_described("shift", tensor), Deposit(tensor.detach().clone()))
-        return _ThreadShift(self, number, into.detach())
+        return _ThreadWork(self, number, lambda deposits: into.detach().copy_(deposits[self.rank - 1]))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return self._read(self._post("all_gather_object", value))
@@ -176,10 +167,9 @@ class ThreadGroup(Group):
 
     def _post(self, operation: str, value: Any) -> int:
         """Post `value` for the next collective of this member and return the collective's number."""
-        number, self._started = self._started, self._started + 1
-        world = self._board.world
-        with world.changed:
-            round_ = self._board.rounds.setdefault(number, _Round(operation, self.rank))
+        number = next(self._numbers)
+        with self._world.changed:
+            round_ = self._rounds.setdefault(number, _Round(operation, self.rank))
             if round_.operation != operation:
                 raise CommunicationError(
                     f"collective {number} of the {self.name} group is {operation} on rank {self.global_rank} but "
@@ -187,14 +177,14 @@ class ThreadGroup(Group):
                     "collectives in the same order"
                 )
             round_.posted[self.rank] = value
-            world.changed.notify_all()
+            self._world.changed.notify_all()
         return number
 
     def _read(self, number: int) -> list[Any]:
         """Return all members' values of collective `number`, in rank order."""
-        world, rounds = self._board.world, self._board.rounds
+        world = self._world
         with world.changed:
-            round_ = rounds[number]
+            round_ = self._rounds[number]
 
             def waiting() -> str:
                 missing = ", ".join(str(self.ranks[rank]) for rank in range(self.size) if rank not in round_.posted)
@@ -206,14 +196,14 @@ class ThreadGroup(Group):
             world.wait_for(lambda: len(round_.posted) == self.size, waiting, world.timeout)
             round_.readers += 1
             if round_.readers == self.size:
-                del rounds[number]
+                del self._rounds[number]
             return [round_.posted[rank] for rank in range(self.size)]
 
 
 class _ThreadWork(Work):
     """A collective that was started; `finish` takes every member's tensor, in rank order."""
 
-    def __init__(self, group: ThreadGroup, number: int, finish: Callable[[list[Tensor]], None]) -> None:
+    def __init__(self, group: ThreadGroup, number: int, finish: Callable[[list[Tensor]], object]) -> None:
         self._group = group
         self._number = number
         self._finish = finish
@@ -222,19 +212,6 @@ class _ThreadWork(Work):
     def wait(self) -> None:
         if not self._finished:
             self._finish([deposit.take() for deposit in self._group._read(self._number)])
-            self._finished = True
-
-
-class _ThreadShift(Work):
-    def __init__(self, group: ThreadGroup, number: int, into: Tensor) -> None:
-        self._group = group
-        self._number = number
-        self._into = into
-        self._finished = False
-
-    def wait(self) -> None:
-        if not self._finished:
-            self._into.copy_(self._group._read(self._number)[self._group.rank - 1].take())
             self._finished = True
 
 
@@ -259,26 +236,13 @@ class InProcessMesh(Mesh):
         threads: what all ranks of the mesh share.
     """
 
-    def __init__(self, shape: MeshShape, rank: int, device: torch.device, threads: "InProcessWorld") -> None:
+    def __init__(self, shape: MeshShape, rank: int, device: torch.device, threads: ThreadWorld) -> None:
         self.threads = threads
         super().__init__(shape, rank, device, self._thread_group)
 
     def _thread_group(self, name: str, partition: Partition) -> Group | None:
         mine = next((ranks for ranks in partition if self.rank in ranks), None)
-        return None if mine is None else ThreadGroup(name, self.threads.board(name, mine), self.rank)
-
-
-class InProcessWorld(ThreadWorld):
-    """The shared part of all in-process groups: one board for each group of ranks."""
-
-    def __init__(self, size: int, timeout: float) -> None:
-        super().__init__(size, timeout)
-        self._boards: dict[tuple[str, tuple[int, ...]], ThreadBoard] = {}
-
-    def board(self, name: str, ranks: tuple[int, ...]) -> ThreadBoard:
-        """Return the board of group `name` of `ranks`; the first member that calls this creates it."""
-        with self.changed:
-            return self._boards.setdefault((name, ranks), ThreadBoard(self, ranks))
+        return None if mine is None else ThreadGroup(name, mine, self.rank, self.threads)
 
 
 def in_process_meshes(
@@ -292,7 +256,7 @@ def in_process_meshes(
         timeout: seconds that a rank waits for its peers.
     """
     shape = MeshShape(sizes)
-    world = InProcessWorld(shape.world_size, timeout)
+    world = ThreadWorld(shape.world_size, timeout)
     return [InProcessMesh(shape, rank, torch.device(device), world) for rank in range(shape.world_size)]
 
 
@@ -329,7 +293,7 @@ class _Posted(Transfer):
     def __init__(self, world: ThreadWorld, link: LinkEnd, number: int, tensor: Tensor) -> None:
         self._world = world
         self._link = link
-        self._number = number
+        self.number = number
         self._device = tensor.device
         self.deposit = Deposit(tensor)
         self.copied: torch.cuda.Event | None = None
@@ -337,7 +301,7 @@ class _Posted(Transfer):
 
     def wait(self) -> None:
         with self._world.changed:
-            self._world.wait_for(lambda: self.finished, lambda: self._link.waiting(self._number), self._link.timeout)
+            self._world.wait_for(lambda: self.finished, lambda: self._link.waiting(self.number), self._link.timeout)
         if self.copied is not None:
             torch.cuda.current_stream(self._device).wait_event(self.copied)
 
@@ -357,27 +321,13 @@ class InProcessLink(LinkEnd):
         super().__init__(edge, group, timeout)
         self._world = world
         self._meeting = meeting
-        self._started = 0
 
-    def send(self, tensor: Tensor) -> Transfer:
-        if not self._sends:
-            return super().send(tensor)
-        self.check_size(tensor)
-        return self._post(tensor, self._meeting.sends)
-
-    def receive(self, into: Tensor) -> Transfer:
-        if self._sends:
-            return super().receive(into)
-        self.check_buffer(into)
-        return self._post(into, self._meeting.receives)
-
-    def _post(self, tensor: Tensor, mine: deque[_Posted]) -> Transfer:
-        posted = _Posted(self._world, self, self._started, tensor.detach())
-        self._started += 1
+    def _start(self, tensor: Tensor) -> Transfer:
+        posted, meeting = _Posted(self._world, self, next(self._numbers), tensor.detach()), self._meeting
         with self._world.changed:
-            mine.append(posted)
-            if self._meeting.sends and self._meeting.receives:
-                self._copy(posted._number, self._meeting.sends.popleft(), self._meeting.receives.popleft())
+            (meeting.sends if self._sends else meeting.receives).append(posted)
+            if meeting.sends and meeting.receives:
+                self._copy(posted.number, meeting.sends.popleft(), meeting.receives.popleft())
                 self._world.changed.notify_all()
         return posted
 

@@ -3,7 +3,8 @@ down."""
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -224,6 +225,18 @@ def initialize(
     return connected_mesh(shape, place, timeout)
 
 
+@contextmanager
+def joined(
+    sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout: float = 600.0, start: Start | None = None
+) -> Iterator[Mesh]:
+    """Join the world as `initialize` does, and leave it at the end of the block."""
+    mesh = initialize(sizes, device, timeout, start)
+    try:
+        yield mesh
+    finally:
+        shutdown()
+
+
 def shutdown() -> None:
     """Leave the world and destroy every group. Does nothing for one process.
 
@@ -243,7 +256,24 @@ def connected_mesh(shape: MeshShape, device: torch.device, timeout: float = 600.
     """
     if not dist.is_initialized():
         return Mesh(shape, 0, device, _no_group)
-    return Mesh(shape, dist.get_rank(), device, _DistributedFactory(timedelta(seconds=timeout)))
+    limit = timedelta(seconds=timeout)
+
+    def messages(group: DistributedGroup) -> SharedMemoryExchange | None:
+        return SharedMemoryExchange.within_host(group, timeout)
+
+    def create(name: str, partition: Partition) -> Group | None:
+        """Create a group of processes. torch's own `init_device_mesh` does not take a timeout."""
+        if name == WORLD:
+            mine = dist.group.WORLD
+        elif dist.get_backend() == "nccl":  # all groups in one call, split from the world's communicator
+            mine = dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=limit)
+        else:  # ranks must also create groups that they are not in
+            groups = [dist.new_group(list(ranks), timeout=limit) for ranks in partition]
+            own = (group for group, ranks in zip(groups, partition, strict=True) if dist.get_rank() in ranks)
+            mine = next(own, None)
+        return None if mine is None else DistributedGroup(name, mine, messages)
+
+    return Mesh(shape, dist.get_rank(), device, create)
 
 
 def device_mesh(mesh: Mesh) -> DeviceMesh:
@@ -255,34 +285,6 @@ def device_mesh(mesh: Mesh) -> DeviceMesh:
     groups = [group.process_group for group in map(mesh.group, names) if isinstance(group, DistributedGroup)]
     ranks = torch.arange(mesh.world_size).view([mesh.size(name) for name in names])
     return DeviceMesh.from_group(groups, mesh.device.type, mesh=ranks, mesh_dim_names=names)
-
-
-class _DistributedFactory:
-    """Creates groups of processes. torch's own `init_device_mesh` does not take a timeout."""
-
-    def __init__(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    def __call__(self, name: str, partition: Partition) -> Group | None:
-        if name == WORLD:
-            world = dist.group.WORLD
-            assert world is not None  # the caller has checked that torch.distributed is initialised
-            return DistributedGroup(name, world, self._messages)
-        mine = self._split(partition) if dist.get_backend() == "nccl" else self._create_each(partition)
-        return None if mine is None else DistributedGroup(name, mine, self._messages)
-
-    def _messages(self, group: DistributedGroup) -> SharedMemoryExchange | None:
-        return SharedMemoryExchange.within_host(group, self._timeout.total_seconds())
-
-    def _split(self, partition: Partition) -> dist.ProcessGroup | None:
-        """Create all groups in one call, split from the world's communicator."""
-        return dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=self._timeout)
-
-    def _create_each(self, partition: Partition) -> dist.ProcessGroup | None:
-        """Create each group on every rank: ranks must also create groups that they are not in."""
-        groups = [dist.new_group(list(ranks), timeout=self._timeout) for ranks in partition]
-        rank = dist.get_rank()
-        return next((group for group, ranks in zip(groups, partition, strict=True) if rank in ranks), None)
 
 
 def _no_group(name: str, partition: Partition) -> Group | None:

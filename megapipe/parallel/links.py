@@ -3,6 +3,7 @@
 Every link has one direction. Messages stay in order, and nothing is negotiated per message.
 """
 
+import itertools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -111,6 +112,7 @@ class LinkEnd:
         self.rank = group.global_rank
         self.peer = group.ranks[edge.destination if self._sends else edge.source]
         self.timeout = timeout
+        self._numbers = itertools.count()
 
     def send(self, tensor: Tensor) -> Transfer:
         """Start sending `tensor`, which must not change before the transfer is awaited.
@@ -119,7 +121,10 @@ class LinkEnd:
             ValueError: the tensor is larger than the link's maximum.
             CommunicationError: the peer died or fell silent.
         """
-        raise ValueError(f"rank {self.rank} is the receiving end of {self.edge} and cannot send on it")
+        if not self._sends:
+            raise ValueError(f"rank {self.rank} is the receiving end of {self.edge} and cannot send on it")
+        self.check_size(tensor)
+        return self._start(tensor)
 
     def receive(self, into: Tensor) -> Transfer:
         """Start receiving the link's next message into the contiguous tensor `into`.
@@ -127,7 +132,15 @@ class LinkEnd:
         Raises:
             ValueError: the tensor is not contiguous.
         """
-        raise ValueError(f"rank {self.rank} is the sending end of {self.edge} and cannot receive on it")
+        if self._sends:
+            raise ValueError(f"rank {self.rank} is the sending end of {self.edge} and cannot receive on it")
+        if not into.is_contiguous():
+            raise ValueError(f"{self.edge} receives into contiguous tensors, not strides {into.stride()}")
+        return self._start(into)
+
+    def _start(self, tensor: Tensor) -> Transfer:
+        """Start to send or receive a checked tensor, depending on the end. Every kind of link overrides this."""
+        raise NotImplementedError
 
     def borrow(self, like: Tensor) -> Loan:
         """Start receiving the next message in the link's own memory, which saves a copy.
@@ -149,11 +162,6 @@ class LinkEnd:
                 f"a {tuple(tensor.shape)} {tensor.dtype} tensor has {tensor.nbytes} bytes, but {self.edge} was made "
                 f"for at most {self.edge.maximum_bytes}: give the edge a larger maximum_bytes"
             )
-
-    def check_buffer(self, into: Tensor) -> None:
-        """Raise ValueError for a receive buffer that is not contiguous."""
-        if not into.is_contiguous():
-            raise ValueError(f"{self.edge} receives into contiguous tensors, not strides {into.stride()}")
 
     def waiting(self, number: int) -> str:
         """Return the start of an error about message `number`: which rank waited for whom."""

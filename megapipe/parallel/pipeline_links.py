@@ -5,6 +5,7 @@ gloo uses the pipeline's group, NCCL a communicator for each ordered pair of ran
 a pair are matched in the order in which both ends start them.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -18,7 +19,7 @@ from megapipe.parallel.groups import DistributedGroup, LaunchError
 from megapipe.parallel.in_process import InProcessMesh, in_process_links
 from megapipe.parallel.links import Edge, LinkEnd, Transfer
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.shared_memory import host_identity, shared_memory_links
+from megapipe.parallel.shared_memory import memory_is_shared, shared_memory_links
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY
 
 _NCCL_MAXIMUM_BLOCKS = 4
@@ -31,46 +32,25 @@ class DistributedLink(LinkEnd):
     """Either end of an edge.
 
     Args:
-        carrier: gloo or NCCL group that holds both ends.
+        carrier: gloo or NCCL group that holds both ends; gloo's is the pipeline's group.
+
+    Attributes:
         wait_timeout: passed to the backend by `wait`. None for NCCL: its waits block the stream, and its watchdog ends
             the process if a peer stops responding.
     """
 
-    def __init__(
-        self,
-        edge: Edge,
-        group: DistributedGroup,
-        timeout: float,
-        carrier: DistributedGroup,
-        wait_timeout: timedelta | None,
-    ) -> None:
+    def __init__(self, edge: Edge, group: DistributedGroup, timeout: float, carrier: DistributedGroup) -> None:
         super().__init__(edge, group, timeout)
         self._carrier = carrier
-        self.wait_timeout = wait_timeout
-        self._started = 0
+        self.wait_timeout = timedelta(seconds=timeout) if carrier is group else None
 
-    def send(self, tensor: Tensor) -> Transfer:
-        if not self._sends:
-            return super().send(tensor)
-        self.check_size(tensor)
-        payload = tensor.detach().contiguous()
-        number = self._next_number()
+    def _start(self, tensor: Tensor) -> Transfer:
+        call, verb = (dist.isend, "send") if self._sends else (dist.irecv, "receive")
+        buffer, number = tensor.detach().contiguous(), next(self._numbers)
         try:
-            work = dist.isend(payload, self.peer, self._carrier.process_group)
+            work = call(buffer, self.peer, self._carrier.process_group)
         except RuntimeError as error:
-            raise self.failure(number, f"the send failed: {error}") from error
-        return _DistributedTransfer(self, number, work, payload)
-
-    def receive(self, into: Tensor) -> Transfer:
-        if self._sends:
-            return super().receive(into)
-        self.check_buffer(into)
-        buffer = into.detach()
-        number = self._next_number()
-        try:
-            work = dist.irecv(buffer, self.peer, self._carrier.process_group)
-        except RuntimeError as error:
-            raise self.failure(number, f"the receive failed: {error}") from error
+            raise self.failure(number, f"the {verb} failed: {error}") from error
         return _DistributedTransfer(self, number, work, buffer)
 
     def connect(self, device: torch.device) -> None:
@@ -82,11 +62,7 @@ class DistributedLink(LinkEnd):
         element = torch.zeros(1, dtype=torch.uint8, device=device)
         transfer = self.send(element) if self._sends else self.receive(element)
         transfer.wait()
-        self._started = 0
-
-    def _next_number(self) -> int:
-        self._started += 1
-        return self._started - 1
+        self._numbers = itertools.count()
 
 
 class _DistributedTransfer(Transfer):
@@ -115,10 +91,7 @@ def gloo_links(
     group: DistributedGroup, edges: Sequence[Edge], timeout: float, device: torch.device
 ) -> dict[Edge, DistributedLink]:
     """Return this rank's ends of `edges`, connected. A collective call over the pipeline's group."""
-    wait_timeout = timedelta(seconds=timeout)
-    links = {
-        edge: DistributedLink(edge, group, timeout, group, wait_timeout) for edge in edges if group.rank in edge.pair
-    }
+    links = {edge: DistributedLink(edge, group, timeout, group) for edge in edges if group.rank in edge.pair}
     return _connected(links, device)
 
 
@@ -158,7 +131,7 @@ def nccl_links(
             group.pairs[mine] = DistributedGroup(name, process_group)
     carriers = {edge: group.pairs[edge.pair] for edge in edges}
     links = {
-        edge: DistributedLink(edge, group, timeout, carrier, None)
+        edge: DistributedLink(edge, group, timeout, carrier)
         for edge, carrier in carriers.items()
         if carrier is not None
     }
@@ -245,7 +218,7 @@ def make_links(
         _check_kind(kind, ("nccl",), "processes on GPUs")
         return {**nccl_links(group, edges, timeout, mesh.device)}
     _check_kind(kind, ("shared_memory", "gloo"), "processes on CPUs")
-    if _memory_is_shared(group, kind):
+    if _uses_shared_memory(group, kind):
         return shared_memory_links(group, edges, timeout)
     return {**gloo_links(group, edges, timeout, mesh.device)}
 
@@ -273,11 +246,9 @@ def _check_kind(kind: LinkKind, possible: tuple[LinkKind, ...], where: str) -> N
         raise ValueError(f"{kind} links do not work between {where}: use {' or '.join(possible)}, or auto")
 
 
-def _memory_is_shared(group: DistributedGroup, kind: LinkKind) -> bool:
+def _uses_shared_memory(group: DistributedGroup, kind: LinkKind) -> bool:
     """Return whether to use shared memory; the same on all ranks of the pipeline."""
-    hosts = set(group.all_gather_object(host_identity()))
-    if kind != "auto":
-        if kind == "shared_memory" and (len(hosts) > 1 or ("", "") in hosts):
-            raise ValueError(f"the pipeline of ranks {group.ranks} is not on one Linux host: use gloo links, or auto")
-        return kind == "shared_memory"
-    return len(hosts) == 1 and ("", "") not in hosts
+    possible = memory_is_shared(group)
+    if kind == "shared_memory" and not possible:
+        raise ValueError(f"the pipeline of ranks {group.ranks} is not on one Linux host: use gloo links, or auto")
+    return possible and kind != "gloo"

@@ -17,6 +17,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import groupby
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -223,15 +224,10 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
 def in_words(ranks: Iterable[int]) -> str:
     """Name ranks in compact ranges: `rank 1`, `ranks 0, 2-5`."""
     ordered = sorted(ranks)
-    parts: list[str] = []
-    first = last = ordered[0]
-    for rank in (*ordered[1:], None):
-        if rank == last + 1:
-            last = rank
-            continue
-        parts.append(str(first) if first == last else f"{first}-{last}")
-        if rank is not None:
-            first = last = rank
+    # Consecutive ranks have the same distance from their places in the list.
+    groups = groupby(enumerate(ordered), key=lambda place_and_rank: place_and_rank[1] - place_and_rank[0])
+    runs = [[rank for _, rank in group] for _, group in groups]
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' * (len(ordered) > 1)} {', '.join(parts)}"
 
 

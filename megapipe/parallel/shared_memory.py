@@ -21,7 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,19 +38,8 @@ _TURN_SECONDS = 0.001
 """Seconds after which a wait serves other links that have more messages in transit than slots."""
 
 
-class Links:
-    """The shared-memory links of one rank. A wait for any of them moves the messages of all."""
-
-    def __init__(self) -> None:
-        self._all: list[SharedMemoryLink] = []
-
-    def add(self, link: "SharedMemoryLink") -> None:
-        """Let every wait serve `link` from now on."""
-        self._all.append(link)
-
-    def remove(self, link: "SharedMemoryLink") -> None:
-        """Stop serving `link`, which is closed."""
-        self._all.remove(link)
+class Links(list["SharedMemoryLink"]):
+    """The open shared-memory links of one rank. A wait for any of them moves the messages of all."""
 
     def wait(self, take: Callable[[float], Found | None], link: "SharedMemoryLink") -> Found | None:
         """Return the result of `take`, or None once `link`'s peer has ended or its time is over.
@@ -61,7 +50,7 @@ class Links:
         ended = False
         while not ended:
             remaining = deadline - time.monotonic()
-            short = [each for each in self._all if each is not link and each.is_short_of_slots]
+            short = [each for each in self if each is not link and each.is_short_of_slots]
             for each in short:
                 each.deliver()
             result = take(max(0.0, min(remaining, _TURN_SECONDS if short else _LIVENESS_SECONDS)))
@@ -93,7 +82,8 @@ class SharedMemoryLink(LinkEnd, ABC):
         self._ring = ring
         self._links = links
         self._views: dict[tuple[torch.Size, torch.dtype], list[Tensor]] = {}
-        links.add(self)
+        self._waiting: deque[Any] = deque()
+        links.append(self)
 
     @property
     @abstractmethod
@@ -135,35 +125,32 @@ class SharedMemoryLink(LinkEnd, ABC):
 class SharedMemorySender(SharedMemoryLink):
     """The sending end. A send copies into a free slot; it waits only if all slots are full."""
 
-    def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
-    ) -> None:
-        super().__init__(edge, group, timeout, connection, ring, links)
-        self._queued: deque[_Queued] = deque()
-        self._sent = 0
+    _waiting: "deque[_Queued]"
+    _sent = 0
 
     @property
     def is_short_of_slots(self) -> bool:
-        return bool(self._queued)
+        return bool(self._waiting)
 
-    def send(self, tensor: Tensor) -> Transfer:
-        transfer = self.enqueue(tensor)
-        transfer.wait()
+    def _start(self, tensor: Tensor) -> Transfer:
+        self.enqueue(tensor).wait()
         return FINISHED
 
     def enqueue(self, tensor: Tensor) -> Transfer:
-        """Send without waiting. If no slot is free, the message is sent while this rank waits for any of its links."""
-        self.check_size(tensor)
+        """Send without waiting. If no slot is free, the message is sent while this rank waits for any of its links.
+
+        tensor: not larger than a slot.
+        """
         self.deliver()
-        slot = None if self._queued else self._ring.take_free()
+        slot = None if self._waiting else self._ring.take_free()
         if slot is not None:
             self._fill(slot, tensor)
             return FINISHED
-        self._queued.append(_Queued(self, tensor))
-        return self._queued[-1]
+        self._waiting.append(_Queued(self, tensor))
+        return self._waiting[-1]
 
     def deliver(self) -> None:
-        while self._queued and (slot := self._ring.take_free()) is not None:
+        while self._waiting and (slot := self._ring.take_free()) is not None:
             self._fill_next(slot)
 
     def wait_for(self, queued: "_Queued") -> None:
@@ -177,7 +164,7 @@ class SharedMemorySender(SharedMemoryLink):
             self._fill_next(slot)
 
     def _fill_next(self, slot: int) -> None:
-        queued = self._queued.popleft()
+        queued = self._waiting.popleft()
         self._fill(slot, queued.tensor)
         queued.finished = True
 
@@ -209,32 +196,26 @@ class SharedMemoryReceiver(SharedMemoryLink):
 
     lends = True
 
-    def __init__(
-        self, edge: Edge, group: Group, timeout: float, connection: socket.socket, ring: RingBuffer, links: Links
-    ) -> None:
-        super().__init__(edge, group, timeout, connection, ring, links)
-        self._posted: deque[_Receive | _Borrowed] = deque()
-        self._started = 0
-        self._on_loan = 0
+    _waiting: "deque[_Receive | _Borrowed]"
+    _on_loan = 0
 
     @property
     def is_short_of_slots(self) -> bool:
-        return len(self._posted) > len(self._ring.slots) - self._on_loan
+        return len(self._waiting) > len(self._ring.slots) - self._on_loan
 
-    def receive(self, into: Tensor) -> Transfer:
-        self.check_buffer(into)
-        transfer = _Receive(self, self._number(), into.detach())
-        self._posted.append(transfer)
+    def _start(self, tensor: Tensor) -> Transfer:
+        transfer = _Receive(self, next(self._numbers), tensor.detach())
+        self._waiting.append(transfer)
         self.deliver()
         return transfer
 
     def borrow(self, like: Tensor) -> Loan:
-        loan = _Borrowed(self, self._number(), self._slots_like(like), like.nbytes)
-        self._posted.append(loan)
+        loan = _Borrowed(self, next(self._numbers), self._slots_like(like), like.nbytes)
+        self._waiting.append(loan)
         return loan
 
     def deliver(self) -> None:
-        while self._posted and (message := self._ring.take_message()):
+        while self._waiting and (message := self._ring.take_message()):
             self._complete(*message)
 
     def wait_for(self, receive: "_Receive | _Borrowed") -> None:
@@ -255,12 +236,8 @@ class SharedMemoryReceiver(SharedMemoryLink):
         self._on_loan -= 1
         self._ring.hand_back(slot)
 
-    def _number(self) -> int:
-        self._started += 1
-        return self._started - 1
-
     def _complete(self, slot: int, num_bytes: int) -> None:
-        receive = self._posted.popleft()
+        receive = self._waiting.popleft()
         if num_bytes != receive.num_bytes:
             raise self.failure(receive.number, f"{num_bytes} bytes were sent and {receive.num_bytes} expected")
         if isinstance(receive, _Borrowed):
@@ -329,6 +306,12 @@ def host_identity() -> tuple[str, str]:
         return "", ""
     with open("/proc/sys/kernel/random/boot_id") as file:
         return file.read().strip(), os.readlink("/proc/self/ns/net")
+
+
+def memory_is_shared(group: Group) -> bool:
+    """Return whether shared-memory links work between all members. A collective call."""
+    hosts = set(group.all_gather_object(host_identity()))
+    return len(hosts) == 1 and ("", "") not in hosts
 
 
 def shared_memory_links(group: Group, edges: Sequence[Edge], timeout: float) -> dict[Edge, LinkEnd]:
@@ -444,8 +427,7 @@ class SharedMemoryExchange:
     @classmethod
     def within_host(cls, group: DistributedGroup, timeout: float) -> "SharedMemoryExchange | None":
         """Return an exchange; None if members are on several hosts, or the system is not Linux. A collective call."""
-        hosts = set(group.all_gather_object(host_identity()))
-        return cls(group, timeout) if len(hosts) == 1 and ("", "") not in hosts else None
+        return cls(group, timeout) if memory_is_shared(group) else None
 
     def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Transfer]:
         """Send every peer its piece, and post a receive from every peer. pieces, received: flat tensors by group rank.

@@ -14,23 +14,17 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.spec.ops import Precision
 
 SIZES = {"cpu": 512, "cuda": 4096}
-"""Rows and columns of the timed matrices: similar to those of a micro-batch, but small enough that a product takes
-only milliseconds where bf16 is emulated."""
+"""Rows and columns of the timed matrices by kind of device: similar to those of a micro-batch, but small enough that a
+product takes only milliseconds where bf16 is emulated."""
 REPEATS = 8
 COPIED = 64 * 2**20
 """Bytes of each timed copy."""
 COPIES = 5
 
 
-def product_size(device: torch.device) -> int:
-    """Return the rows and columns of the matrices that `product_seconds` multiplies on this kind of device."""
-    return SIZES[device.type]
-
-
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the seconds of a product of two square matrices of `product_size`, the shortest of several after a
-    warm-up."""
-    size = product_size(device)
+    """Return the seconds of a product of two square matrices of `SIZES`, the shortest of several after a warm-up."""
+    size = SIZES[device.type]
     # The matrices are random, because a GPU draws less power on constant ones and then runs at a higher clock.
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, dtype=dtype, device=device) for _ in range(2))
@@ -38,8 +32,8 @@ def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
 
 
 def product_flops(dtype: torch.dtype, device: torch.device) -> float:
-    """Return the FLOP/s of a product of `product_size`; multiplications and additions count separately."""
-    return 2.0 * product_size(device) ** 3 / product_seconds(dtype, device)
+    """Return the FLOP/s of a product of such matrices; multiplications and additions count separately."""
+    return 2.0 * SIZES[device.type] ** 3 / product_seconds(dtype, device)
 
 
 def copy_bandwidth(device: torch.device) -> float:
@@ -92,7 +86,7 @@ def with_precision(
 def _faster(device: torch.device, say: Callable[[str], None]) -> Precision:
     bf16, fp32 = product_seconds(torch.bfloat16, device), product_seconds(torch.float32, device)
     choice: Precision = "bf16" if bf16 < fp32 else "fp32"
-    size = product_size(device)
+    size = SIZES[device.type]
     say(
         f"precision: {choice} is faster (a {size} x {size} product takes "
         f"{bf16 * 1e3:.2f} ms in bf16, {fp32 * 1e3:.2f} ms in fp32)"

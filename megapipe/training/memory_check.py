@@ -9,7 +9,7 @@ import socket
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,12 +17,12 @@ import torch
 
 from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text
-from megapipe.config.parallel import DIMENSIONS, MeshShape, ScheduleConfig
+from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
 from megapipe.engine.trace import this_host
 from megapipe.layers.attention import has_amx
-from megapipe.layout.batch_plan import data_parallel_size
+from megapipe.layout.batch_plan import data_parallel_size, mesh_shape
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import lowered_schedule
@@ -162,14 +162,9 @@ def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Itera
 
 def suggestions(config: PretrainConfig, ranks: Sequence[Rank]) -> list[str]:
     """Return up to three changes, each of another kind, with which every rank is predicted to fit."""
-    changes = []
-    for kind in _kinds(config, len(ranks)):
-        fitting = next((each for each in kind if fits(each, ranks)), None)
-        if fitting is not None:
-            changes.append(fitting.flags(config, len(ranks)))
-        if len(changes) == SUGGESTIONS:
-            break
-    return changes
+    fitting = (next((each for each in kind if fits(each, ranks)), None) for kind in _kinds(config, len(ranks)))
+    changes = (each.flags(config, len(ranks)) for each in fitting if each is not None)
+    return list(islice(changes, SUGGESTIONS))
 
 
 @dataclass(frozen=True)
@@ -199,17 +194,15 @@ def fits(change: Change, ranks: Sequence[Rank]) -> bool:
 
 def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> bool:
     device = torch.device(ranks[0].device).type
-    shape = MeshShape(
-        {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}
-        | {"data": data_parallel_size(config, world_size)}
-    )
+    shape = mesh_shape(config, world_size)
     # Ranks with the same pipeline coordinate need the same memory, except for Muon's shards of whole matrices.
     if config.optimizer.name == "muon" and config.zero.stage > 0:
         first = list(range(world_size))
     else:
         places = range(shape.sizes["pipeline"])
-        first = [shape.rank_of({"data": 0, "pipeline": place, "context": 0, "tensor": 0}) for place in places]
-    most = max((each.num_bytes for rank in ranks for each in _free_of(rank)), default=UNLIMITED)
+        first = [shape.rank_of({"pipeline": place}) for place in places]
+    free = [each for rank in ranks for each in (rank.free_on_device, rank.free_on_host) if each is not None]
+    most = max((each.num_bytes for each in free), default=UNLIMITED)
     needs: list[Need] = []
     for need in _needs(config, world_size, device, first):
         if max(need) > most:
@@ -220,10 +213,6 @@ def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> boo
     elif len(needs) < world_size:
         needs = [needs[shape.coordinates(rank)["pipeline"]] for rank in range(world_size)]
     return all(each.missing <= 0 for each in _places(ranks, needs))
-
-
-def _free_of(rank: Rank) -> Iterator[Free]:
-    yield from (each for each in (rank.free_on_device, rank.free_on_host) if each is not None)
 
 
 def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]]:
@@ -248,7 +237,10 @@ def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]
     if config.schedule.name not in (plain.name, plain.looped) and not config.schedule.file:
         yield one("schedule", {"name": plain.name, "chunks": None})
     for name, size in (("tensor", tensor), ("pipeline", pipeline)):
-        yield one("parallel", *({name: size * each, "data": _less(parallel.data, each)} for each in more))
+        yield one(
+            "parallel",
+            *({name: size * each, "data": parallel.data and max(1, parallel.data // each)} for each in more),
+        )
     least: dict[str, dict[str, Any]] = {
         "recompute": {"method": "full", "num_blocks": None},
         "batch": {"micro_size": 1},
@@ -269,10 +261,6 @@ def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]
     yield one("data", *({"sequence_length": each} for each in lengths))
 
 
-def _less(data: int | None, factor: int) -> int | None:
-    return None if data is None else max(1, data // factor)
-
-
 def _with(config: PretrainConfig, groups: Mapping[str, Mapping[str, Any]]) -> PretrainConfig:
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
 
@@ -287,11 +275,8 @@ def free_on_host(root: Path = Path("/")) -> Free | None:
 
     root: root of the file system with proc and sys.
     """
-    limits = []
-    for line in _lines(root / "proc/meminfo"):
-        name, _, value = line.partition(":")
-        if name == "MemAvailable":
-            limits.append(Free(int(value.split()[0]) * 1024, ""))
+    available = (line.split() for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:"))
+    limits = [Free(int(size) * 1024, "") for _, size, *_ in available]
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":

@@ -3,7 +3,6 @@
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import cast
@@ -13,16 +12,15 @@ from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.mixing import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
-from megapipe.layout.batch_plan import BatchPlan, data_parallel_size
+from megapipe.layout.batch_plan import BatchPlan, mesh_shape
 from megapipe.layout.scheduling import eager_cost, schedule_name
 from megapipe.models import family_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
     described_gpu_variables,
-    initialize,
+    joined,
     set_gpu_variables,
-    shutdown,
 )
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.rendezvous import Start
@@ -93,9 +91,8 @@ def pretrain(
     validate(config, environment.world_size)
     samples = open_samples(config, "train")
     validation = open_samples(config, "validation") if config.evaluation.every is not None else None
-    variables = set_gpu_variables(
-        config.parallel.device, environment.local_rank, _sizes(config, environment), config.zero.stage
-    )
+    sizes = mesh_shape(config, environment.world_size).sizes
+    variables = set_gpu_variables(config.parallel.device, environment.local_rank, sizes, config.zero.stage)
     device = choose_device(config.parallel.device, environment.local_rank)
     if start is not None:
         agree_on_run(start, run_identity(config, environment.world_size, device))
@@ -107,27 +104,11 @@ def pretrain(
         if config.training.deterministic:
             require_determinism()
         watchdog = Watchdog(config.watchdog, environment.rank, Path(config.training.directory))
-        with watchdog as heartbeat, _connected(config, environment, start) as mesh:
+        parallel = config.parallel
+        with watchdog as heartbeat, joined(sizes, parallel.device, parallel.timeout_seconds, start) as mesh:
+            if mesh.device.type == "cpu":
+                keep_freed_memory()
             return _train(config, mesh, samples, validation, heartbeat, lock, variables, choose_recompute)
-
-
-@contextmanager
-def _connected(config: PretrainConfig, environment: LaunchEnvironment, start: Start | None) -> Iterator[Mesh]:
-    """Connect this rank with the others for the block."""
-    parallel = config.parallel
-    sizes = _sizes(config, environment)
-    mesh = initialize(sizes, device=parallel.device, timeout=parallel.timeout_seconds, start=start)
-    if mesh.device.type == "cpu":
-        keep_freed_memory()
-    try:
-        yield mesh
-    finally:
-        shutdown()
-
-
-def _sizes(config: PretrainConfig, environment: LaunchEnvironment) -> dict[str, int]:
-    parallel, data = config.parallel, data_parallel_size(config, environment.world_size)
-    return {"data": data, "pipeline": parallel.pipeline, "context": parallel.context, "tensor": parallel.tensor}
 
 
 def _train(
@@ -166,68 +147,59 @@ def _train(
         for remark in (*remarks, *replica.remarks, muon_shards(replica.states())):
             if remark is not None:
                 say(remark)
-        return _run(config, mesh, replica, samples, evaluation, checkpointer, position, listeners, run, heartbeat)
+        meter = _meter(config, mesh, say)
+        for line in _notes(config, replica):
+            say(line)
+        _add_files(listeners, config, mesh, samples, position, run)
+        _report_start(listeners, config, mesh, position, run)
+        loader = open_loader(config, mesh, replica, samples)
+        if (change := checkpointer.data_change) is not None:
+            listeners.event("other_data", step=change.step, differences=list(change.differences))
+        if mesh.device.type == "cuda" and mesh.size("pipeline") > 1:
+            heartbeat.outside("the rehearsal of a step")
+            with out_of_memory_reported(replica.stages):
+                rehearse(config, mesh, replica, samples, evaluation, position.step, say)
+        with Profiler(config, mesh, say, position.step) as profiler:
+            guards = Guards(config, mesh, heartbeat, listeners)
+            loop = TrainingLoop(
+                config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards
+            )
+            status = loop.run(position)
+        for state in replica.states():
+            state.await_all_weights()  # the last update starts to gather them for a next step
+        heartbeat.outside("the end of the run")
+        listeners.event("end", run=run, status=status, step=position.step)
+        _sum_up(config, position, checkpointer.path, status, say)
+        return status
 
 
-def _run(
-    config: PretrainConfig,
-    mesh: Mesh,
-    replica: Replica,
-    samples: Samples,
-    evaluation: Evaluator | None,
-    checkpointer: Checkpointer,
-    position: Position,
-    listeners: Listeners,
-    run: str,
-    heartbeat: Heartbeat,
-) -> int:
-    """Run the loop, starting at `position`. run: id of this start."""
-    say = listeners.say
-    meter = _meter(config, mesh, say)
+def _notes(config: PretrainConfig, replica: Replica) -> Iterator[str]:
     if config.schedule.update == "eager":
-        say(
+        yield (
             "warning: with schedule.update eager, each update waits for the gradient "
             f"norm of all ranks, and steps take about {eager_cost(replica.schedule):.0%} "
             "longer than with lazy, which needs a second gradient buffer"
         )
     weights = list(config.data.blend.values())
     if weights and config.data.order == "keyed" and weights_are_rounded(weights):
-        say(
+        yield (
             f"note: data.blend's weights were rounded to {LONGEST_PERIOD:,}ths of the "
             "blend; integer weights whose sum is not larger than that are not rounded"
         )
-    _add_files(listeners, config, mesh, samples, position, run)
-    layout = dict(mesh.shape.sizes)
-    total = BatchPlan.of(config.batch).consumed_after(config.training.last_step - position.step, position.consumed)
+
+
+def _report_start(listeners: Listeners, config: PretrainConfig, mesh: Mesh, position: Position, run: str) -> None:
+    last = config.training.last_step
     listeners.event(
         "start",
         run=run,
         step=position.step,
-        total_samples=total,
+        total_samples=BatchPlan.of(config.batch).consumed_after(last - position.step, position.consumed),
         config=asdict(config),
-        layout=layout,
+        layout=dict(mesh.shape.sizes),
         schedule=schedule_name(config),
         parameters=num_parameters(family_of(config).layers),
     )
-    loader = open_loader(config, mesh, replica, samples)
-    if (change := checkpointer.data_change) is not None:
-        listeners.event("other_data", step=change.step, differences=list(change.differences))
-    if mesh.device.type == "cuda" and mesh.size("pipeline") > 1:
-        heartbeat.outside("the rehearsal of a step")
-        with out_of_memory_reported(replica.stages):
-            rehearse(config, mesh, replica, samples, evaluation, position.step, say)
-    with Profiler(config, mesh, say, position.step) as profiler:
-        guards = Guards(config, mesh, heartbeat, listeners)
-        loop = TrainingLoop(
-            config, mesh, replica, loader, evaluation, checkpointer, meter, listeners, profiler, guards
-        )
-        status = loop.run(position)
-    for state in replica.states():
-        state.await_all_weights()  # the last update starts to gather them for a next step
-    heartbeat.outside("the end of the run")
-    listeners.event("end", run=run, status=status, step=position.step)
-    _sum_up(config, position, checkpointer.path, status, say)
-    return status
 
 
 def rehearse(

@@ -88,12 +88,12 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
             rate = learning_rate(config.optimizer, step + 1, config.training.steps)
             scaler = replica.loss_scaler
             scale = 1.0 if scaler is None else scaler.scale(step)
-            copies = checkpointer.saves.take_snapshot()
+            copies = checkpointer.saves.background.take_snapshot()
             given = StepInput(step, batch.contexts, batch.token_counts, rate, loss_scale=scale, snapshot=copies)
             results = replica.engine.feed(given)
             consumed += config.batch.global_size
             last = step + 1 == until
-            saving = checkpointer.is_due(step + 1, last)
+            saving = checkpointer.saves.is_due(step + 1, last)
             if last or saving:
                 results += replica.engine.drain()
             for result in results if scaler is not None else ():

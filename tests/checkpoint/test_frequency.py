@@ -76,12 +76,6 @@ def test_the_interval_is_the_smallest_within_both_rules(
     assert steps == 1 or not keeps(math.floor((steps - 1) * (1 - 1e-6)))
 
 
-@pytest.mark.parametrize("values", [(0.0, 1, 1, 0.1), (1, -1, 1, 0.1), (1, 1, -1, 0.1), (1, 1, 1, 0.0)])
-def test_impossible_times_are_refused(values: tuple[float, float, float, float]) -> None:
-    with pytest.raises(ValueError, match="above 0"):
-        interval(*values)
-
-
 @given(
     step=st.floats(0.01, 10),
     stall=st.floats(0.01, 10),

@@ -7,7 +7,7 @@ import pytest
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.meshes import run_threads
@@ -20,7 +20,7 @@ def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[St
     sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
     config = replace(config, parallel=replace(config.parallel, **sizes))
     replica = Replica(config, mesh)
-    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
+    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     results = []
     for step in range(3):
         contexts = loader.load(step * config.batch.global_size).contexts

@@ -11,7 +11,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layers.linear import Fp8Products, Linear
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.signals import ExitCode
 from megapipe.training.validation import fp8_problems
@@ -149,7 +149,7 @@ def fed(
     replica = Replica(config, mesh)
     scaler = replica.loss_scaler
     assert scaler is not None
-    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
+    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     results, scales = [], []
     for step in range(6):
         batch = loader.load(step * config.batch.global_size)

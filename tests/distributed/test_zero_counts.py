@@ -18,7 +18,7 @@ from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState, is_allocated
 from megapipe.spec.layers import model_layers
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
@@ -112,7 +112,7 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
         lasting, weights=lasting.weights + whole.weights, gradients=lasting.gradients + whole.gradients
     )
     counts.predicted_new = lasting.total - lasting.moments + ONE_COEFFICIENT
-    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
+    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     for step in range(2):
         batch = loader.load(step * config.batch.global_size)
         traffic.clear()

@@ -13,7 +13,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.layers import model_layers
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_mesh
@@ -56,7 +56,7 @@ def trained(mesh: Mesh, config: PretrainConfig) -> list[float]:
 
 def train(mesh: Mesh, config: PretrainConfig) -> list[float]:
     replica = Replica(config, mesh)
-    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
+    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     losses = []
     for step in range(2):
         batch = loader.load(step * config.batch.global_size)

@@ -18,7 +18,7 @@ from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.traces import Event
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config
 from tests.support.meshes import run_mesh
@@ -69,7 +69,7 @@ def traced(mesh: Mesh, config: PretrainConfig) -> tuple[list[Event], Log]:
     for stage in replica.stages.values():
         stage.units = [[slow(twin) for twin in twins] for twins in stage.units]
     engine = replica.engine_for(config.batch.global_size)
-    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
+    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     batch = loader.load(0)
     engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     recorder = Recorder(engine.schedule, replica.rank, mesh.device)

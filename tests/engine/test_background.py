@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megapipe.engine.reductions import Turns, run_beside, run_now
+from megapipe.engine.reductions import Turns, run_beside
 
 CPU = torch.device("cpu")
 
@@ -27,8 +27,6 @@ def test_errors_come_out_where_results_are_read() -> None:
 
     with pytest.raises(ValueError, match="broken"):
         run_beside(fail, None).result(10)
-    with pytest.raises(ValueError, match="broken"):
-        run_now(fail)
 
 
 def test_turns_communicate_in_the_order_of_their_starts() -> None:

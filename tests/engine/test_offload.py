@@ -24,7 +24,7 @@ from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
 from megapipe.spec.layers import model_layers
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.optim.test_optimizer import SPECS
 from tests.spec.sizes import predicted_bytes
@@ -98,7 +98,7 @@ class CountingRecorder(Recorder):
 
 
 def two_steps(replica: Replica, config: PretrainConfig, mesh: Mesh) -> list[StepInput]:
-    batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
+    batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
     return [StepInput(step, batch.contexts, batch.token_counts, 1e-3) for step in range(2)]
 
 
@@ -233,7 +233,7 @@ def test_failed_copies_name_the_action_that_waited(config: PretrainConfig) -> No
 def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainConfig) -> None:
     def bare(mesh: Mesh) -> None:
         replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh)
-        Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
+        Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine.reductions)
 
     with pytest.raises(EngineError, match="gpipe copies to host memory, but this engine was created without swaps"):
         run_threads({}, bare)

@@ -235,7 +235,7 @@ def test_an_engine_without_swaps_refuses_weights_in_host_memory(config: Pretrain
     def bare(mesh: Mesh) -> None:
         replica = Replica(config, mesh)
         schedule = replica.forward_engine().schedule
-        Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine._reductions)
+        Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine.reductions)
 
     with pytest.raises(EngineError, match="gpipe copies to host memory, but this engine was created without swaps"):
         run_threads({}, bare)

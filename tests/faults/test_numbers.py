@@ -63,7 +63,7 @@ def poisoned_run(mesh: Mesh, config: PretrainConfig, where: str) -> tuple[list[S
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     spoils = mesh.rank == 1
     if spoils and where == "gradient":
-        poison_gradient(replica, replica.engine._reductions)
+        poison_gradient(replica, replica.engine.reductions)
     results, weights = [], []
     for step in range(3):
         batch = loader.load(step * config.batch.global_size)

@@ -231,10 +231,10 @@ def test_auto_takes_memory_on_one_host() -> None:
 
 
 def chosen_kind_on_two_hosts(mesh: Mesh) -> str:
-    from megapipe.parallel import pipeline_links
+    from megapipe.parallel import shared_memory
 
     identity = (f"host {mesh.rank}", "net")
-    pipeline_links.host_identity = lambda: identity
+    shared_memory.host_identity = lambda: identity
     with pytest.raises(ValueError, match="not on one Linux host: use gloo links"):
         make_links(mesh, [Edge(0, 1, 4)], "shared_memory")
     return chosen_kind(mesh)

@@ -109,12 +109,10 @@ class CountingLink(LinkEnd):
         self._link = link
         self._traffic = traffic
 
-    def send(self, tensor: Tensor) -> Transfer:
-        self._traffic.note(Place("link", "send"), [tensor])
-        return self._link.send(tensor)
-
-    def receive(self, into: Tensor) -> Transfer:
-        return self._link.receive(into)
+    def _start(self, tensor: Tensor) -> Transfer:
+        if self._sends:
+            self._traffic.note(Place("link", "send"), [tensor])
+        return self._link._start(tensor)
 
     def borrow(self, like: Tensor) -> Loan:
         return self._link.borrow(like)

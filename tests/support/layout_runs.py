@@ -143,7 +143,7 @@ def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:
     That waiting cannot hang: schedules are proved free of deadlock where every send waits for its receive.
     """
     engine, swaps, states = replica.engine, replica.assembly.swaps, replica.states()
-    senders = [*engine._transfers.send_activation.values(), *engine._transfers.send_gradient.values()]
+    senders = [*engine.transfers.send_activation.values(), *engine.transfers.send_gradient.values()]
     samples: list[tuple[Action, Sample]] = []
 
     def now(reductions: Sequence[Work]) -> list[int]:

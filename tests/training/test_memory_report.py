@@ -14,7 +14,7 @@ from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import HostWeights
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.failures import OutOfMemory, _state_row, is_out_of_memory, out_of_memory_reported
 from tests.optim.test_optimizer import SPECS
@@ -48,7 +48,7 @@ def report_of(folder: Path, break_unit: str, backward: bool, schedule: str = "gp
                 allocate_too_much()
 
     module.register_forward_hook(hook)
-    batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
+    batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
     with pytest.raises(OutOfMemory) as caught, out_of_memory_reported(replica.stages):
         replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     return str(caught.value)

@@ -14,7 +14,7 @@ from megapipe.engine.step import EngineError, StepInput
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
 from megapipe.schedules.measured.traces import read_rank, read_run
-from megapipe.training.loop.batches import BatchLoader, split_samples
+from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.observe.traces import Profiler
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
@@ -28,7 +28,7 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_after: int) ->
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], timeout_seconds=30.0)
     config = replace(config, parallel=parallel)
     replica = Replica(config, mesh)
-    loader = BatchLoader(config, mesh, replica, split_samples(config, "train"))
+    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     said: list[str] = []
     with Profiler(config, mesh, said.append, 0) as profiler:
         for step in range(steps):
@@ -121,7 +121,7 @@ def test_failed_runs_keep_their_trace_and_error(tmp_path: Path, corpus: str) -> 
         config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
         config.parallel = replace(config.parallel, pipeline=1, data=1)
         replica = Replica(config, mesh)
-        batch = BatchLoader(config, mesh, replica, split_samples(config, "train")).load(0)
+        batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
         with Profiler(config, mesh, lambda line: None, 0) as profiler:
             profiler.before(0, replica.engine)
             replica.engine.feed(StepInput(0, batch.contexts, batch.token_counts, 0.01))

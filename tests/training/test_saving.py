@@ -93,7 +93,7 @@ def test_auto_measures_then_saves_at_its_cost_limit(
     ended = Saves.step_ended
 
     def far_longer_than_a_save(self: Saves, seconds: float) -> None:
-        wait_until(lambda: not self.under_way)
+        wait_until(lambda: not self.background.under_way)
         ended(self, 1000.0)
 
     monkeypatch.setattr(Saves, "step_ended", far_longer_than_a_save)
@@ -212,7 +212,7 @@ def test_failed_saves_end_no_run_without_a_final_save(
     ) -> Path:
         path = begin(self, states, applied, run, *rest, **given)
         if run.step < failing:  # a save that still runs would put off the one that fails
-            wait_until(lambda: not self.under_way)
+            wait_until(lambda: not self.background.under_way)
         return path
 
     monkeypatch.setattr(Saves, "begin", begin_and_await_earlier_saves)
@@ -252,7 +252,7 @@ def test_spikes_are_watched_after_a_failed_save(
     ended, spikes = Saves.step_ended, [9]
 
     def after_the_save(self: Saves, seconds: float) -> None:
-        wait_until(lambda: not self.under_way)
+        wait_until(lambda: not self.background.under_way)
         ended(self, seconds)
 
     def limit(config: SpikesConfig, losses: Sequence[float]) -> float:

@@ -1,7 +1,7 @@
 """The samples of a run, and the loaders that turn them into the contexts of a GPT's or a BERT's layers."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,21 +26,22 @@ from megapipe.spec.attention import why_a_mask
 from megapipe.training.loop.loader import Consumer, HeldTokens, Loader, runs_ring
 from megapipe.training.observe.metrics import References
 
+AnyBert = BertSamples | BlendedBertSamples
+
 
 class RankLoader(Loader):
-    """Loads a rank's part of every step. plan: None for the plan of the configuration. training: whether dropout is
-    active."""
+    """Loads a rank's part of every step. training: whether dropout is active."""
 
     def __init__(
-        self, config: PretrainConfig, mesh: Mesh, consumer: Consumer, plan: BatchPlan | None, training: bool
+        self, config: PretrainConfig, mesh: Mesh, consumer: Consumer, plan: BatchPlan, training: bool
     ) -> None:
         self._seed, self._training = config.training.seed, training
         self._device = mesh.device
         self._is_first, self._is_last = consumer.is_first, consumer.is_last
         self._held = HeldTokens.of(config, mesh)
         self._numbers = None if self._held.numbers is None else tensor_on(self._held.numbers, mesh.device)
-        share = config.batch.micro_size * mesh.size("data")
-        super().__init__(BatchPlan.of(config.batch) if plan is None else plan, share)
+        self._num_terms = len(consumer.family.loss_terms)
+        super().__init__(plan, config.batch.micro_size * mesh.size("data"))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return tensor_on(array, self._device)
@@ -59,9 +60,8 @@ class BatchLoader(RankLoader):
         mesh: Mesh,
         consumer: Consumer,
         samples: SampleSet,
-        plan: BatchPlan | None = None,
-        *,
-        training: bool = True,
+        plan: BatchPlan,
+        training: bool,
     ) -> None:
         super().__init__(config, mesh, consumer, plan, training)
         self._source = MicrobatchSource(
@@ -74,7 +74,6 @@ class BatchLoader(RankLoader):
             mask_end_of_document=config.data.mask_end_of_document or config.data.pack == "best_fit",
             isolate_documents=config.data.isolate_documents,
         )
-        self._num_terms = len(consumer.family.loss_terms)
         self._slices = slice_ranges(config)
         self._windows = {each.sliding_window for each in config.model.kinds_of_layers.values()}
         no_mask = not runs_ring(config.parallel) and why_a_mask(config.model, mesh.device.type) is None
@@ -141,10 +140,7 @@ def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
     Raises DataError for unusable shards, shards of different tokenizers, and a split that is too small for one sample.
     """
     training = split == "train"
-    if training and config.data.order == "megatron":
-        samples, manifests = _megatron_samples(config)
-    else:
-        samples, manifests = _keyed_samples(config, split)
+    samples, manifests = _plain_samples(config, split)
     if not (training and config.data.fim_tokens):
         return samples
     prefix, suffix, middle = config.data.fim_tokens
@@ -159,23 +155,30 @@ def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
     return FillInTheMiddle(samples, rule, config.training.seed)
 
 
-def _keyed_samples(config: PretrainConfig, split: SplitName) -> tuple[SampleSet, list[ShardManifest]]:
-    """Return the samples of a split in the project's own order."""
-    corpora = [_corpus(config, prefix, split) for prefix in config.data.prefixes]
+def _plain_samples(config: PretrainConfig, split: SplitName) -> tuple[SampleSet, list[ShardManifest]]:
+    """Return the samples of a split, in Megatron-LM's order or in the project's own order."""
+    weights, prefixes = list(config.data.blend.values()), config.data.prefixes
+    megatron = split == "train" and config.data.order == "megatron"
+    num_samples = BatchPlan.of(config.batch).consumed_after(config.training.steps)
+    corpora: Sequence[GptSamples | PackedSamples | MegatronSamples] = (
+        _megatron_corpora(config, samples_wanted(weights, num_samples) if weights else [num_samples])
+        if megatron
+        else [_corpus(config, prefix, split) for prefix in prefixes]
+    )
     manifests = [manifest for corpus in corpora for manifest in corpus.manifests]
     check_one_tokenizer(manifests)
-    if not config.data.blend:
+    if not weights:
         return corpora[0], manifests
-    order = BlendOrder(list(config.data.blend.values()))
+    order: BlendOrder | MegatronBlendOrder = BlendOrder(weights)
+    if megatron:
+        order = MegatronBlendOrder(weights, num_samples)
+        order.check_supply(prefixes, [len(corpus) for corpus in corpora])
     return BlendedSamples(corpora, order, repeats=split == "train"), manifests
 
 
-def _megatron_samples(config: PretrainConfig) -> tuple[SampleSet, list[ShardManifest]]:
-    """Return the training split in Megatron-LM's order, for the samples of the whole run."""
-    num_samples = BatchPlan.of(config.batch).consumed_after(config.training.steps)
-    weights = list(config.data.blend.values())
-    wanted = samples_wanted(weights, num_samples) if weights else [num_samples]
-    corpora = [
+def _megatron_corpora(config: PretrainConfig, wanted: Sequence[int]) -> list[MegatronSamples]:
+    """Return the shards in Megatron-LM's order, for the samples of the whole run. wanted: number from each shard."""
+    return [
         MegatronSamples(
             prefix,
             split="train",
@@ -187,13 +190,6 @@ def _megatron_samples(config: PretrainConfig) -> tuple[SampleSet, list[ShardMani
         )
         for prefix, each in zip(config.data.prefixes, wanted, strict=True)
     ]
-    manifests = [manifest for corpus in corpora for manifest in corpus.manifests]
-    check_one_tokenizer(manifests)
-    if not weights:
-        return corpora[0], manifests
-    order = MegatronBlendOrder(weights, num_samples)
-    order.check_supply(config.data.prefixes, [len(corpus) for corpus in corpora])
-    return BlendedSamples(corpora, order, repeats=True), manifests
 
 
 def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples | PackedSamples:
@@ -217,21 +213,13 @@ class BertLoader(RankLoader):
     """
 
     def __init__(
-        self,
-        config: PretrainConfig,
-        mesh: Mesh,
-        consumer: Consumer,
-        samples: "AnyBertSamples",
-        plan: BatchPlan | None = None,
-        *,
-        training: bool = True,
+        self, config: PretrainConfig, mesh: Mesh, consumer: Consumer, samples: AnyBert, plan: BatchPlan, training: bool
     ) -> None:
         super().__init__(config, mesh, consumer, plan, training)
         self._samples = samples
         self._data_rank, self._data_size = mesh.coordinate("data"), mesh.size("data")
         self._micro_size = config.batch.micro_size
         self._length = config.data.sequence_length
-        self._num_terms = len(consumer.family.loss_terms)
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[BertContext, Counts | None]:
         ordinals = microbatch_ordinals(
@@ -272,7 +260,7 @@ class BertLoader(RankLoader):
         return context, counts[: self._num_terms]
 
 
-def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples | BlendedBertSamples:
+def bert_samples(config: BertPretrainConfig, split: SplitName) -> AnyBert:
     """Open the samples of a split: the training split in its shuffled order, the others in the order of the shard.
 
     Raises DataError for unusable files, a split too small for one sample and a blend of different vocabularies.
@@ -286,8 +274,7 @@ def bert_samples(config: BertPretrainConfig, split: SplitName) -> BertSamples | 
     )
 
 
-AnyBertSamples = BertSamples | BlendedBertSamples
-Samples = SampleSet | AnyBertSamples
+Samples = SampleSet | AnyBert
 
 _KINDS: dict[str, tuple[Callable[[Any, SplitName], Samples], Callable[..., Loader]]] = {
     "gpt": (split_samples, BatchLoader),
@@ -313,7 +300,8 @@ def open_loader(
     """Return the loader of this rank's part of every step. plan: None for the plan of the configuration. training:
     whether dropout is active.
     """
-    return _KINDS[config.kind][1](config, mesh, consumer, samples, plan, training=training)
+    plan = BatchPlan.of(config.batch) if plan is None else plan
+    return _KINDS[config.kind][1](config, mesh, consumer, samples, plan, training)
 
 
 MAXIMUM_TOKENS = 2**20
@@ -335,12 +323,12 @@ def reference_losses(samples: Samples, vocabulary_size: int) -> References:
         ordinals = np.arange(first, min(first + BLOCK, num_samples))
         counts += np.bincount(_labels(samples, ordinals), minlength=vocabulary_size)
     shares = counts[counts > 0] / counts.sum()
-    pairs = math.log(2) if isinstance(samples, AnyBertSamples) and samples.has_pairs else 0.0
+    pairs = math.log(2) if isinstance(samples, AnyBert) and samples.has_pairs else 0.0
     return References(math.log(vocabulary_size), float(-(shares * np.log(shares)).sum()), int(counts.sum()), pairs)
 
 
 def _labels(samples: Samples, ordinals: np.ndarray) -> np.ndarray:
-    if isinstance(samples, AnyBertSamples):
+    if isinstance(samples, AnyBert):
         return samples.text(ordinals)
     labels = samples.tokens(ordinals)[:, 1:]
     return labels[np.arange(samples.sequence_length) < samples.num_labels(ordinals)[:, None]]

@@ -3,12 +3,12 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
-from megapipe.checkpoint.background import BackgroundSaver, EndedSave, StateSnapshot
+from megapipe.checkpoint.background import BackgroundSaver, EndedSave
 from megapipe.checkpoint.directory import (
     DirectoryLock,
     keep_last,
@@ -45,7 +45,11 @@ NOTED_WAIT_SECONDS = 1.0
 
 
 class Saves:
-    """One rank's part in the saves of a run."""
+    """One rank's part in the saves of a run.
+
+    Attributes:
+        background: writes while training continues.
+    """
 
     def __init__(
         self, config: CheckpointConfig, directory: Path, mesh: Mesh, timeout: float, say: Callable[[str], None]
@@ -56,22 +60,12 @@ class Saves:
         self._first = mesh.rank == 0
         self._say = say
         patience = PATIENCE_SHARE * timeout
-        self._background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
+        self.background = BackgroundSaver(directory, mesh, patience=patience, after=self.delete_older)
         # Rank 0 decides for all ranks, and its decision is reduced together with the step's sums.
         self._timer = save_timer(config) if self._first else None
         self._ended: list[EndedSave] = []
         self._noted_wait = False
         self._deadline: float | None = None
-
-    @property
-    def under_way(self) -> bool:
-        """Whether this rank is still writing."""
-        return self._background.under_way
-
-    @property
-    def failed(self) -> bool:
-        """Whether a background save has failed on this rank; other ranks may not know yet."""
-        return self._background.failed
 
     def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
         """Return whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last
@@ -95,11 +89,11 @@ class Saves:
     def plan(self, states: Sequence[UnitState]) -> None:
         """Prepare to save these states, before the first step. A collective call."""
         if self._config.saves_between and self._config.asynchronous:
-            self._background.plan(states)
+            self.background.plan(states)
 
     def step_ended(self, seconds: float) -> None:
         """Record the duration of a step. Not a collective call."""
-        self._background.prepare()
+        self.background.prepare()
         if self._timer is not None:
             self._timer.step(seconds)
 
@@ -125,8 +119,8 @@ class Saves:
         try:
             if within is not None or self._config.asynchronous:
                 by_step = self._config.snapshot == "next_step"
-                path = self._background.start(states, applied, run, copied=not last, by_step=by_step, within=within)
-                self._note_wait(self._background.waited)
+                path = self.background.start(states, applied, run, copied=not last, by_step=by_step, within=within)
+                self._note_wait(self.background.waited)
             else:
                 path = between_steps()
                 if self._first:
@@ -140,10 +134,6 @@ class Saves:
                     self._timer.ended(None)
         return path
 
-    def take_snapshot(self) -> StateSnapshot | None:
-        """Return the copies of the state that the next step has to make, if there are any."""
-        return self._background.take_snapshot()
-
     def give_up_after(self, seconds: float | None) -> None:
         """Set the seconds after which `finish` abandons the save in progress, None for never. Not collective."""
         self._deadline = None if seconds is None else time.perf_counter() + seconds
@@ -151,23 +141,23 @@ class Saves:
     def finish(self) -> None:
         """Wait until the save in progress is durable; see `BackgroundSaver.finish`. A collective call."""
         deadline = self._deadline
-        self._background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
+        self.background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
 
     def ended(self) -> list[EndedSave]:
         """Return the saves that ended since the last call, oldest first. Not collective: rank 0 knows the result
         on all ranks, the others only their own."""
-        ended = [*self._ended, *self._background.poll()]
+        ended = [*self._ended, *self.background.poll()]
         self._ended.clear()
-        if self._timer is not None and ended and not self._background.under_way:
+        if self._timer is not None and ended and not self.background.under_way:
             self._timer.ended(ended[-1].seconds if ended[-1].error is None else None)
         return ended
 
     def close(self, failed: bool) -> None:
         """End the last save. A collective call unless the run failed. Raises CheckpointError as `finish` does."""
         if failed:
-            self._background.abandon(PATIENCE_AFTER_ERROR)
+            self.background.abandon(PATIENCE_AFTER_ERROR)
         else:
-            self._background.finish()
+            self.background.finish()
 
     def delete_older(self) -> None:
         """Delete old checkpoints. If a deletion fails, the run continues, because that costs only space."""
@@ -205,35 +195,31 @@ def checkpoint_directory(config: PretrainConfig) -> Path:
     return Path(config.training.directory) / "checkpoints"
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """One rank's view of the checkpoints of a run. Every method is a collective call.
 
     path: the checkpoint that `restore` will resume from, None for a new run. precision: the checkpoint's training
     precision, which `training.precision: auto` keeps; known before the model is built. data_change: the change of the
-    samples that the last `restore` accepted, or None.
+    samples that the last `restore` accepted, or None. can_rewind: whether there may be a checkpoint to go back to: one
+    was loaded, or a save has started. `settle` returns it, if it exists. The value is the same on all ranks.
     """
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        mesh: Mesh,
-        say: Callable[[str], None] = print,
-        lock: DirectoryLock | None = None,
-    ) -> None:
-        """Find the checkpoint to continue from.
+    config: PretrainConfig
+    mesh: Mesh
+    say: Callable[[str], None] = print
+    """Called on rank 0 with what a user should know."""
+    lock: DirectoryLock | None = None
+    """Lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end."""
 
-        Args:
-            say: called on rank 0 with what a user should know.
-            lock: lock of the run's folder, which rank 0 holds. It is kept if a save is still being written at the end.
+    def __post_init__(self) -> None:
+        """Find the checkpoint to continue from.
 
         Raises:
             CheckpointError: the directory contains checkpoints of another run, or only damaged ones. The same on every
                 rank.
         """
-        self._config = config
-        self._mesh = mesh
-        self._say = say
-        self._lock = lock
+        config, mesh = self.config, self.mesh
         self.directory = checkpoint_directory(config)
         on_first_rank(mesh.world, self._prepare_directory)
         self.path = self._newest()
@@ -241,20 +227,20 @@ class Checkpointer:
         self.data_change: DataChange | None = None
         self._data_changes: tuple[DataChange, ...] = ()
         self._saved_step: int | None = None
-        self._can_rewind = False
-        self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, say)
+        self.can_rewind = False
+        self.saves = Saves(config.checkpoint, self.directory, mesh, config.parallel.timeout_seconds, self.say)
 
     @property
     def precision(self) -> str | None:
         """Precision of the checkpoint to resume from."""
         path = self.path
-        return None if path is None else on_first_rank(self._mesh.world, lambda: read_manifest(path).run.precision)
+        return None if path is None else on_first_rank(self.mesh.world, lambda: read_manifest(path).run.precision)
 
     def describe(self, config: PretrainConfig) -> None:
         """Set the configuration that checkpoints store, with every `auto` replaced by its value. Also identify the
         data, before training reads them. A collective call.
         """
-        self._config = config
+        self.config = config
         if config.checkpoint.saves:
             self._data_identity()
 
@@ -273,13 +259,9 @@ class Checkpointer:
             except DamagedCheckpointError as error:
                 self._set_aside(self.path, error)
                 self.path = self._newest()
-        if self._config.init_from:
-            self._initialize(Path(self._config.init_from), replica)
+        if self.config.init_from:
+            self._initialize(Path(self.config.init_from), replica)
         return None
-
-    def is_due(self, step: int, last: bool = False, stopped: bool = False) -> bool:
-        """Whether the configuration asks for a checkpoint after `step`; see `Saves.is_due` for the arguments."""
-        return self.saves.is_due(step, last, stopped)
 
     def save(
         self,
@@ -314,10 +296,10 @@ class Checkpointer:
         run = RunState(
             step=step,
             consumed_samples=consumed,
-            random={"seed": self._config.training.seed},
+            random={"seed": self.config.training.seed},
             precision=PRECISIONS[states[0].weights[0].dtype],
             losses=tuple(losses),
-            config=asdict(self._config),
+            config=asdict(self.config),
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
             skipped=tuple(skipped),
             data=self._data_identity(),
@@ -328,12 +310,12 @@ class Checkpointer:
             states,
             applied,
             run,
-            lambda: save(self.directory, states, applied, run, self._mesh),
+            lambda: save(self.directory, states, applied, run, self.mesh),
             last=last,
             within=within,
         )
         self._saved_step = step
-        self._can_rewind = True
+        self.can_rewind = True
         return path
 
     def finish(self) -> None:
@@ -348,20 +330,12 @@ class Checkpointer:
             self._saved_step = None
             raise
 
-    @property
-    def can_rewind(self) -> bool:
-        """Whether there may be a checkpoint to go back to: one was loaded, or a save has started. `settle` returns it,
-        if it exists. The value is the same on all ranks."""
-        return self._can_rewind
-
     def settle(self) -> Path | None:
         """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
         with suppress(CheckpointError):  # `ended` reports it
             self.finish()
-        self.path = self._on_this_host(
-            on_first_rank(self._mesh.world, lambda: newest_valid(self.directory, self._say))
-        )
-        self._can_rewind = self.path is not None
+        self.path = self._on_this_host(on_first_rank(self.mesh.world, lambda: newest_valid(self.directory, self.say)))
+        self.can_rewind = self.path is not None
         return self.path
 
     def ended(self) -> list[EndedSave]:
@@ -373,39 +347,39 @@ class Checkpointer:
     def __enter__(self) -> "Checkpointer":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
             self.saves.close(failed=kind is not None)
         finally:
             # While a thread still writes, the lock must exclude other jobs until this process ends.
-            if self._lock is not None and self.saves.under_way:
-                self._lock.keep()
+            if self.lock is not None and self.saves.background.under_way:
+                self.lock.keep()
 
     def _prepare_directory(self) -> None:
         """Create the directory if this run writes to it, and check that it may be used."""
-        if not self._config.checkpoint.saves:
+        if not self.config.checkpoint.saves:
             return
         try:
             make_durable_folder(self.directory)
         except OSError as error:
             raise CheckpointError(f"cannot write {self.directory}: {explained(error, self.directory)}") from error
-        if not self._config.checkpoint.resume and steps(self.directory):
+        if not self.config.checkpoint.resume and steps(self.directory):
             raise CheckpointError(
                 f"{self.directory} contains checkpoints, but checkpoint.resume is "
                 "false; choose another training.directory, or move the checkpoints away"
             )
 
     def _newest(self) -> Path | None:
-        if not self._config.checkpoint.resume:
+        if not self.config.checkpoint.resume:
             return None
-        return self._on_this_host(on_first_rank(self._mesh.world, self._find_newest))
+        return self._on_this_host(on_first_rank(self.mesh.world, self._find_newest))
 
     def _on_this_host(self, path: Path | None) -> Path | None:
         """Return the path of rank 0's checkpoint on this host, where the folder may have another path."""
         return None if path is None else self.directory / path.name
 
     def _find_newest(self) -> Path | None:
-        newest = newest_valid(self.directory, self._say)
+        newest = newest_valid(self.directory, self.say)
         damaged = set_aside(self.directory)
         if newest is None and damaged:
             raise CheckpointError(
@@ -415,40 +389,40 @@ class Checkpointer:
         return newest
 
     def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
-        on_first_rank(self._mesh.world, lambda: quarantine(path, error, self._say))
+        on_first_rank(self.mesh.world, lambda: quarantine(path, error, self.say))
 
     def _resume(self, path: Path, replica: Replica) -> RunState:
         data = self._data_identity()
-        fit = agreed(self._mesh.world, lambda: self._check_fit(path, replica, data))
+        fit = agreed(self.mesh.world, lambda: self._check_fit(path, replica, data))
         run = load(
             path,
             replica.states(),
             replica.optimizer.applied,
-            self._mesh,
+            self.mesh,
             moments=replica.optimizer,
             updates_per_step=replica.schedule.header.updates_per_step,
         )
         if replica.loss_scaler is not None:
             replica.loss_scaler.restore(run.loss_scale, run.step)
         self._saved_step = run.step
-        self._can_rewind = True
+        self.can_rewind = True
         self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
         self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
-        if self._mesh.rank == 0:
+        if self.mesh.rank == 0:
             self._report(path, run, fit)
         return run
 
     def _report(self, path: Path, run: RunState, fit: RunFit) -> None:
-        self._say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
+        self.say(f"resumed from {path} after step {run.step} ({run.consumed_samples:,} samples)")
         for difference in fit.reported:
-            self._say(f"note: {difference} in the checkpoint")
+            self.say(f"note: {difference} in the checkpoint")
         if fit.unknown_data:
-            self._say(
+            self.say(
                 f"warning: {path} does not record which data it was trained on, so megapipe "
                 "cannot check that the data are the same; the next checkpoint records them"
             )
         if fit.other_data:
-            self._say(
+            self.say(
                 f"warning: from step {run.step + 1}, the run uses other samples, which "
                 f"checkpoint.accept_other_data allows: {'; '.join(fit.other_data)}"
             )
@@ -456,38 +430,36 @@ class Checkpointer:
     def _data_identity(self) -> DataIdentity:
         """Return the identity of the run's data, which rank 0 determines at the first call. A collective call."""
         if self._data is None:
-            self._data = on_first_rank(self._mesh.world, lambda: data_identity(self._config.data))
+            self._data = on_first_rank(self.mesh.world, lambda: data_identity(self.config.data))
         return self._data
 
     def _check_fit(self, path: Path, replica: Replica, data: DataIdentity) -> RunFit:
         """Raise CheckpointError if the checkpoint belongs to another model, or to a run on other samples."""
         manifest = read_manifest(path)
-        fit = check_run(path, manifest, self._config, data)
+        fit = check_run(path, manifest, self.config, data)
         self._check_model(path, manifest, replica)
         return fit
 
     def _check_model(self, path: Path, manifest: Manifest, replica: Replica) -> None:
         specs = [spec for layer in replica.layout.layers for spec in layer.parameters.values()]
         try:
-            check_model(manifest, specs, asdict(self._config.model))
+            check_model(manifest, specs, asdict(self.config.model))
         except CheckpointError as error:
             raise CheckpointError(f"{path} does not fit: {error}") from error
 
     def _initialize(self, folder: Path, replica: Replica) -> None:
         """Load only the weights, from a megapipe checkpoint or a Hugging Face folder."""
-        path = folder / on_first_rank(self._mesh.world, lambda: weights_folder(folder).relative_to(folder))
+        path = folder / on_first_rank(self.mesh.world, lambda: weights_folder(folder).relative_to(folder))
         differences: list[str] = []
         if is_hugging_face(path):
-            load_hugging_face(path, replica.states(), self._config.model, self._mesh)
+            load_hugging_face(path, replica.states(), self.config.model, self.mesh)
         else:
-            agreed(self._mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
-            differences = model_differences(
-                load_weights(path, replica.states(), self._mesh), asdict(self._config.model)
-            )
-        if self._mesh.rank == 0:
+            agreed(self.mesh.world, lambda: self._check_model(path, read_manifest(path), replica))
+            differences = model_differences(load_weights(path, replica.states(), self.mesh), asdict(self.config.model))
+        if self.mesh.rank == 0:
             for difference in differences:
-                self._say(f"note: {difference}")
-            self._say(f"initial weights from {path}")
+                self.say(f"note: {difference}")
+            self.say(f"initial weights from {path}")
 
 
 def weights_folder(folder: Path) -> Path:

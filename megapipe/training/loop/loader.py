@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,23 +57,14 @@ class SkippingPlan:
     def cursors(self, consumed: int) -> Iterator[int]:
         """Yield the first sample of the step that follows `consumed` samples, and of all later steps, endlessly."""
         while True:
-            begin = self.begin(consumed)
-            yield begin
-            consumed = begin + self._plan.size(begin)
+            yield self.begin(consumed)
+            consumed = self.end(consumed)
 
     def last_batches(self, start: int, consumed: int, count: int) -> Range:
         """Return the samples of the last `count` steps from `start` up to `consumed`; all of them if there are fewer
         steps."""
-        begins = []
-        for begin in self.cursors(start):
-            if begin >= consumed:
-                break
-            begins.append(begin)
+        begins = list(takewhile(lambda begin: begin < consumed, self.cursors(start)))
         return begins[-count:][0], consumed
-
-    def without(self, skipped: Range) -> "SkippingPlan":
-        """Return the same plan with another range skipped."""
-        return SkippingPlan(self._plan, (*self.ranges, skipped))
 
 
 class SkippedSamplesFile(Listener):
@@ -160,20 +152,12 @@ class StepBatch:
 class Consumer(Protocol):
     """The consumer of a loader's batches: a replica's part of the model, or a stand-in for it."""
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank reads token ids."""
-        ...
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank computes the loss."""
-        ...
-
-    @property
-    def family(self) -> ModelFamily:
-        """The kind of model."""
-        ...
+    is_first: bool
+    """Whether this rank holds the stage that reads token ids."""
+    is_last: bool
+    """Whether this rank holds a stage that computes the loss."""
+    family: ModelFamily
+    """The kind of model."""
 
 
 class Loader(ABC):

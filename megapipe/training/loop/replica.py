@@ -15,7 +15,6 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pair_overlap
 from megapipe.engine.engine import Engine
 from megapipe.engine.host_memory import Swaps
-from megapipe.engine.program import Instruction
 from megapipe.kernels.ops import OPS
 from megapipe.layers.attention import has_amx
 from megapipe.layout.batch_plan import num_microbatches
@@ -77,7 +76,16 @@ def _decided(
             neighbours = plain.header.stages_on(plain.rank_of(stage))
             share = len(own) / sum(len(blocks.get(each, ())) for each in neighbours)
             memory = share * cast(float, offload.memory) * GIB
-            by_stage[stage] = _treated(config, own, stage, held[stage], memory, bandwidth, prefetch)
+            try:
+                by_stage[stage] = treat(
+                    own, microbatches=held[stage], memory=memory, bandwidth=bandwidth, prefetch=prefetch
+                )
+            except DoesNotFit as error:
+                raise ConfigError(
+                    f"offload.memory {offload.memory:g}: activations of the blocks of stage {stage} need "
+                    f"{error.least / GIB:.3g} GiB for {held[stage]:g} micro-batches whatever is moved or recomputed, "
+                    f"and have {memory / GIB:.3g}; raise it, or lower batch.micro_size or data.sequence_length"
+                ) from None
         return by_stage
 
     prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
@@ -114,25 +122,6 @@ def _least_recomputed(
         raise refused
     best = min(treatments, key=lambda each: (max(stage.recomputed for stage in treatments[each].values()), each))
     return best, treatments[best]
-
-
-def _treated(
-    config: PretrainConfig,
-    costs: Sequence[BlockCost],
-    stage: int,
-    held: float,
-    memory: float,
-    bandwidth: float,
-    prefetch: int,
-) -> Treatments:
-    try:
-        return treat(costs, microbatches=held, memory=memory, bandwidth=bandwidth, prefetch=prefetch)
-    except DoesNotFit as error:
-        raise ConfigError(
-            f"offload.memory {config.offload.memory:g}: activations of the blocks of stage {stage} need "
-            f"{error.least / GIB:.3g} GiB for {held:g} micro-batches whatever is moved or recomputed, and have "
-            f"{memory / GIB:.3g}; raise it, or lower batch.micro_size or data.sequence_length"
-        ) from None
 
 
 def _treatments_text(
@@ -221,20 +210,12 @@ class Replica:
             model, holding, mesh, header, kernels=self.kernels, swaps=swaps, built=built, two_streams=two_streams
         )
         self.stages, self.optimizer = self.assembly.stages, self.assembly.optimizer
+        self.is_first = 0 in self.stages or bool(header.vocabulary)
+        self.is_last = header.num_routed - 1 in self.stages or bool(header.vocabulary)
         lag = 0 if self.schedule.flushes else 1
         scaled = config.training.precision == "fp16"
         self.loss_scaler = LossScaler(config.loss_scale, lag) if scaled else None
         self.engine = self._engine(self.schedule)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this rank holds the stage that reads token ids."""
-        return 0 in self.stages or bool(self.schedule.header.vocabulary)
-
-    @property
-    def is_last(self) -> bool:
-        """Whether this rank holds a stage that computes the loss."""
-        return self.schedule.header.num_routed - 1 in self.stages or bool(self.schedule.header.vocabulary)
 
     def states(self) -> list[UnitState]:
         """Return the unit states of this rank, each tied state once."""
@@ -261,10 +242,7 @@ class Replica:
         )
 
     def _engine(self, schedule: Schedule) -> Engine:
-        return self.assembly.engine(schedule, wrap=self._recording(schedule))
-
-    def _recording(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
         heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
         if heartbeat is None:
-            return None
-        return lambda instruction: heartbeat.recording(instruction, places.words(instruction))
+            return self.assembly.engine(schedule)
+        return self.assembly.engine(schedule, wrap=lambda each: heartbeat.recording(each, places.words(each)))

@@ -177,35 +177,25 @@ class _FedStep:
     data_seconds: float
 
 
+@dataclass(eq=False)
 class TrainingLoop:
     """Runs a replica from a position to the end of the run, on every rank; only rank 0 has listeners."""
 
-    def __init__(
-        self,
-        config: PretrainConfig,
-        mesh: Mesh,
-        replica: Replica,
-        loader: Loader,
-        evaluation: Evaluator | None,
-        checkpointer: Checkpointer,
-        meter: UtilisationMeter,
-        listeners: Listeners,
-        profiler: Profiler,
-        guards: Guards,
-    ) -> None:
-        self._config = config
-        self._mesh = mesh
-        self._replica = replica
-        self._loader = loader
-        self._evaluation = evaluation
-        self._checkpointer = checkpointer
-        self._meter = meter
-        self._listeners = listeners
-        self._profiler = profiler
-        self._guards = guards
-        self._engine = replica.engine
-        self._engine_samples = config.batch.global_size
-        self._plan = SkippingPlan(BatchPlan.of(config.batch))
+    config: PretrainConfig
+    mesh: Mesh
+    replica: Replica
+    loader: Loader
+    evaluation: Evaluator | None
+    checkpointer: Checkpointer
+    meter: UtilisationMeter
+    listeners: Listeners
+    profiler: Profiler
+    guards: Guards
+
+    def __post_init__(self) -> None:
+        self._engine = self.replica.engine
+        self._engine_samples = self.config.batch.global_size
+        self._plan = SkippingPlan(BatchPlan.of(self.config.batch))
         self._spike: Spike | None = None
         self._fed: deque[_FedStep] = deque()
         self._clock = 0.0
@@ -219,8 +209,8 @@ class TrainingLoop:
         A schedule that never flushes always has a step in progress; it is drained when something has to happen between
         two steps.
         """
-        self._checkpointer.saves.plan(self._replica.states())
-        with out_of_memory_reported(self._replica.stages), SignalRequests() as signals:
+        self.checkpointer.saves.plan(self.replica.states())
+        with out_of_memory_reported(self.replica.stages), SignalRequests() as signals:
             while True:
                 status = self._run_until_spike(position, signals)
                 if self._spike is None:
@@ -228,10 +218,10 @@ class TrainingLoop:
                 self._rewind(position, self._spike)
 
     def _run_until_spike(self, position: Position, signals: SignalRequests) -> int:
-        by_hand = [(first, last) for first, last in self._config.reliability.skip_samples]
-        self._plan = SkippingPlan(BatchPlan.of(self._config.batch), (*by_hand, *position.skipped))
-        with self._loader.steps(position.consumed, self._plan) as batches:
-            while position.step < self._config.training.last_step:
+        by_hand = [(first, last) for first, last in self.config.reliability.skip_samples]
+        self._plan = SkippingPlan(BatchPlan.of(self.config.batch), (*by_hand, *position.skipped))
+        with self.loader.steps(position.consumed, self._plan) as batches:
+            while position.step < self.config.training.last_step:
                 stopped = self._feed(position, batches, signals)
                 self._report_saves()
                 pauses = self._save_requested or self._save_failed or self._pauses_after(position)
@@ -248,24 +238,24 @@ class TrainingLoop:
     def _rewind(self, position: Position, spike: Spike) -> None:
         """Go back to the last checkpoint, and skip the samples at which the loss jumped up."""
         self._spike, self._save_requested, self._save_failed = None, False, False
-        self._guards.heartbeat.outside("going back to a checkpoint")
-        path = self._checkpointer.settle()
+        self.guards.heartbeat.outside("going back to a checkpoint")
+        path = self.checkpointer.settle()
         self._report_saves()
         if path is None:
-            self._listeners.say(
+            self.listeners.say(
                 f"warning: the loss jumped up to {spike.loss:.4f} at step {spike.step}, "
                 "but no save of this run has succeeded yet, so the run cannot go back"
             )
             return
-        before = Position.of(self._checkpointer.restore(self._replica))
-        self._guards.rewinds.count(before.step, spike.step, spike.loss)
-        first, stop = self._plan.last_batches(before.consumed, spike.consumed, self._config.spikes.skip_batches)
+        before = Position.of(self.checkpointer.restore(self.replica))
+        self.guards.rewinds.count(before.step, spike.step, spike.loss)
+        first, stop = self._plan.last_batches(before.consumed, spike.consumed, self.config.spikes.skip_batches)
         position.step, position.consumed, position.losses = before.step, before.consumed, before.losses
         position.skipped = tuple(sorted({*position.skipped, *before.skipped, (first, stop)}))
-        self._listeners.event(
+        self.listeners.event(
             "rewind", step=before.step, spiked=spike.step, loss=spike.loss, limit=spike.limit, first=first, stop=stop
         )
-        self._listeners.say(
+        self.listeners.say(
             f"the loss jumped up to {spike.loss:.4f} at step {spike.step} (limit {spike.limit:.4f}): back to {path} "
             f"after step {before.step}, without samples {first} to {stop - 1}"
         )
@@ -273,10 +263,10 @@ class TrainingLoop:
     def _pauses_after(self, position: Position) -> bool:
         """Return whether the run has to pause between the step that was fed last and the next one."""
         step, consumed = position.step + len(self._fed), self._consumed(position)
-        last = step == self._config.training.last_step
+        last = step == self.config.training.last_step
         resized = self._plan.size(consumed) != self._engine_samples
-        pauses = self._evaluates(step, last) or self._guards.compares(step) or self._checkpointer.is_due(step, last)
-        return last or resized or pauses
+        saves = self.checkpointer.saves.is_due(step, last)
+        return last or resized or saves or self._evaluates(step, last) or self.guards.compares(step)
 
     def _consumed(self, position: Position) -> int:
         """Return the samples consumed after the step that was fed last."""
@@ -284,26 +274,26 @@ class TrainingLoop:
 
     def _pause(self, position: Position, stopped: bool, signals: SignalRequests) -> bool:
         """Do what is due between two steps, and return whether any rank asked to stop."""
-        at_end = position.step == self._config.training.last_step
+        at_end = position.step == self.config.training.last_step
         last = stopped or at_end
         if self._save_failed:
             self._save_failed = False
             self._end_save()
-        self._guards.compare(self._replica, position.step)
-        if self._evaluation is not None and not stopped and self._evaluates(position.step, last):
-            self._guards.heartbeat.outside("evaluation")
-            evaluated = self._evaluation.run(position.step, lambda: signals.stop)
+        self.guards.compare(self.replica, position.step)
+        if self.evaluation is not None and not stopped and self._evaluates(position.step, last):
+            self.guards.heartbeat.outside("evaluation")
+            evaluated = self.evaluation.run(position.step, lambda: signals.stop)
             stopped = evaluated is None
             if evaluated is not None:
-                self._listeners.evaluation(evaluated)
-        if self._save_requested or self._checkpointer.is_due(position.step, at_end, stopped):
+                self.listeners.evaluation(evaluated)
+        if self._save_requested or self.checkpointer.saves.is_due(position.step, at_end, stopped):
             self._save(position, last or stopped, stopped)
             # A signal that arrived during the save must not wait for another step and another save.
-            if not (last or stopped) and any_rank(self._mesh, signals.stop):
+            if not (last or stopped) and any_rank(self.mesh, signals.stop):
                 stopped = True
                 self._save(position, stopped, stopped)
         elif at_end:
-            self._guards.heartbeat.outside("saving")
+            self.guards.heartbeat.outside("saving")
             self._end_save()
         return stopped
 
@@ -311,11 +301,11 @@ class TrainingLoop:
         """Wait for the background save, if there is one, and report how it ended. All ranks learn why it failed, and
         rank 0 stops waiting for the rank that failed."""
         with suppress(CheckpointError):
-            self._checkpointer.finish()
+            self.checkpointer.finish()
         self._report_saves()
 
     def _evaluates(self, step: int, last: bool) -> bool:
-        every = self._config.evaluation.every
+        every = self.config.evaluation.every
         return every is not None and (last or step % every == 0)
 
     def _save(self, position: Position, last: bool, stopped: bool) -> None:
@@ -327,22 +317,22 @@ class TrainingLoop:
         """
         self._save_requested = False
         start = time.monotonic()
-        required = last and (stopped or self._config.checkpoint.at_end)
+        required = last and (stopped or self.config.checkpoint.at_end)
         state = position.step, position.consumed, tuple(position.losses), position.skipped
-        deadline = self._config.checkpoint.signal_deadline_seconds if stopped else None
-        patience = self._config.checkpoint.retry_seconds
+        deadline = self.config.checkpoint.signal_deadline_seconds if stopped else None
+        patience = self.config.checkpoint.retry_seconds
         give_up = time.monotonic() + (patience if deadline is None else min(patience, deadline))
         remaining = deadline
         while True:
-            self._guards.heartbeat.outside("saving")
-            self._listeners.retry()
+            self.guards.heartbeat.outside("saving")
+            self.listeners.retry()
             try:
-                self._checkpointer.save(self._replica, *state, last=last, within=remaining)
+                self.checkpointer.save(self.replica, *state, last=last, within=remaining)
                 if last:
-                    self._checkpointer.finish()
+                    self.checkpointer.finish()
                 break
             except CheckpointError as error:
-                late = required and any_rank(self._mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
+                late = required and any_rank(self.mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
                 if late:
                     raise
                 again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
@@ -351,17 +341,17 @@ class TrainingLoop:
                     break
                 time.sleep(RETRY_PAUSE_SECONDS)
                 remaining = None if deadline is None else max(0.0, give_up - time.monotonic())
-        self._listeners.event(SAVE_WAIT, step=position.step, seconds=time.monotonic() - start)
+        self.listeners.event(SAVE_WAIT, step=position.step, seconds=time.monotonic() - start)
         self._report_saves()
 
     def _report_saves(self) -> None:
         """Report saves that have ended. Background saves may end at any time."""
-        for save in self._checkpointer.ended():
+        for save in self.checkpointer.ended():
             if save.error is None:
-                self._listeners.event("checkpoint", step=save.step, path=str(save.path))
+                self.listeners.event("checkpoint", step=save.step, path=str(save.path))
                 if save.step in self._unsaved:
                     self._unsaved.remove(save.step)
-                    self._listeners.say(f"note: the checkpoint after step {save.step} is saved now: {save.path}")
+                    self.listeners.say(f"note: the checkpoint after step {save.step} is saved now: {save.path}")
             else:
                 self._warn_of_save(save.step, str(save.error))
 
@@ -369,24 +359,25 @@ class TrainingLoop:
         """Warn once per step that there is no checkpoint."""
         if step not in self._unsaved:
             self._unsaved.add(step)
-            self._listeners.say(f"warning: no checkpoint after step {step}: {reason}")
+            self.listeners.say(f"warning: no checkpoint after step {step}: {reason}")
 
     def _feed(self, position: Position, batches: Iterator[StepBatch], signals: SignalRequests) -> bool:
         """Give the engine its next step, report the steps that ended, and return whether any rank asked to stop."""
         if not self._fed:
             self._clock = time.perf_counter()
         step = position.step + len(self._fed)
-        self._guards.heartbeat.step(step, "loading its samples")
+        self.guards.heartbeat.step(step, "loading its samples")
         requested = time.perf_counter()
         batch = next(batches)
         data_seconds = time.perf_counter() - requested
-        rate = learning_rate(self._config.optimizer, step + 1, self._config.training.steps)
+        rate = learning_rate(self.config.optimizer, step + 1, self.config.training.steps)
         self._use_engine_for(batch.num_samples)
-        self._profiler.before(step, self._engine)
-        self._guards.stragglers.before(step, self._engine, busy=self._profiler.recording)
-        scaler = self._replica.loss_scaler
+        self.profiler.before(step, self._engine)
+        self.guards.stragglers.before(step, self._engine, busy=self.profiler.recording)
+        scaler = self.replica.loss_scaler
         scale = None if scaler is None else scaler.scale(step)
         self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale, data_seconds))
+        saves = self.checkpointer.saves
         given = StepInput(
             step=step,
             contexts=batch.contexts,
@@ -394,9 +385,9 @@ class TrainingLoop:
             learning_rate=rate,
             stop=signals.stop,
             loss_scale=1.0 if scale is None else scale,
-            save=self._checkpointer.saves.requests(asked=signals.take_save()),
-            save_failed=self._checkpointer.saves.failed,
-            snapshot=self._checkpointer.saves.take_snapshot(),
+            save=saves.requests(asked=signals.take_save()),
+            save_failed=saves.background.failed,
+            snapshot=saves.background.take_snapshot(),
         )
         return self._report(position, self._engine.feed(given))
 
@@ -406,7 +397,7 @@ class TrainingLoop:
         consumed = self._consumed(position)
         begin = self._plan.begin(consumed)
         if begin > consumed:
-            self._listeners.event(SKIPPED_EVENT, step=step + 1, first=consumed, stop=begin)
+            self.listeners.event(SKIPPED_EVENT, step=step + 1, first=consumed, stop=begin)
         return self._plan.end(consumed)
 
     def _report(self, position: Position, results: Sequence[StepResult]) -> bool:
@@ -418,20 +409,20 @@ class TrainingLoop:
             self._check_for_spike(position, result.loss)
             position.losses.append((position.step, result.loss))
             now = time.perf_counter()
-            self._listeners.step(self._record(position, result, fed, now - self._clock))
-            self._checkpointer.saves.step_ended(now - self._clock)
+            self.listeners.step(self._record(position, result, fed, now - self._clock))
+            self.checkpointer.saves.step_ended(now - self._clock)
             self._clock = now
-            if self._replica.loss_scaler is not None:
-                self._replica.loss_scaler.observe(result.step, result.skipped)
-            self._guards.non_finite.observe(result)
+            if self.replica.loss_scaler is not None:
+                self.replica.loss_scaler.observe(result.step, result.skipped)
+            self.guards.non_finite.observe(result)
         self._save_requested |= any(result.save for result in results)
         self._save_failed |= any(result.save_failed for result in results)
         return any(result.stop for result in results)
 
     def _check_for_spike(self, position: Position, loss: float) -> None:
         """Record a spike of the loss in the last step of `position`, if there may be a checkpoint to go back to."""
-        if self._spike is None and self._config.spikes.watched and self._checkpointer.can_rewind:
-            limit = spike_limit(self._config.spikes, [each for _, each in position.losses])
+        if self._spike is None and self.config.spikes.watched and self.checkpointer.can_rewind:
+            limit = spike_limit(self.config.spikes, [each for _, each in position.losses])
             if limit < loss < math.inf:
                 self._spike = Spike(position.step, position.consumed, loss, limit)
 
@@ -440,13 +431,13 @@ class TrainingLoop:
         kept."""
         if num_samples == self._engine_samples:
             return
-        full = num_samples == self._config.batch.global_size
-        self._engine = self._replica.engine if full else self._replica.engine_for(num_samples)
+        full = num_samples == self.config.batch.global_size
+        self._engine = self.replica.engine if full else self.replica.engine_for(num_samples)
         self._engine_samples = num_samples
 
     def _record(self, position: Position, result: StepResult, fed: _FedStep, seconds: float) -> StepRecord:
         """Return the record of a step. seconds: since the previous step ended, or since an idle engine was fed."""
-        tokens = fed.samples * self._config.data.sequence_length
+        tokens = fed.samples * self.config.data.sequence_length
         return StepRecord(
             step=position.step,
             loss=result.loss,
@@ -459,10 +450,10 @@ class TrainingLoop:
             loss_tokens=int(result.token_count),
             seconds=seconds,
             data_seconds=fed.data_seconds,
-            mfu=self._meter.mfu(tokens, seconds),
-            terms=self._replica.family.named(result.loss_terms),
+            mfu=self.meter.mfu(tokens, seconds),
+            terms=self.replica.family.named(result.loss_terms),
             loss_scale=fed.loss_scale,
             expert_load_variations=load_variations(
-                self._config.model, result.squared_loads, tokens // self._engine.schedule.header.updates_per_step
+                self.config.model, result.squared_loads, tokens // self._engine.schedule.header.updates_per_step
             ),
         )

@@ -23,7 +23,7 @@ from megapipe.models import DTYPES, family_of
 from megapipe.spec.layers import model_flops_per_token
 from megapipe.spec.ops import Precision
 from megapipe.spec.parameters import LayerSpec
-from megapipe.training.device import product_flops, product_size
+from megapipe.training.device import SIZES, product_flops
 from megapipe.training.observe.records import EvaluationRecord, LineFile, Listener, StepRecord, write_line
 
 
@@ -45,7 +45,7 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
         known = peak_flops(name, precision)
         if known is not None:
             return DevicePeak(known, f"{name}, data sheet")
-    size = product_size(device)
+    size = SIZES[device.type]
     return DevicePeak(product_flops(DTYPES[precision], device), f"measured with a {size} x {size} product")
 
 
@@ -124,7 +124,7 @@ class PlainLines(Listener):
         self._log_every = log_every
         self._print = printer
         self._least_seconds = least_seconds
-        self._total_samples = 0
+        self.total_samples = 0
         self._window = RateWindow(maxlen=log_every)
         self._first = True
         self._seconds = 0.0
@@ -135,7 +135,7 @@ class PlainLines(Listener):
     def event(self, name: str, **fields: Any) -> None:
         """Store the number of samples of the whole run, from which the remaining time is computed."""
         if name == "start":
-            self._total_samples = fields["total_samples"]
+            self.total_samples = fields["total_samples"]
 
     def step(self, record: StepRecord) -> None:
         """Print a line if one is due. Always print why an update was skipped."""
@@ -147,10 +147,9 @@ class PlainLines(Listener):
         if self._first or due or record.step == self._steps:
             self._first = False
             self._seconds = 0.0
-            left = self._window.seconds_for(max(0, self._total_samples - record.consumed_samples))
             self._print(
                 f"step {record.step:>{len(str(self._steps))}}/{self._steps} | "
-                f"{vital_signs(record)} | {rates(self._window)} | {duration(left)} left"
+                f"{vital_signs(record)} | {rates(self._window, self.total_samples)}"
             )
             self._window.clear()
 
@@ -197,7 +196,6 @@ class TrainingBar(Listener):
         self._steps = steps
         self._console = console
         self._lines = PlainLines(steps, log_every, self.say, least_seconds=BAR_LINE_SECONDS)
-        self._total_samples = 0
         self._window = RateWindow(maxlen=BAR_WINDOW)
         self._validation = ""
         columns = TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[rates]}")
@@ -215,7 +213,6 @@ class TrainingBar(Listener):
         """Show the bar from the start of training to its end."""
         self._lines.event(name, **fields)
         if name == "start":
-            self._total_samples = fields["total_samples"]
             self._live.start()
         elif name == "end":  # the last lines follow below the bar
             self._live.stop()
@@ -224,12 +221,11 @@ class TrainingBar(Listener):
         """Advance the bar, and redraw it if the last drawing is old enough."""
         self._window.append(record)
         self._lines.step(record)
-        left = self._window.seconds_for(max(0, self._total_samples - record.consumed_samples))
         self._bar.update(
             self._task,
             completed=record.step,
             description=f"step {record.step}/{self._steps}",
-            rates=f"{rates(self._window)} | {duration(left)} left",
+            rates=rates(self._window, self._lines.total_samples),
         )
         self._signs.plain = vital_signs(record) + self._validation
         if time.monotonic() >= self._next_drawing:
@@ -257,9 +253,10 @@ def vital_signs(record: StepRecord) -> str:
     )
 
 
-def rates(window: RateWindow) -> str:
-    """Return tokens per second and MFU."""
-    return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%}"
+def rates(window: RateWindow, total_samples: int) -> str:
+    """Return tokens per second, MFU, and the time left. total_samples: of the whole run."""
+    left = window.seconds_for(max(0, total_samples - window[-1].consumed_samples))
+    return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%} | {duration(left)} left"
 
 
 def evaluation_line(record: EvaluationRecord, name: str = "validation loss") -> str:

@@ -12,10 +12,10 @@ import queue
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
+from statistics import fmean
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,7 +58,7 @@ class Listeners(Listener):
         """
         if lane not in self._lanes:
             self._lanes[lane] = _Lane(lane, self._warn)
-        self._lanes[lane].add(_Guard(name, open_listener))
+        self._lanes[lane].guards.append(_Guard(name, open_listener))
 
     def say(self, line: str) -> None:
         self._send("say", line)
@@ -79,13 +79,10 @@ class Listeners(Listener):
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Deliver the calls that wait and close all listeners. A lane that takes longer is abandoned."""
         for lane in reversed(list(self._lanes.values())):
-            if lane.close(seconds):
-                continue
-            if lane.opens:
-                line = f"warning: {lane.name} had not started when the run ended; its records may be lost"
-            else:
-                line = f"warning: {lane.name} did not finish within {seconds:g} s; its last records may be lost"
-            self._warn(lane.name, line)
+            if not lane.close(seconds):
+                late = "had not started when the run ended; its records may be lost"
+                slow = f"did not finish within {seconds:g} s; its last records may be lost"
+                self._warn(lane.name, f"warning: {lane.name} {late if lane.opens else slow}")
 
     def _send(self, method: str, *arguments: Any, **fields: Any) -> None:
         for lane in self._lanes.values():
@@ -102,9 +99,7 @@ class Listeners(Listener):
     def __enter__(self) -> "Listeners":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None:
             self.event("failed", error=f"{type(error).__name__}: {error}")
         self.close(CLOSE_SECONDS if error is None else CLOSE_SECONDS_AFTER_ERROR)
@@ -121,14 +116,11 @@ class _Lane:
     def __init__(self, name: str, warn: Callable[[str, str], None]) -> None:
         self.name = name
         self._warn = warn
-        self._guards: list[_Guard] = []
+        self.guards: list[_Guard] = []
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._stalled = False
         self._thread = threading.Thread(target=self._run, name=f"{_THREAD_NAME}{name}", daemon=True)
         self._thread.start()
-
-    def add(self, guard: "_Guard") -> None:
-        self._guards.append(guard)
 
     def put(self, call: _Call) -> None:
         if self._calls.qsize() < LONGEST_QUEUE:
@@ -143,7 +135,7 @@ class _Lane:
     @property
     def opens(self) -> bool:
         """Whether the lane's thread is opening a listener."""
-        return any(guard.opens for guard in self._guards)
+        return any(guard.opens for guard in self.guards)
 
     def close(self, seconds: float) -> bool:
         """Close the lane, and return whether everything was delivered in time."""
@@ -161,16 +153,12 @@ class _Lane:
             if call is None:
                 closing = True
                 continue
-            method, arguments, fields = call
-            for guard in list(self._guards):
-                if method == "retry":
-                    guard.retry()
-                    continue
-                line = guard.call(method, arguments, fields)
-                if line is not None:
-                    self._warn(self.name, line)
-        for guard in self._guards:
-            line = guard.call("close", (), {})
+            self._deliver(call)
+        self._deliver(("close", (), {}))
+
+    def _deliver(self, call: _Call) -> None:
+        for guard in list(self.guards):
+            line = guard.call(*call)
             if line is not None:
                 self._warn(self.name, line)
 
@@ -190,11 +178,12 @@ class _Guard:
         self._warned = False
         self.opens = False
 
-    def retry(self) -> None:
-        self._off = False
-
     def call(self, method: str, arguments: tuple[Any, ...], fields: dict[str, Any]) -> str | None:
-        """Call a method of the listener, and return a warning or a note for the other lanes, or None."""
+        """Call a method of the listener, and return a warning or a note for the other lanes, or None. Method `retry`
+        turns the listener on again."""
+        if method == "retry":
+            self._off = False
+            return None
         if self._off or (method == "close" and self._listener is None):
             return None
         try:
@@ -241,6 +230,7 @@ def add_trackers(listeners: Listeners, config: PretrainConfig, resumed: bool) ->
 
 def step_scalars(record: StepRecord) -> dict[str, float]:
     """Return the values of a step, by curve."""
+    loads = record.expert_load_variations
     return {
         "train/loss": record.loss,
         "train/learning_rate": record.learning_rate,
@@ -253,15 +243,8 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
         "speed/data_seconds": record.data_seconds,
         **{f"train/{name}_loss": loss for name, loss in record.terms.items()},
         **({} if record.loss_scale is None else {"train/loss_scale": record.loss_scale}),
-        **_expert_scalars(record.expert_load_variations),
+        **({"experts/mean_load_variation": fmean(loads), "experts/worst_load_variation": max(loads)} if loads else {}),
     }
-
-
-def _expert_scalars(variations: Sequence[float]) -> dict[str, float]:
-    if not variations:
-        return {}
-    mean = sum(variations) / len(variations)
-    return {"experts/mean_load_variation": mean, "experts/worst_load_variation": max(variations)}
 
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
@@ -277,7 +260,7 @@ def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
 def rank_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of event `ranks`, by curve: the mean of each part of the step time, and each rank's memory."""
     return {
-        **{f"step_time/{part}": sum(fields[part]) / len(fields[part]) for part in TIME_PARTS},
+        **{f"step_time/{part}": fmean(fields[part]) for part in TIME_PARTS},
         **{f"memory/rank_{rank}_peak_bytes": float(peak) for rank, peak in enumerate(fields["peak_bytes"])},
     }
 

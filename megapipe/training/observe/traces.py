@@ -5,10 +5,9 @@ import resource
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -128,13 +127,9 @@ class Profiler:
     def __enter__(self) -> "Profiler":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is None:
-            self.close()
-            return
-        with suppress(Exception):  # a device that has failed cannot be read, and the run's own error must be reported
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # A device that has failed cannot be read, and the run's own error must be reported.
+        with nullcontext() if error is None else suppress(Exception):
             self.close()
 
 
@@ -161,10 +156,10 @@ class StragglerReport:
         self._factor = factor
         self._reports = reports
         self._streaks = [0] * len(like)
-        peers = [[r for r, other in enumerate(like) if other == mine and r != rank] for rank, mine in enumerate(like)]
-        self._peers = [
-            peer_ranks or [r for r in range(len(like)) if r != rank] for rank, peer_ranks in enumerate(peers)
-        ]
+        ranks = range(len(like))
+        others = [[other for other in ranks if other != rank] for rank in ranks]
+        alike = [[other for other in others[rank] if like[other] == like[rank]] for rank in ranks]
+        self._peers = [alike[rank] or others[rank] for rank in ranks]
 
     def take(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
         """Add a measurement, and return (rank, its time / median of its peers) for each rank to report now.
@@ -192,8 +187,7 @@ class StragglerWatch:
         self._mesh = mesh
         self._say = say
         self._notify = notify
-        coordinates = [mesh.shape.coordinates(rank) for rank in range(mesh.world_size)]
-        places = [each["pipeline"] for each in coordinates]
+        places = [mesh.shape.coordinates(rank)["pipeline"] for rank in range(mesh.world_size)]
         self._report = StragglerReport(places, config.straggler_factor, config.straggler_reports)
         self._recording: tuple[int, Engine, Recorder] | None = None
 
@@ -220,11 +214,10 @@ class StragglerWatch:
             [*seconds.values(), peak_bytes(self._mesh.device)], dtype=torch.float64, device=self._mesh.device
         )
         ranks = self._mesh.world.all_gather(own).view(self._mesh.world_size, -1).tolist()
-        columns = [list(column) for column in zip(*ranks, strict=True)]
-        by_part = {
-            part: [round(value, 6) for value in column] for part, column in zip(TIME_PARTS, columns, strict=False)
-        }
-        self._notify(RANKS, step=step + 1, **by_part, peak_bytes=[int(value) for value in columns[-1]])
+        columns = zip(*ranks, strict=True)
+        *times, peaks = columns
+        by_part = {part: [round(value, 6) for value in column] for part, column in zip(TIME_PARTS, times, strict=True)}
+        self._notify(RANKS, step=step + 1, **by_part, peak_bytes=[int(value) for value in peaks])
         busy_seconds = [sum(rank[: TIME_PARTS.index("waiting")]) for rank in ranks]
         for rank, ratio in self._report.take(busy_seconds):
             self._say(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config import ConfigError
 from megapipe.data import DataError
-from megapipe.engine.stage import WHOLE, SavedGraph, Stage, unit_states
+from megapipe.engine.stage import WHOLE, SavedGraph, Stage, graph_nodes, unit_states
 from megapipe.engine.step import EngineError, StepState
 from megapipe.optim.scaling import LossScaleError
 from megapipe.parallel.groups import CommunicationError, LaunchError
@@ -92,7 +92,7 @@ def saved_bytes(pieces: Iterable[SavedGraph]) -> dict[int, int]:
     kept: list[Tensor] = []
     for piece in pieces:
         kept += piece.tape.kept if piece.tape is not None else []
-        for node in _nodes(piece):
+        for node in graph_nodes(edge.node for edge in piece.edges):
             kept += _saved_tensors(node) or []
     return _storages(tensor for tensor in kept if tensor.is_floating_point() or tensor.dtype == torch.bool)
 
@@ -126,24 +126,12 @@ def _unit_in_backward(stage: Stage, piece: SavedGraph) -> int | None:
     }
     waiting = [
         owner[id(variable)]
-        for node in _nodes(piece)
+        for node in graph_nodes(edge.node for edge in piece.edges)
         if _saved_tensors(node)
         for following, _ in node.next_functions
         if id(variable := getattr(following, "variable", None)) in owner
     ]
     return max(waiting, default=None)
-
-
-def _nodes(piece: SavedGraph) -> Iterator[Any]:
-    """Yield the autograd nodes from the outputs of a piece to its leaves."""
-    waiting: list[Any] = [edge.node for edge in piece.edges]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        new = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= new
-        waiting += new
 
 
 def _saved_tensors(node: Any) -> list[Tensor] | None:

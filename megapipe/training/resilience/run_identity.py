@@ -39,7 +39,7 @@ from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
 from megapipe.data import DataError
-from megapipe.data.files import sampled_checksum
+from megapipe.data.files import sampled_checksum, write_whole
 from megapipe.data.identity import shard_identity
 from megapipe.kernels.preferences import VARIABLE as PREFERENCES
 from megapipe.layout.hardware.description import PRESETS
@@ -349,7 +349,7 @@ class RunFolder(Listener):
         return []
 
     def _write(self, starts: Sequence[Mapping[str, Any]]) -> None:
-        _replace(self._path, json.dumps({"starts": starts}, indent=2) + "\n")
+        write_whole(self._path, f"{json.dumps({'starts': starts}, indent=2)}\n".encode())
 
 
 def _write_config(directory: Path, run: str, config: PretrainConfig) -> str:
@@ -357,21 +357,11 @@ def _write_config(directory: Path, run: str, config: PretrainConfig) -> str:
     text = yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True)
     first = directory / CONFIG
     if not first.exists():
-        _replace(first, text)
+        write_whole(first, text.encode())
     elif first.read_text(encoding="utf-8") != text:
-        _replace(directory / f"config-{run}.yaml", text)
+        write_whole(directory / f"config-{run}.yaml", text.encode())
         return f"config-{run}.yaml"
     return CONFIG
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write and flush another file, then rename it, so that a full disk leaves the older file intact."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def package_versions() -> dict[str, str]:

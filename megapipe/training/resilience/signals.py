@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from enum import IntEnum
-from types import FrameType, TracebackType
+from types import FrameType
 
 from megapipe.training.observe.records import leave_output
 
@@ -135,9 +135,7 @@ class SignalRequests:
         self._previous = {each: signal.signal(each, self._handle) for each in taken}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A launcher's signal must not end a rank that is about to report its result.
         kept = self._ends or error is not None
         self.number = None  # a later signal is then the first one again, which only sets a flag

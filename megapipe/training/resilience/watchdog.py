@@ -20,7 +20,7 @@ from typing import IO
 
 from megapipe.config.run import WatchdogConfig
 from megapipe.engine.program import Instruction
-from megapipe.engine.step import StepState
+from megapipe.engine.step import StepState, action_words
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import Schedule
@@ -43,16 +43,12 @@ class ActionPlaces:
 
     def words(self, instruction: Instruction) -> str:
         """Describe an action, such as `FORWARD stage 1 microbatch 3 (may wait for rank 0)`."""
-        action = instruction.action
-        fields = [f"{name} {value}" for name, value in action._asdict().items() if name != "kind" and value >= 0]
-        ranks = self._awaited(action)
-        peers = f" (may wait for {described_ranks(ranks)})" if ranks else ""
-        return f"{action.kind.name} {' '.join(fields)}".rstrip() + peers
+        ranks = self._awaited(instruction.action)
+        return action_words(instruction.action) + (f" (may wait for {described_ranks(ranks)})" if ranks else "")
 
     def _awaited(self, action: Action) -> tuple[int, ...]:
         """Return the global ranks that an action may wait for."""
         mesh = self._mesh
-        own = mesh.rank
         ranks: set[int] = set()
         if action.kind in (*_FROM_BEFORE, *_FROM_BEHIND):
             step = self._schedule.previous_stage if action.kind in _FROM_BEFORE else self._schedule.next_stage
@@ -64,7 +60,7 @@ class ActionPlaces:
             ranks.update(mesh.group("data", "context").ranks)
         elif action.kind in _AMONG_ALL:
             ranks.update(mesh.world.ranks)
-        return tuple(sorted(ranks - {own}))
+        return tuple(sorted(ranks - {mesh.rank}))
 
 
 def described_ranks(ranks: tuple[int, ...]) -> str:
