@@ -395,8 +395,7 @@ def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":
 
     from megapipe.data.manifest import check_one_tokenizer, read_manifest
 
-    manifests = [read_manifest(each) for each in (config.data.prefixes[0], prefix) if each]
-    check_one_tokenizer([manifest for manifest in manifests if manifest is not None])
+    check_one_tokenizer(read_manifest(each) for each in (config.data.prefixes[0], prefix) if each)
     return replace(config, data=replace(config.data, prefix=prefix, blend={}, split="0,1,0"))
 
 

@@ -3,7 +3,7 @@
 import errno
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
@@ -13,7 +13,7 @@ import numpy as np
 from megapipe.config import untrusted
 from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file, flush_folder, write_whole
-from megapipe.data.shards import IndexedDataset, bin_path, idx_path
+from megapipe.data.shards import IndexedDataset, bin_path, first_outside, idx_path
 from megapipe.data.tokenizers import definition_of, kind_and_path
 
 FORMAT_VERSION = 1
@@ -131,29 +131,13 @@ def _damaged(path: Path, problem: str) -> str:
     return f"{path} is damaged: {problem}; {_REPAIR}"
 
 
-def open_shards(
-    prefixes: Sequence[str | Path], vocabulary_size: int | None
-) -> tuple[list[IndexedDataset], list[ShardManifest]]:
-    """Open shards, and return the shards and all manifests that exist.
+def open_shard(prefix: str | Path, vocabulary_size: int | None = None) -> tuple[IndexedDataset, ShardManifest | None]:
+    """Open a shard, and return it and its manifest, or None if it has none.
 
-    Raises DataError for unusable shards, different tokenizers, and a vocabulary larger than `vocabulary_size`.
+    Raises DataError for an unusable shard, and for a vocabulary larger than `vocabulary_size`.
     """
-    shards = [_open_shard(prefix) for prefix in prefixes]
-    manifests: list[ShardManifest] = []
-    for shard in shards:
-        manifest = read_manifest(shard.prefix)
-        if manifest is not None:
-            manifest.check_shard(shard)
-            if vocabulary_size is not None:
-                manifest.check_vocabulary(vocabulary_size)
-            manifests.append(manifest)
-    check_one_tokenizer(manifests)
-    return shards, manifests
-
-
-def _open_shard(prefix: str | Path) -> IndexedDataset:
     try:
-        return IndexedDataset(prefix)
+        shard = IndexedDataset(prefix)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
@@ -161,12 +145,19 @@ def _open_shard(prefix: str | Path) -> IndexedDataset:
             f"{prefix} cannot be opened: this process has reached its limit of open files, and each shard needs two; "
             "raise the limit with ulimit -n before the start, or merge shards"
         ) from error
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        manifest.check_shard(shard)
+        if vocabulary_size is not None:
+            manifest.check_vocabulary(vocabulary_size)
+    return shard, manifest
 
 
-def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
-    """Raise DataError if two shards were written with different tokenizers."""
-    for manifest in manifests[1:]:
-        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
+def check_one_tokenizer(manifests: Iterable[ShardManifest | None]) -> None:
+    """Raise DataError if two shards were written with different tokenizers. None: a shard without a manifest."""
+    known = [manifest for manifest in manifests if manifest is not None]
+    for manifest in known[1:]:
+        manifest.check_tokenizer(known[0].tokenizer, known[0].tokenizer_fingerprint)
 
 
 def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_size: int | None) -> None:
@@ -174,13 +165,18 @@ def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_
 
     start: position in the shard of the first of `tokens`.
     """
-    if vocabulary_size is None or not tokens.size or (tokens.max() < vocabulary_size and tokens.min() >= 0):
-        return
-    position = start + int(np.argmax((tokens >= vocabulary_size) | (tokens < 0)))
-    raise DataError(
-        f"token {position} of {shard.prefix}.bin is {shard.tokens[position]}, outside the model's vocabulary of "
-        f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
-    )
+    if vocabulary_size is not None and (place := first_outside(tokens, vocabulary_size)) is not None:
+        raise DataError(
+            f"token {start + place} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
+            f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
+        )
+
+
+def checked_window(shard: IndexedDataset, begin: int, end: int, vocabulary_size: int | None) -> np.ndarray:
+    """Return tokens [begin, end) of a shard, in its dtype. See `check_ids` for the errors."""
+    tokens = shard.window(begin, end)
+    check_ids(shard, begin, tokens, vocabulary_size)
+    return tokens
 
 
 class StoredTokenizer(NamedTuple):

@@ -147,12 +147,6 @@ class BlendOrder:
         periods, rank = divmod(sample, self.parts[corpus])
         return periods * self.period + int(self._places[self._firsts[corpus] + rank])
 
-    def counts(self, prefix: int) -> IntegerArray:
-        """Return the number of samples of every corpus among the first `prefix` samples of the blend: int64
-        [corpora]."""
-        periods, rest = divmod(prefix, self.period)
-        return periods * self._parts + np.bincount(self._corpora[:rest], minlength=len(self.parts))
-
 
 def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     """Return whole numbers in the weights' proportions, with the smallest sum, at most LONGEST_PERIOD.

@@ -4,20 +4,17 @@ A window cuts the documents at its ends. A document that does not fit into a pac
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.field_types import real_number
 from megapipe.data import DataError
-from megapipe.data.manifest import check_ids, open_shards
-from megapipe.data.shards import IndexedDataset
+from megapipe.data.manifest import checked_window, open_shard
 from megapipe.random.sampling import KeyedPermutation
 
 
@@ -124,70 +121,6 @@ class EpochOrder:
         return self._found(np.frombuffer(ordinals, dtype=np.int64)).tobytes()
 
 
-class _Segment(NamedTuple):
-    """Tokens [begin, end) of a shard."""
-
-    shard: IndexedDataset
-    begin: int
-    end: int
-
-
-class TokenStream:
-    """The tokens of documents [first, last) of several shards, concatenated in order.
-
-    Documents are numbered consecutively over the shards. A shard stores its documents one after the other, so a range
-    of documents is a range of tokens, and any window of it is found in O(log shards) without an index.
-    """
-
-    def __init__(self, shards: Sequence[IndexedDataset], documents: range) -> None:
-        self._segments: list[_Segment] = []
-        passed = 0
-        for shard in shards:
-            first = min(max(documents.start - passed, 0), shard.num_documents)
-            last = min(max(documents.stop - passed, 0), shard.num_documents)
-            begin, end = shard.document_start(first), shard.document_start(last)
-            if begin < end:
-                self._segments.append(_Segment(shard, begin, end))
-            passed += shard.num_documents
-        lengths = (segment.end - segment.begin for segment in self._segments)
-        self._starts = list(accumulate(lengths, initial=0))
-        self.num_tokens = self._starts[-1]
-
-    def read(self, start: int, count: int, vocabulary_size: int | None) -> np.ndarray:
-        """Return tokens [start, start + count): int64 [count]. See `check_ids` for the errors."""
-        tokens = np.empty(count, dtype=np.int64)
-        for shard, begin, end, position in self._pieces(start, count):
-            window = shard.window(begin, end)
-            check_ids(shard, begin, window, vocabulary_size)
-            tokens[position : position + end - begin] = window
-        return tokens
-
-    def document_starts(self, start: int, count: int) -> np.ndarray:
-        """Return positions p, 0 < p < count, where a document starts at token start + p: int64, ascending. Reads no
-        tokens."""
-        places: list[np.ndarray] = []
-        for shard, begin, end, position in self._pieces(start, count):
-            if position:  # each shard starts with a document
-                places.append(np.array([position]))
-            places.append(shard.document_starts_between(begin, end) - begin + position)
-        return np.concatenate(places) if places else np.empty(0, dtype=np.int64)
-
-    def _pieces(self, start: int, count: int) -> list[tuple[IndexedDataset, int, int, int]]:
-        """Return (shard, begin, end, position in the window) for every shard that a window touches."""
-        if start < 0 or start + count > self.num_tokens:
-            raise DataError(f"tokens {start} to {start + count} do not exist: the stream has {self.num_tokens} tokens")
-        pieces = []
-        position, index = 0, bisect_right(self._starts, start) - 1
-        while position < count:
-            segment = self._segments[index]
-            begin = segment.begin + start + position - self._starts[index]
-            end = min(segment.end, begin + count - position)
-            pieces.append((segment.shard, begin, end, position))
-            position += end - begin
-            index += 1
-        return pieces
-
-
 class GptSamples:
     """Samples of one split of a corpus. A sample's ordinal is the number of samples that the run consumed before it.
 
@@ -205,7 +138,7 @@ class GptSamples:
 
     def __init__(
         self,
-        prefixes: str | Path | Sequence[str | Path],
+        prefix: str | Path,
         *,
         split: SplitName,
         shares: str,
@@ -216,33 +149,30 @@ class GptSamples:
     ) -> None:
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
-        paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
-        self.shards, self.manifests = open_shards(paths, vocabulary_size)
-        for shard in self.shards:
-            shard.search_index()
-            if shuffle:
-                shard.scatter()
-        num_documents = sum(shard.num_documents for shard in self.shards)
-        documents = split_documents(num_documents, shares)[split]
+        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
+        self._shard.search_index()
+        if shuffle:
+            self._shard.scatter()
+        documents = split_documents(self._shard.num_documents, shares)[split]
+        self._begin = self._shard.document_start(documents.start)
+        num_tokens = self._shard.document_start(documents.stop) - self._begin
         self.sequence_length = sequence_length
         self.vocabulary_size = vocabulary_size
-        self._stream = TokenStream(self.shards, documents)
-        self.num_predictions = max(0, self._stream.num_tokens - 1)
+        self.num_predictions = max(0, num_tokens - 1)
         """Predicted tokens of the split in one epoch: every token except the first."""
-        self._num_samples = self.num_predictions // sequence_length
-        if not shuffle:
-            self._num_samples = -(-self.num_predictions // sequence_length)
-        if self._num_samples == 0:
+        num_samples, rest = divmod(self.num_predictions, sequence_length)
+        num_samples += bool(rest) and not shuffle
+        if num_samples == 0:
             raise DataError(
-                f"the {split} split of {paths[0]} has {len(documents)} of {num_documents} documents and "
-                f"{self._stream.num_tokens} tokens, too few for one sample of {sequence_length} + 1: give it a larger "
+                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents and "
+                f"{num_tokens} tokens, too few for one sample of {sequence_length} + 1: give it a larger "
                 f"share than in data.split {shares!r}, lower data.sequence_length, or add documents"
             )
-        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
+        self._order = EpochOrder(num_samples, seed, shuffle=shuffle)
 
     def __len__(self) -> int:
         """Return the number of samples per epoch."""
-        return self._num_samples
+        return self._order.size
 
     def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return window numbers of sample ordinals: int64 of the same shape; len(self) after the end of a sequential
@@ -264,9 +194,9 @@ class GptSamples:
         """
         starts = self._starts_of(ordinals)
         tokens = np.zeros((starts.size, self.sequence_length + 1), dtype=np.int64)
-        for row, start, count in zip(tokens, starts.flat, self._num_labels(starts).flat, strict=True):
-            if count:
-                row[: count + 1] = self._stream.read(int(start), int(count) + 1, self.vocabulary_size)
+        for row, (begin, end) in zip(tokens, self._windows_from(starts), strict=True):
+            if end - begin > 1:
+                row[: end - begin] = checked_window(self._shard, begin, end, self.vocabulary_size)
         return tokens.reshape(*starts.shape, -1)
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
@@ -276,16 +206,20 @@ class GptSamples:
         Token p - 1 ends a document (with the end-of-document token, if such tokens were appended), so input and label
         at p - 1 belong to different documents.
         """
-        starts = self._starts_of(ordinals)
-        windows = zip(starts.flat, self._num_labels(starts).flat, strict=True)
-        return [self._stream.document_starts(int(start), int(count) + 1) for start, count in windows]
+        windows = self._windows_from(self._starts_of(ordinals))
+        return [self._shard.document_starts_between(begin, end) - begin for begin, end in windows]
 
     def _starts_of(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Return the first token of each sample in the stream: int64 [...]."""
-        return np.asarray(np.minimum(self.windows(ordinals) * self.sequence_length, self.num_predictions))
+        """Return the first token of each sample in the shard: int64 [...]."""
+        return self._begin + np.minimum(self.windows(ordinals) * self.sequence_length, self.num_predictions)
+
+    def _windows_from(self, starts: np.ndarray) -> list[tuple[int, int]]:
+        """Return the tokens [begin, end) of each sample in the shard."""
+        ends = starts + self._num_labels(starts) + 1
+        return list(zip(starts.ravel().tolist(), ends.ravel().tolist(), strict=True))
 
     def _num_labels(self, starts: np.ndarray) -> np.ndarray:
-        return np.clip(self.num_predictions - starts, 0, self.sequence_length)
+        return np.clip(self._begin + self.num_predictions - starts, 0, self.sequence_length)
 
 
 def best_fit(sizes: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.int64]:
@@ -370,11 +304,11 @@ class PackedSamples:
         shuffle: bool = True,
         vocabulary_size: int | None = None,
     ) -> None:
-        (self._shard,), self.manifests = open_shards([prefix], vocabulary_size)
+        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
         self.sequence_length = sequence_length
         self.vocabulary_size = vocabulary_size
         documents = split_documents(self._shard.num_documents, shares)[split]
-        starts, sizes = _pieces(_token_bounds(self._shard, documents), sequence_length)
+        starts, sizes = _pieces(self._shard.document_bounds(documents), sequence_length)
         if not len(sizes):
             raise DataError(
                 f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents, none "
@@ -408,9 +342,7 @@ class PackedSamples:
             place = 0
             for piece in self._pieces_of(number):
                 start, size = int(self._starts[piece]), int(self._sizes[piece])
-                part = self._shard.window(start, start + size)
-                check_ids(self._shard, start, part, self.vocabulary_size)
-                row[place : place + size] = part
+                row[place : place + size] = checked_window(self._shard, start, start + size, self.vocabulary_size)
                 place += size
         return tokens.reshape(*bins.shape, -1)
 
@@ -427,13 +359,6 @@ class PackedSamples:
         if number == len(self):
             return range(0)
         return range(int(self._firsts[number]), int(self._firsts[number + 1]))
-
-
-def _token_bounds(shard: IndexedDataset, documents: range) -> npt.NDArray[np.int64]:
-    """Return the first token of every document, and the end of the last: int64 [documents + 1]."""
-    sequences = np.asarray(shard.document_indices[documents.start : documents.stop + 1])
-    ends = np.append(shard.sequence_offsets // shard.dtype.itemsize, shard.num_tokens)
-    return np.asarray(ends[sequences])
 
 
 def _pieces(bounds: npt.NDArray[np.int64], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

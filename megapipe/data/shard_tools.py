@@ -10,7 +10,7 @@ from megapipe.config.field_types import real_number
 from megapipe.data import DataError
 from megapipe.data.manifest import ShardManifest, carry_tokenizer, read_manifest, tokenizer_of_shard
 from megapipe.data.shard_writer import ShardWriter
-from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path
+from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 
 _SHOWN_TOKENS = 200
@@ -85,8 +85,7 @@ def verify(prefix: str) -> str:
     manifest.check_shard(dataset)
     for begin in range(0, dataset.num_tokens, _AT_ONCE):
         tokens = dataset.tokens[begin : begin + _AT_ONCE]
-        if tokens.min() < 0 or tokens.max() >= manifest.vocabulary_size:
-            bad = int(np.argmax((tokens < 0) | (tokens >= manifest.vocabulary_size)))
+        if (bad := first_outside(tokens, manifest.vocabulary_size)) is not None:
             raise DataError(
                 f"{prefix}.bin holds token {tokens[bad]} at position {begin + bad}, but the vocabulary has "
                 f"{manifest.vocabulary_size} ids: the shard or its manifest is damaged; preprocess again"
@@ -182,9 +181,7 @@ def counts(dataset: IndexedDataset) -> str:
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """Return the number of tokens of each document: int64 [num_documents]."""
-    ends = np.append(dataset.sequence_offsets // dataset.dtype.itemsize, dataset.num_tokens)
-    lengths: np.ndarray = np.diff(ends[dataset.document_indices])
-    return lengths
+    return np.diff(dataset.document_bounds(range(dataset.num_documents)))
 
 
 def _check_ends(dataset: IndexedDataset, manifest: ShardManifest) -> None:

@@ -163,16 +163,16 @@ class ProgressLine:
 
     def __init__(self, total_bytes: int) -> None:
         self._total = total_bytes
-        self._done = self._skipped = self._before = 0
+        self._done = self._skipped = 0
         self._start = time.monotonic()
         self._bar: ProgressBar | None = None
 
     def start(self, journal: Journal) -> None:
         """Print how much an earlier run of the same command processed, and start the bar."""
-        self._done, self._skipped, self._before = journal.done_bytes, journal.num_skipped, journal.done_bytes
+        self._skipped = journal.num_skipped
         if journal.next_part:
-            print(f"continuing a run that stopped after {self._done / 1e6:,.1f} MB", file=sys.stderr)
-        self._bar = ProgressBar("preprocessing", max(1, self._total - self._before) / 1e6, "MB", log=True)
+            print(f"continuing a run that stopped after {journal.done_bytes / 1e6:,.1f} MB", file=sys.stderr)
+        self._bar = ProgressBar("preprocessing", max(1, self._total - journal.done_bytes) / 1e6, "MB", log=True)
 
     def show(self, part: TokenizedPart, writer: ShardWriter) -> None:
         """Count a finished part, and print skipped documents, at most SHOWN_SKIPS in total."""
@@ -181,13 +181,13 @@ class ProgressLine:
         self._skipped += len(part.skipped)
         self._done += part.input_bytes
         if self._bar is not None:
-            self._bar.update((self._done - self._before) / 1e6)
+            self._bar.update(self._done / 1e6)
 
     def finish(self) -> None:
         """Print the megabytes, the speed and the number of skipped documents."""
         elapsed = time.monotonic() - self._start
         skipped = f", {self._skipped:,} documents skipped" if self._skipped else ""
-        done = (self._done - self._before) / 1e6
+        done = self._done / 1e6
         print(f"{done:,.1f} MB in {elapsed:.1f} s, {done / max(elapsed, 1e-9):.1f} MB/s{skipped}", file=sys.stderr)
 
     def close(self) -> None:

@@ -77,12 +77,11 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def _find_end(self, name: str | None) -> int | None:
         candidates = [name] if name is not None else END_OF_DOCUMENT_NAMES
-        ids: list[int] = [
-            token for candidate in candidates if (token := self._tokenizer.token_to_id(candidate)) is not None
-        ]
-        if name is not None and not ids:
+        ids = map(self._tokenizer.token_to_id, candidates)
+        end: int | None = next((token for token in ids if token is not None), None)
+        if name is not None and end is None:
             raise DataError(f"{self.spec} has no token {name!r} to end documents with; name one that it has")
-        return ids[0] if ids else None
+        return end
 
 
 def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
@@ -297,7 +296,8 @@ def why_no_fast_core(tokenizer: HuggingFaceTokenizer, texts: Iterable[str]) -> s
         return f"it does not support this tokenizer ({error})"
     for text in (*_tricky_texts(tokenizer), *_limited(texts)):
         if core(text).tolist() != tokenizer.encode(text):
-            return f"its ids differ from those of the tokenizers library for {_shortened(text)}"
+            shown = text if len(text) <= 60 else text[:57] + "..."
+            return f"its ids differ from those of the tokenizers library for {shown!r}"
     return None
 
 
@@ -335,7 +335,3 @@ def _limited(texts: Iterable[str]) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")
