@@ -16,7 +16,7 @@ from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from megapipe.config import ConfigError
+from megapipe.config import ConfigError, InputError
 from megapipe.config.field_types import real_number, whole_number
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ def _end_with(parent: "BaseProcess") -> None:
     os._exit(1)
 
 
-def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception], bool], interrupted: str = "") -> int:
-    """Run a tool that reads and writes files, and report its errors on stderr.
+def exit_status(run: Callable[[], int | None], interrupted: str = "") -> int:
+    """Run a tool that reads and writes files, and report errors in its input on stderr. Any other exception is a bug,
+    and is raised.
 
     Args:
         run: returns the exit status after success, None for 0.
-        is_for_user: whether an error is a message for the user; any other error is a bug and is raised.
         interrupted: message after Ctrl-C, about what remains on disk.
 
     Returns:
@@ -159,9 +159,7 @@ def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception]
     except KeyboardInterrupt:
         print(f"interrupted{interrupted and f'; {interrupted}'}", file=sys.stderr)
         return 130
-    except Exception as error:
-        if not is_for_user(error):
-            raise
+    except InputError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megapipe.config import nearest
+from megapipe.config import InputError, nearest
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import read_bytes
 
@@ -175,7 +175,7 @@ def iteration_folder(path: Path) -> Path:
     return path / f"iter_{int(named):07d}" if named.isdecimal() and len(named) < 20 else path
 
 
-class UnknownFormatError(ValueError):
+class UnknownFormatError(InputError, ValueError):
     """A folder whose format cannot be identified, or an unknown format. The message lists all formats."""
 
 

@@ -209,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     left = "nothing was written" if trains else "the same command continues where it stopped"
-    return exit_status(work, lambda error: isinstance(error, DataError), left)
+    return exit_status(work, left)
 
 
 def run(arguments: argparse.Namespace) -> None:
