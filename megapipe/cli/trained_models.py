@@ -13,8 +13,6 @@ from megapipe.config.field_types import real_number, whole_number
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
     from megapipe.data.samples import SplitName
-    from megapipe.data.tokenizers import Tokenizer
-    from megapipe.inference.generation import Filled, Text
     from megapipe.inference.trained_model import TrainedModel
     from megapipe.training.loop.batches import Samples
 
@@ -188,15 +186,10 @@ def _generate(arguments: argparse.Namespace) -> None:
             report = progress.advance if mesh.rank == 0 else lambda _: None
             texts = generate(model, tokens, arguments.num_samples, settings, limits, report)
         if mesh.rank == 0:
-            _print_texts(texts, tokenizer)
-
-
-def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
-    """Print prompts with their continuations, with headings if there are several."""
-    for text in texts:
-        if len(texts) > 1:
-            print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
-        print(text.decoded(tokenizer), flush=True)
+            for text in texts:
+                if len(texts) > 1:
+                    print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
+                print(text.decoded(tokenizer), flush=True)
 
 
 def fill_mask(argv: Sequence[str]) -> int:
@@ -242,15 +235,11 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
         model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
         print(f"{trained}, tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
         for text, tokens in texts:
-            _print_filled(fill(model, tokenizer, text, tokens, arguments.top_k))
-
-
-def _print_filled(filled: "Filled") -> None:
-    """Print a text, and one line for each of its gaps."""
-    print(filled.text)
-    for number, candidates in enumerate(filled.gaps, start=1):
-        candidates_shown = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
-        print(f"  gap {number}: {candidates_shown}", flush=True)
+            filled = fill(model, tokenizer, text, tokens, arguments.top_k)
+            print(filled.text)
+            for number, candidates in enumerate(filled.gaps, start=1):
+                shown = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
+                print(f"  gap {number}: {shown}", flush=True)
 
 
 def evaluate(argv: Sequence[str]) -> int:

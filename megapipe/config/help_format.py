@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, Action
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -132,8 +132,8 @@ def describe_library_options(parser: ArgumentParser) -> None:
     """Replace the help texts of jsonargparse's own options: `--GROUP FILE` and `--print_config`."""
     for action in parser._actions:
         if action.help == _GROUP_HELP:
-            action.metavar = "FILE"
-            action.help = f"{file_of(action.dest)} below{_or_packaged(packaged_files(action.dest))}"
+            action.metavar, names = "FILE", ", ".join(packaged_files(action.dest))
+            action.help = f"{file_of(action.dest)} below{f', or a packaged one: {names}' if names else ''}"
         elif action.dest == "print_config":
             action.help = "print the configuration that all other options give, as YAML, and exit"
 
@@ -141,10 +141,6 @@ def describe_library_options(parser: ArgumentParser) -> None:
 def file_of(dest: str) -> str:
     """Return a description of a file. dest: `config`, or the name of the group whose fields the file sets."""
     return f"YAML file with any of the {'groups' if dest == 'config' else f'{dest} fields'}"
-
-
-def _or_packaged(names: Iterable[str]) -> str:
-    return f", or a packaged one: {', '.join(names)}" if names else ""
 
 
 def common_groups(parser: ArgumentParser, groups: frozenset[str]) -> list[Any]:

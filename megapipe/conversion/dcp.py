@@ -49,13 +49,12 @@ from megapipe.checkpoint.storage import (
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config import nearest
 from megapipe.config.untrusted import DECODING_ERRORS
-from megapipe.conversion.archive import Archive, InertObject, Sandbox, TensorPlace
+from megapipe.conversion.archive import DTYPE_NAMES, Archive, InertObject, Sandbox, TensorPlace
 from megapipe.conversion.formats import METADATA, WEIGHTS, Contents, Index, StoredTensor, TargetOptions
-from megapipe.conversion.megapipe_format import model_of, parameters_of
+from megapipe.conversion.megapipe_format import model_of, ordered, parameters_of
 from megapipe.spec.parameters import Box
 
 _DATA = "__0_0.distcp"
-_DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _METADATA_VERSION = "1.0.0"
 
 
@@ -155,7 +154,7 @@ def _tensors(metadata: InertObject, path: Path) -> Iterator[DcpTensor]:
     for name, stored in metadata.state["state_dict_metadata"].items():
         if stored.name != "torch.distributed.checkpoint.metadata.TensorStorageMetadata":
             continue
-        dtype = _DTYPE_NAMES.get(stored.state["properties"].state[0])
+        dtype = DTYPE_NAMES.get(str(stored.state["properties"].state[0]).removeprefix("torch."))
         if dtype is None:
             continue  # counters and random states
         shape = _size(stored.state["size"])
@@ -310,18 +309,9 @@ class DcpSource:
             missing = [name for name in specs if (name, WEIGHTS) not in self._keys]
             if missing:
                 raise CheckpointError(f"{path} lacks {_MODEL}{missing[0]}")
-        kinds = sorted({kind for _, kind in self._keys}, key=lambda kind: (kind != WEIGHTS, kind))
-        self.contents = Contents(
-            model,
-            tuple(
-                StoredTensor(name, kind, specs[name].shape, self._files.tensors[self._keys[name, kind]].dtype)
-                for kind in kinds
-                for name in specs
-                if (name, kind) in self._keys
-            ),
-            run,
-            applied,
-        )
+        stored = ((name, kind, self._files.tensors[key]) for (name, kind), key in self._keys.items())
+        tensors = (StoredTensor(name, kind, tensor.shape, tensor.dtype) for name, kind, tensor in stored)
+        self.contents = Contents(model, ordered(tensors, model), run, applied)
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         return self._files.read(self._keys[tensor.name, tensor.kind], index)

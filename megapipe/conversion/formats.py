@@ -5,7 +5,7 @@ Modules that import torch are imported only when a checkpoint is opened, so that
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -73,15 +73,6 @@ class Contents:
         """Kinds of tensors that are stored, weights first."""
         kinds = dict.fromkeys(tensor.kind for tensor in self.tensors)
         return sorted(kinds, key=lambda kind: (kind != WEIGHTS, kind))
-
-    def weights_only(self) -> "Contents":
-        """Return the contents without moments and earlier weights. The run state is kept as the origin of the
-        weights."""
-        return replace(
-            self,
-            tensors=tuple(tensor for tensor in self.tensors if tensor.kind == WEIGHTS),
-            applied_updates={},
-        )
 
 
 Index = tuple[slice, ...]
@@ -217,10 +208,6 @@ def _is_megapipe(path: Path) -> bool:
     return (path / "manifest.json").is_file() or any(step.is_dir() for step in steps)
 
 
-def _is_hugging_face(path: Path) -> bool:
-    return (path / "config.json").is_file()
-
-
 def _is_megatron_torch(path: Path) -> bool:
     return next(iteration_folder(path).glob(f"mp_rank_*/{ARCHIVE}"), None) is not None
 
@@ -230,10 +217,6 @@ def _is_torch_dist(path: Path) -> bool:
     return all((folder / name).is_file() for name in (DIST_CONFIG, COMMON))
 
 
-def _is_dcp(path: Path) -> bool:
-    return (path / METADATA).is_file()
-
-
 FORMATS = {
     "megapipe": Format(
         *("a megapipe checkpoint", _is_megapipe, True),
@@ -241,7 +224,7 @@ FORMATS = {
         options=("tokenizer",),
     ),
     "hf": Format(
-        *("a Hugging Face folder", _is_hugging_face, False),
+        *("a Hugging Face folder", lambda path: (path / "config.json").is_file(), False),
         *("megapipe.conversion.hugging_face", "HuggingFaceSource", "HuggingFaceTarget"),
         options=("tokenizer", "max_shard_bytes"),
     ),
@@ -256,7 +239,7 @@ FORMATS = {
         options=("layer_names",),
     ),
     "dcp": Format(
-        *("a state dict of torch.distributed.checkpoint", _is_dcp, True),
+        *("a state dict of torch.distributed.checkpoint", lambda path: (path / METADATA).is_file(), True),
         *("megapipe.conversion.dcp", "DcpSource", "DcpTarget"),
     ),
 }

@@ -33,6 +33,7 @@ from megapipe.conversion.megatron_arguments import (
 )
 from megapipe.conversion.megatron_model import (
     BLOCK_OF_FURTHER,
+    CHECKPOINT_VERSION,
     IterationFolder,
     ParameterLocation,
     further_prefix,
@@ -48,7 +49,6 @@ from megapipe.conversion.megatron_model import (
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}
 _MODEL_KEYS = ("embedding.", "decoder.", "encoder.", "output_layer.", "lm_head.", "pooler.", "binary_head.", "mtp.")
-_CHECKPOINT_VERSION = 3.0
 
 
 class TorchDistSource:
@@ -136,7 +136,7 @@ class TorchDistTarget:
         with on_failure(self._folder.abandon):
             value = {
                 "args": arguments,
-                "checkpoint_version": _CHECKPOINT_VERSION,
+                "checkpoint_version": CHECKPOINT_VERSION,
                 "iteration": arguments.iteration,
                 "num_floating_point_operations_so_far": 0,
             }

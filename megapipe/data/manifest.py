@@ -6,7 +6,7 @@ import reprlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 
@@ -179,14 +179,7 @@ def checked_window(shard: IndexedDataset, begin: int, end: int, vocabulary_size:
     return tokens
 
 
-class StoredTokenizer(NamedTuple):
-    """The copy of a tokenizer.
-
-    name: name of the copy for `open_tokenizer`, relative to the copy's folder. files: file name -> checksum.
-    """
-
-    name: str
-    files: dict[str, str]
+_NO_COPY: dict[str, Any] = {"tokenizer_copy": None, "tokenizer_files": None}
 
 
 def tokenizer_folder(prefix: str | Path) -> Path:
@@ -194,11 +187,12 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
-def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
-    """Copy the files of a tokenizer to the shard `prefix`; return None for a tokenizer without files."""
+def store_tokenizer(prefix: str | Path, spec: str) -> dict[str, Any]:
+    """Copy the files of a tokenizer to the shard `prefix`; return the fields of the manifest about the copy, which are
+    None for a tokenizer without files."""
     definition = definition_of(spec)
     if not definition.files:
-        return None
+        return _NO_COPY
     contents = {file.name: file.read_bytes() for file in definition.files}
     folder = tokenizer_folder(prefix)
     for file, content in contents.items():
@@ -209,7 +203,8 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
             other.unlink()
     flush_folder(folder.parent)
     name = f"{definition.kind}:{definition.name}" if definition.kind else definition.name
-    return StoredTokenizer(name, {file: checksum_of_file(folder / file) for file in contents})
+    files = {file: checksum_of_file(folder / file) for file in contents}
+    return {"tokenizer_copy": name, "tokenizer_files": files}
 
 
 def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
@@ -217,16 +212,9 @@ def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | P
 
     If the copy was removed, the new shard has no copy either. Its manifest contains only the path of the tokenizer.
     """
-    if manifest.tokenizer_copy is None:
-        return manifest
-    if not tokenizer_folder(source).is_dir():
-        return replace(manifest, tokenizer_copy=None, tokenizer_files=None)
-    stored = store_tokenizer(target, tokenizer_of_shard(source, manifest))
-    return replace(
-        manifest,
-        tokenizer_copy=stored.name if stored else None,
-        tokenizer_files=stored.files if stored else None,
-    )
+    if manifest.tokenizer_copy is None or not tokenizer_folder(source).is_dir():
+        return replace(manifest, **_NO_COPY)
+    return replace(manifest, **store_tokenizer(target, tokenizer_of_shard(source, manifest)))
 
 
 def tokenizer_of_shard(prefix: str | Path, manifest: ShardManifest) -> str:

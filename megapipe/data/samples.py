@@ -96,7 +96,7 @@ class EpochOrder:
         self.shuffle = shuffle
         # Samples are requested one at a time, and all samples of an epoch use the same permutation.
         self._permutation = lru_cache(maxsize=2)(partial(KeyedPermutation, size, seed))
-        self._few = lru_cache(maxsize=16)(self._found_bytes)
+        self._few = lru_cache(maxsize=16)(lambda few: self._found(np.frombuffer(few, dtype=np.int64)).tobytes())
 
     def __call__(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return item numbers for sample ordinals: int64 of the same shape. Raises DataError for negative ordinals."""
@@ -116,9 +116,6 @@ class EpochOrder:
             here = epochs == epoch
             items[here] = self._permutation(int(epoch))(positions[here])
         return items
-
-    def _found_bytes(self, ordinals: bytes) -> bytes:
-        return self._found(np.frombuffer(ordinals, dtype=np.int64)).tobytes()
 
 
 class GptSamples:

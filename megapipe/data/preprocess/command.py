@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megapipe.config.command_line import ProgressBar, exit_status, not_empty, positive, tool_parser, with_hyphens
@@ -96,7 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--drop-duplicates", action="store_true", help="omit documents that equal an earlier document in all fields"
     )
     parser.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-document token, as GPT needs"
+        "--append-eod",
+        dest="append_end_of_document",
+        action="store_true",
+        help="end every document with the end-of-document token, as GPT needs",
     )
     parser.add_argument(
         "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="start of the output's paths"
@@ -218,18 +221,9 @@ def run(arguments: argparse.Namespace) -> None:
     Raises DataError for inputs, a tokenizer or options that cannot be used.
     """
     files = _inputs(arguments)
-    settings = TokenizeSettings(
-        tokenizer=arguments.tokenizer,
-        end_of_document=arguments.end_of_document,
-        append_end_of_document=arguments.append_eod,
-        json_keys=tuple(dict.fromkeys(arguments.json_keys)),
-        join_keys=arguments.join_keys,
-        split_sentences=arguments.split_sentences,
-        language=arguments.language,
-        drop_duplicates=arguments.drop_duplicates,
-        on_error=arguments.on_error,
-        special_tokens_in_text=arguments.special_tokens_in_text,
-    )
+    arguments.json_keys = tuple(dict.fromkeys(arguments.json_keys))
+    names = {each.name for each in fields(TokenizeSettings)}
+    settings = TokenizeSettings(**{name: value for name, value in vars(arguments).items() if name in names})
     if arguments.tokenizer_core == "auto":
         settings = with_fast_core(settings, files)
     idle = idle_workers(files, arguments.workers)

@@ -65,10 +65,7 @@ def read_journal(path: Path, job: str) -> Journal | None:
         content = read_json(path, ValueError)
         if content.pop("format_version") != FORMAT_VERSION or content["job"] != job:
             return None
-        writers = [
-            WriterPosition(sequences, documents, tokens, tuple(checksums))
-            for sequences, documents, tokens, checksums in content.pop("writers")
-        ]
+        writers = [WriterPosition(*counts, tuple(checksums)) for *counts, checksums in content.pop("writers")]
         return Journal(**content, writers=writers)
     except (OSError, *DECODING_ERRORS):
         return None
@@ -276,7 +273,6 @@ class _Outputs:
 
     def _commit(self, writer: ShardWriter, sources: dict[str, Any]) -> ShardManifest:
         settings, tokenizer, journal = self._settings, self._tokenizer, self.journal
-        stored = store_tokenizer(writer.prefix, settings.tokenizer)
         manifest = ShardManifest(
             tokenizer=settings.tokenizer,
             tokenizer_fingerprint=tokenizer.fingerprint,
@@ -294,8 +290,7 @@ class _Outputs:
             sources=sources,
             num_special_tokens_in_text=journal.num_special_tokens,
             special_tokens_in_text=settings.special_tokens_in_text,
-            tokenizer_copy=stored.name if stored else None,
-            tokenizer_files=stored.files if stored else None,
+            **store_tokenizer(writer.prefix, settings.tokenizer),
         )
         return writer.commit(manifest) or manifest
 

@@ -185,7 +185,8 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
     writers = [ShardWriter(f"{prefix}_{n}", dtype, durable=False) for n in range(len(settings.output_names()))]
     skipped: list[str] = []
     digests = bytearray()
-    names = _names_of_special_tokens(tokenizer)
+    longest_first = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
     num_special_tokens = 0
     try:
         for piece in part.pieces:
@@ -217,12 +218,6 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
             writer.close()
     prefixes = tuple(writer.prefix for writer in writers)
     return TokenizedPart(prefixes, part.size, tuple(skipped), bytes(digests), num_special_tokens)
-
-
-def _names_of_special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern of the names of special tokens, the longest first; None if there are none."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names))) if names else None
 
 
 def _count_special_tokens(

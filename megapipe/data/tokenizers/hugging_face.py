@@ -6,7 +6,7 @@ Byte-level BPE and WordPiece can also be learned from texts. A byte-level BPE ca
 import json
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -228,10 +228,15 @@ def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: 
 
 
 def _eos_token(config: Path) -> str | None:
-    """Return the eos_token of a tokenizer_config.json, which contains it as a string or as an object."""
-    token = _configuration(config).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
+    """Return the eos_token of a tokenizer_config.json."""
+    token = token_of_role(_configuration(config), "eos_token")
     return token if isinstance(token, str) else None
+
+
+def token_of_role(config: Mapping[str, Any], role: str) -> Any:
+    """Return the token that a tokenizer_config.json names for a role, as a string or as an object."""
+    token = config.get(role)
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _configuration(path: Path) -> dict[str, object]:
