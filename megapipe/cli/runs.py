@@ -16,6 +16,7 @@ from megapipe.cli.run_reader import RATE_STEPS, Run, find_runs, is_run, read_run
 from megapipe.config import ConfigError
 from megapipe.config.command_line import (
     OneLineParser,
+    aligned,
     bytes_text,
     check_folders,
     count_text,
@@ -368,10 +369,8 @@ def _print_section(name: str, lines: Sequence[str]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    clean = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
-    for row in clean:
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned([[_printable(cell) for cell in row] for row in rows], lambda cells: False):
+        print_line(line)
 
 
 def _printable(text: str) -> str:

@@ -9,8 +9,8 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import groupby
 from multiprocessing import parent_process
 from pathlib import Path
@@ -165,6 +165,16 @@ def exit_status(run: Callable[[], int | None], interrupted: str = "") -> int:
         return 2
 
 
+def aligned(rows: Iterable[Sequence[str]], is_right: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Return the lines of a table. is_right: whether a column is aligned to the right, by its cells below the
+    heading."""
+    columns = []
+    for cells in zip(*rows, strict=True):
+        width, side = max(map(len, cells)), ">" if is_right(cells[1:]) else "<"
+        columns.append([f"{cell:{side}{width}}" for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
+
+
 HOUR = 3600.0
 DAY = 86400.0
 
@@ -314,24 +324,18 @@ class ProgressBar:
 @contextmanager
 def progress_bar(task: str) -> Iterator[Report]:
     """Within the block, calls of the yielded function update a bar."""
-    bar = ProgressBar(task)
-    try:
+    with closing(ProgressBar(task)) as bar:
         yield bar.update
-    finally:
-        bar.close()
 
 
 @contextmanager
 def tracked(items: Sequence[Item], task: str) -> Iterator[Iterator[Item]]:
     """Within the block, yield an iterator over items that counts each as done once the next one is requested."""
-    bar = ProgressBar(task, sum(item.num_bytes for item in items), "bytes")
+    with closing(ProgressBar(task, sum(item.num_bytes for item in items), "bytes")) as bar:
 
-    def count() -> Iterator[Item]:
-        for item in items:
-            yield item
-            bar.advance(item.num_bytes)
+        def count() -> Iterator[Item]:
+            for item in items:
+                yield item
+                bar.advance(item.num_bytes)
 
-    try:
         yield count()
-    finally:
-        bar.close()

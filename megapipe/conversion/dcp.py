@@ -214,7 +214,7 @@ class DcpWriter:
     nesting: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._tensors: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._position, self._path = 0, self.folder / _DATA
         with writing(self._path):
@@ -228,7 +228,6 @@ class DcpWriter:
         stored = self._tensors.setdefault(
             name, TensorStorageMetadata(TensorProperties(dtype=values.dtype), torch.Size(shape), [])
         )
-        assert isinstance(stored, TensorStorageMetadata)
         stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), whole.shape))
         self._item(MetadataIndex(name, offsets, len(stored.chunks) - 1), whole)
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megapipe.config import InputError, nearest
+from megapipe.config import InputError
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import read_bytes
 
@@ -167,7 +167,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 class UnknownFormatError(InputError, ValueError):
-    """A folder whose format cannot be identified, or an unknown format. The message lists all formats."""
+    """A folder whose format cannot be identified. The message lists all formats."""
 
 
 @dataclass(frozen=True)
@@ -193,13 +193,11 @@ class Format:
 
         allow_pickle: pickles may be read, in a confined process that accepts only listed classes.
         """
-        source: Source = getattr(import_module(self.module), self.source)(path, allow_pickle)
-        return source
+        return getattr(import_module(self.module), self.source)(path, allow_pickle)
 
     def open_target(self, path: Path, contents: Contents, options: TargetOptions) -> Target:
         """Start to write a folder. Raises CheckpointError for contents that the format cannot store."""
-        target: Target = getattr(import_module(self.module), self.target)(path, contents, options)
-        return target
+        return getattr(import_module(self.module), self.target)(path, contents, options)
 
 
 def _is_megapipe(path: Path) -> bool:
@@ -247,12 +245,9 @@ FORMATS = {
 
 
 def format_of(path: Path, name: str | None = None) -> Format:
-    """Return the format `name`, or else the format that a folder's files indicate. Raises UnknownFormatError."""
+    """Return the format `name`, one of FORMATS, or else the format that a folder's files indicate. Raises
+    UnknownFormatError."""
     if name is not None:
-        if name not in FORMATS:
-            raise UnknownFormatError(
-                f"unknown format {name!r}{nearest(name, FORMATS)}; formats are {', '.join(FORMATS)}"
-            )
         return FORMATS[name]
     if not path.is_dir():
         raise UnknownFormatError(f"{path} is not a folder; give the folder of a checkpoint")

@@ -23,6 +23,7 @@ from megapipe.checkpoint.hugging_face import (
     Correspondence,
     HuggingFaceFolder,
     correspondences,
+    family_errors,
     fields_of_config,
     read_family,
 )
@@ -33,7 +34,7 @@ from megapipe.conversion.archive import PickledTensors, Sandbox
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import check_layers, model_of
 from megapipe.conversion.tokenizer_files import exported_tokenizer
-from megapipe.spec.family import FamilyError, exporting_family, family_of
+from megapipe.spec.family import exporting_family, family_of
 
 
 class HuggingFaceSource:
@@ -82,10 +83,8 @@ class HuggingFaceSource:
         pair = self._folder.pairs[name]
         places = [self._folder.places[theirs] for theirs in pair.theirs]
         entries = [self._folder.file(file).entry(key) for file, key in places]
-        try:
+        with family_errors():
             pair.check([entry.shape for entry in entries])
-        except FamilyError as error:
-            raise CheckpointError(str(error)) from error
         dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
             raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
@@ -117,10 +116,8 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises CheckpointError with every field of `model` that its family, or the nearest one, cannot express.
     """
-    try:
+    with family_errors("model.family: "):
         family, differences = exporting_family(model)
-    except FamilyError as error:
-        raise CheckpointError(f"model.family: {error}") from error
     if differences:
         which = "its family" if model.family else "the nearest family"
         raise CheckpointError(
@@ -132,10 +129,8 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Correspondence]:
     """Map each parameter to its tensors in the family of an exported configuration. Raises CheckpointError."""
-    try:
+    with family_errors(f"this model cannot be exported as {config['model_type']}: "):
         return {pair.spec.name: pair for pair in correspondences(model, family_of(config["model_type"]))}
-    except FamilyError as error:
-        raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
 
 
 _FURTHER = "head.mtp."

@@ -78,14 +78,15 @@ class MegatronTorchSource:
                     "save it with a newer Megatron-LM"
                 )
             kind = kind_of_keys(key for archive in self._archives.values() for key in _keys_of(archive))
-            model = model_of_arguments(first.value, first.path, kind)
+            arguments = arguments_in(first.value, first.path)
+            model = model_of_arguments(arguments, first.path, kind)
             check_layers(self._folder, model, sum(len(list(_keys_of(each))) for each in self._archives.values()))
             self._sizes = [max(each) + 1 for each in zip(*self._archives, strict=True)]
             check_tensor_size(model, self._sizes[0])
-            self._check_experts(model, arguments_in(first.value, first.path))
+            self._check_experts(model, arguments)
             self._places = places(model)
             self._shards = self._found(model)
-            notes = notes_of_arguments(first.value, first.path, kind)
+            notes = notes_of_arguments(arguments, first.path, kind)
             tensors = tuple(
                 StoredTensor(name, WEIGHTS, place.spec.shape, DTYPE_NAMES[self._shards[name, 0][0][1].dtype])
                 for name, place in self._places.items()

@@ -15,7 +15,7 @@ from torch import Tensor
 from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES
-from megapipe.config.command_line import tracked
+from megapipe.config.command_line import aligned, tracked
 from megapipe.conversion.formats import WEIGHTS, Contents, Format, Source, StoredTensor, Target
 
 _PIECE = 1 << 22
@@ -259,13 +259,4 @@ def _run_rows(contents: Contents) -> list[list[str]]:
 
 def _table(rows: list[list[str]]) -> list[str]:
     """Return aligned columns; columns of numbers are aligned to the right."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(map(len, column)) for column in columns]
-    numeric = [all(cell.replace(",", "").isdigit() for cell in column[1:]) for column in columns]
-    return [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, lambda cells: all(cell.replace(",", "").isdigit() for cell in cells))

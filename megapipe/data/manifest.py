@@ -13,7 +13,7 @@ import numpy as np
 from megapipe.config import untrusted
 from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file, flush_folder, write_whole
-from megapipe.data.shards import IndexedDataset, bin_path, first_outside, idx_path
+from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside, idx_path
 from megapipe.data.tokenizers import definition_of, kind_and_path
 
 FORMAT_VERSION = 1
@@ -131,13 +131,15 @@ def _damaged(path: Path, problem: str) -> str:
     return f"{path} is damaged: {problem}; {_REPAIR}"
 
 
-def open_shard(prefix: str | Path, vocabulary_size: int | None = None) -> tuple[IndexedDataset, ShardManifest | None]:
-    """Open a shard, and return it and its manifest, or None if it has none.
+def open_shard(
+    prefix: str | Path, vocabulary_size: int | None = None, float_tokens: FloatTokens | None = None
+) -> tuple[IndexedDataset, ShardManifest | None]:
+    """Open a shard, and return it and its manifest, or None if it has none. float_tokens: see `IndexedDataset`.
 
     Raises DataError for an unusable shard, and for a vocabulary larger than `vocabulary_size`.
     """
     try:
-        shard = IndexedDataset(prefix)
+        shard = IndexedDataset(prefix, float_tokens)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise

@@ -293,8 +293,7 @@ class FillInTheMiddle:
     def _draws(self, ordinal: int, num_documents: int) -> np.ndarray:
         """Return uniform numbers in [0, 1): float64 [documents, _DRAWS]."""
         words = np.random.Philox(key=self._seed, counter=[0, ordinal, 0, _STREAM]).random_raw(_DRAWS * num_documents)
-        uniform: np.ndarray = ((words >> np.uint64(11)) * 2.0**-53).reshape(num_documents, _DRAWS)
-        return uniform
+        return ((words >> np.uint64(11)) * 2.0**-53).reshape(num_documents, _DRAWS)
 
     def _rearrange(self, document: np.ndarray, draw: np.ndarray) -> None:
         """Rearrange a document's tokens in place."""

@@ -242,13 +242,11 @@ class IndexedDataset:
         if size != expected:
             raise DataError(_wrong_index_size(path, size, expected, self.num_sequences))
         # These are plain arrays, because each access to numpy's memmap class takes several times as long.
-        mapped = np.frombuffer(self._index, dtype=np.uint8)
-        arrays, position = [], HEADER.size
+        self._index_arrays: list[np.ndarray] = []
+        position = HEADER.size
         for kind, count in shapes:
-            stop = position + np.dtype(kind).itemsize * count
-            arrays.append(mapped[position:stop].view(kind))
-            position = stop
-        self._index_arrays = arrays
+            self._index_arrays.append(np.frombuffer(self._index, kind, count, position))
+            position += self._index_arrays[-1].nbytes
         if self.document_indices[0] != 0 or self.document_indices[-1] != self.num_sequences:
             raise DataError(
                 f"{path} is damaged: its documents cover sequences {self.document_indices[0]} to "

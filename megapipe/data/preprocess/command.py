@@ -16,7 +16,6 @@ from megapipe.data.preprocess.documents import SAMPLE_BYTES, SampledTexts
 from megapipe.data.preprocess.inputs import InputFile, find_inputs, idle_workers
 from megapipe.data.preprocess.run import Journal, preprocess
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
-from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.tokenizers import RESERVED_TOKENS, TRAINERS, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import CHECKED_BYTES, is_byte_level_bpe, why_no_fast_core
 
@@ -177,7 +176,7 @@ class ProgressLine:
             print(f"continuing a run that stopped after {journal.done_bytes / 1e6:,.1f} MB", file=sys.stderr)
         self._bar = ProgressBar("preprocessing", max(1, self._total - journal.done_bytes) / 1e6, "MB", log=True)
 
-    def show(self, part: TokenizedPart, writer: ShardWriter) -> None:
+    def show(self, part: TokenizedPart) -> None:
         """Count a finished part, and print skipped documents, at most SHOWN_SKIPS in total."""
         for reason in part.skipped[: max(0, SHOWN_SKIPS - self._skipped)]:
             print(f"skipped: {reason}", file=sys.stderr)

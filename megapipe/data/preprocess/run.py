@@ -158,14 +158,14 @@ def preprocess(
     *,
     workers: int = 1,
     on_start: Callable[[Journal], None] = lambda journal: None,
-    on_part: Callable[[TokenizedPart, ShardWriter], None] = lambda part, writer: None,
+    on_part: Callable[[TokenizedPart], None] = lambda part: None,
 ) -> list[ShardManifest]:
     """Write `<prefix>_<output>.{bin,idx,manifest.json}` for each output; return the manifests in their order.
 
     The bytes do not depend on `workers`. Workers write parts to `<prefix>.parts`, and this process joins them in
     order. A journal in the same folder records which parts have been joined and flushed. After a crash, the same call
     continues from the journal and removes all other files. `on_start` is called with the journal. `on_part` is called
-    after each part with the writer of the first output.
+    with each part.
 
     Raises DataError, and then leaves no files, for unusable input (unless the settings skip it) and for input without
     a document. Any other exception (a full disk, Ctrl-C) leaves the files that are needed to continue.
@@ -186,7 +186,7 @@ def preprocess(
                 tasks = ((part, str(folder / f"{index:08d}"), settings) for index, part in parts)
                 for part in stack.enter_context(closing(map_in_order(tokenize_part, tasks, workers))):
                     outputs.add(part)
-                    on_part(part, outputs.writers[0])
+                    on_part(part)
                     outputs.save_now_and_then()
                 manifests = outputs.commit(sources)
         except BaseException as error:

@@ -268,8 +268,7 @@ def dataset_bytes(spec: str) -> int:
     """Return the bytes of the rows in memory, about the size of their texts; 0 if the size of a stream is unknown."""
     if DatasetName.of(spec).stream:
         return int(_opened(spec).info.dataset_size or 0)
-    size: int = _open(spec).data.nbytes
-    return size
+    return _open(spec).data.nbytes
 
 
 def dataset_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int, int]]:

@@ -55,8 +55,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         # The batch call does not compute character offsets, which take a third of the time.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_array(self, text: str) -> np.ndarray:
         if self.fast_core is not None:
@@ -72,8 +71,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         kept = [int(token) for token in ids if token != self.end_of_document]
-        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def _find_end(self, name: str | None) -> int | None:
         candidates = [name] if name is not None else END_OF_DOCUMENT_NAMES
@@ -210,8 +208,7 @@ def _train_word_piece(
         vocab_size=vocabulary_size, special_tokens=list(first_tokens), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    return vocabulary
+    return tokenizer.get_vocab()
 
 
 def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: str) -> bytes:
@@ -270,8 +267,7 @@ class FastCore:
         if self._left <= 0:
             self._renew()
         self._left -= len(text)
-        ids: np.ndarray = self._core.encode(text)
-        return ids
+        return self._core.encode(text)
 
     def _renew(self) -> None:
         # Use one thread, because several workers run in parallel.
