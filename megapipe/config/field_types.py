@@ -156,9 +156,13 @@ def _joined(bound: Bound) -> str:
     return f" of {bound}" if str(bound).startswith("at ") else f" {bound}"
 
 
-@cache
 def type_hints(kind: Any) -> Mapping[str, Any]:
     """Return the types of a dataclass's fields by name, with their bounds."""
+    return _type_hints(kind)
+
+
+@cache
+def _type_hints(kind: type) -> Mapping[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     return {each.name: hints[each.name] for each in fields(kind)}
 

@@ -65,7 +65,7 @@ def read_journal(path: Path, job: str) -> Journal | None:
         content = read_json(path, ValueError)
         if content.pop("format_version") != FORMAT_VERSION or content["job"] != job:
             return None
-        writers = [WriterPosition(*counts, tuple(checksums)) for *counts, checksums in content.pop("writers")]
+        writers = [WriterPosition._make((*counts, tuple(checksums))) for *counts, checksums in content.pop("writers")]
         return Journal(**content, writers=writers)
     except (OSError, *DECODING_ERRORS):
         return None
