@@ -174,8 +174,7 @@ def find_runs(folder: Path, depth: int = SEARCH_DEPTH) -> Iterator[Path]:
 def read_run(folder: Path) -> Run:
     """Return the content of a run folder. No content raises an error."""
     run = Run(folder)
-    recorded = _read_metrics(run)
-    _merge_starts(run, recorded)
+    _merge_starts(run, _read_metrics(run))
     if not run.config:
         _read_config(run)
     return run

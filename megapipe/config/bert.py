@@ -80,12 +80,12 @@ class BertModelConfig(ModelConfig):
             )
         if self.norm_position not in ("pre", "post"):
             found.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
-        for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None)):
-            if getattr(self, name) != neutral:
-                found.append(
-                    f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
-                    f"{'null' if neutral is None else neutral}"
-                )
+        found += [
+            f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
+            f"{'null' if neutral is None else neutral}"
+            for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None))
+            if getattr(self, name) != neutral
+        ]
         for name, what in (
             ("kv_latent_size", "has multi-latent attention"),
             ("attention_chunk_size", "attends in chunks"),

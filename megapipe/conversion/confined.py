@@ -334,8 +334,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
             name = refused[1] if "." in refused[1] else f"builtins.{refused[1]}"
             return {"refused": f"it names {name}, which is not on the list of what a checkpoint may hold"}
         message = str(error).split("WeightsUnpickler error:")[-1].split("Check the documentation of torch.load")[0]
-        reason = " ".join(message.split())[:300]
-        return {"damaged": f"{type(error).__name__}: {reason}"}
+        return {"damaged": f"{type(error).__name__}: {' '.join(message.split())[:300]}"}
 
 
 def _check_size(num_bytes: int) -> None:

@@ -247,11 +247,8 @@ class DcpWriter:
 
     def finish(self) -> None:
         """Make the file durable and write `.metadata`."""
-        try:
-            with writing(self._path):
-                DISK.flush(self._descriptor)
-        finally:
-            self.close()
+        with closing(self), writing(self._path):
+            DISK.flush(self._descriptor)
         metadata = Metadata(
             self._tensors,
             planner_data=self.nesting or None,
@@ -335,8 +332,7 @@ def _run_of(document: Mapping[str, Any], path: Path) -> tuple[RunState | None, d
         return None, {}
     try:
         run = RunState.from_dict(document["run"], config=dict(document["run"]["config"]))
-        updates = document["applied_updates"].items()
-        return run, {str(name): int(count) for name, count in updates}
+        return run, {str(name): int(count) for name, count in document["applied_updates"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has an unreadable training position in `run`: {error!r}; remove `run`"

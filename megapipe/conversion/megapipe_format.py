@@ -157,8 +157,7 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Return every parameter by its global name, in the model's order. A tied parameter appears once."""
-    layers = model_layers(model)
-    return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
+    return {spec.name: spec for layer in model_layers(model) for spec in layer.parameters.values()}
 
 
 def ordered(tensors: Iterable[StoredTensor], model: ModelConfig) -> tuple[StoredTensor, ...]:

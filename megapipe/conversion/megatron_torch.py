@@ -355,8 +355,7 @@ class MegatronTorchTarget:
             stage, local = divmod(rest, self._layers)
             yield stage, chunk, f"{layers_prefix(self._model)}{local}.{key}"
             return
-        is_head = place.spec.name.startswith("head.")
-        yield *(last if is_head else (0, 0)), key
+        yield *(last if place.spec.name.startswith("head.") else (0, 0)), key
         if key != WORDS or last == (0, 0):
             return
         if self._model.tie_embeddings:

@@ -181,8 +181,7 @@ def _called(key: tuple[str, str]) -> str:
 
 def checkpoints_of(path: Path) -> list[Path]:
     """Return all checkpoints of a run's folder; any other folder is one checkpoint."""
-    folders = steps(path / "checkpoints") or steps(path)
-    return list(folders.values()) or [path]
+    return [*(steps(path / "checkpoints") or steps(path)).values()] or [path]
 
 
 def problems_of(source: Source) -> list[str]:

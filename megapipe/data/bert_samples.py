@@ -194,8 +194,7 @@ class BlendedBertSamples(Blend[BertSamples]):
         """See `BertSamples.batch`."""
         parts = [(rows, corpus.batch(within)) for corpus, rows, within in self.shares(ordinals)]
         size = np.size(ordinals)
-        like = parts[0][1]
-        batch = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in like))
+        batch = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in parts[0][1]))
         for rows, part in parts:
             for whole, values in zip(batch, part, strict=True):
                 whole[rows] = values

@@ -101,8 +101,7 @@ class DataIdentity:
         ):
             differing = list(shard.differences(old))
             # If counts differ, the checksums differ too and are not reported. If only checksums differ, one is enough.
-            counted = [each for each in differing if each[0] not in _CHECKSUMS]
-            reported = counted or differing[:1]
+            reported = [each for each in differing if each[0] not in _CHECKSUMS] or differing[:1]
             facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in reported]
             if facts:
                 moved = "" if prefix == old_prefix else f" (then {old_prefix})"

@@ -4,6 +4,7 @@ A window cuts the documents at its ends. A document that does not fit into a pac
 """
 
 import math
+from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
@@ -118,19 +119,10 @@ class EpochOrder:
         return items
 
 
-class GptSamples:
-    """Samples of one split of a corpus. A sample's ordinal is the number of samples that the run consumed before it.
+class ShardSamples(ABC):
+    """Samples of one split of a shard, each of which consists of ranges of the shard's tokens.
 
-    Window w contains tokens [w * L, w * L + L] of the split's T concatenated tokens, where L is sequence_length: L
-    inputs and, shifted by one, L labels, so that windows overlap by one token. If shuffled, ordinal o reads window
-    permutation(o mod n) of epoch o // n, where n is the number of windows and (seed, epoch) keys the permutation; the
-    last T - 1 - n * L predictions are not used. If sequential (`shuffle=False`, for evaluation), ordinal o reads
-    window o, the last window may be shorter, and samples after the end are empty: each prediction is scored once.
-
-    Everything except token ids comes from the .idx files, so every rank can compute it. Thread-safe.
-
-    Raises DataError for unusable shards, a shard with a vocabulary larger than `vocabulary_size`, and a split that is
-    too small for one sample.
+    Raises DataError for an unusable shard, and for a split that is too small for one sample.
     """
 
     def __init__(
@@ -147,29 +139,71 @@ class GptSamples:
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
         self._shard, self.manifest = open_shard(prefix, vocabulary_size)
-        self._shard.search_index()
-        if shuffle:
-            self._shard.scatter()
-        documents = split_documents(self._shard.num_documents, shares)[split]
-        self._begin = self._shard.document_start(documents.start)
-        num_tokens = self._shard.document_start(documents.stop) - self._begin
         self.sequence_length = sequence_length
         self.vocabulary_size = vocabulary_size
-        self.num_predictions = max(0, num_tokens - 1)
-        """Predicted tokens of the split in one epoch: every token except the first."""
-        num_samples, rest = divmod(self.num_predictions, sequence_length)
-        num_samples += bool(rest) and not shuffle
-        if num_samples == 0:
+        documents = split_documents(self._shard.num_documents, shares)[split]
+        size, shortage, remedy = self._arrange(documents, seed, shuffle)
+        if size == 0:
             raise DataError(
-                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents and "
-                f"{num_tokens} tokens, too few for one sample of {sequence_length} + 1: give it a larger "
-                f"share than in data.split {shares!r}, lower data.sequence_length, or add documents"
+                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents"
+                f"{shortage}: give it a larger share than in data.split {shares!r}, {remedy}or add documents"
             )
-        self._order = EpochOrder(num_samples, seed, shuffle=shuffle)
+        if shuffle:
+            self._shard.scatter()
+        self._order = EpochOrder(size, seed, shuffle=shuffle)
+
+    @abstractmethod
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+        """Prepare the samples of the documents. Return their number, and words for the error if there are none: what
+        the documents lack, and a further way to fix it."""
+
+    @abstractmethod
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        """Return the ranges [begin, end) of the shard's tokens that each sample consists of."""
 
     def __len__(self) -> int:
         """Return the number of samples per epoch."""
         return self._order.size
+
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Return token ids of samples: int64 [..., L + 1] for ordinals [...], filled with zeros after a sample's last
+        label.
+
+        Raises DataError for an id outside [0, vocabulary_size), with shard and position.
+        """
+        tokens = np.zeros((np.size(ordinals), self.sequence_length + 1), dtype=np.int64)
+        for row, ranges in zip(tokens, self._ranges(ordinals), strict=True):
+            place = 0
+            for begin, end in ranges:
+                row[place : place + end - begin] = checked_window(self._shard, begin, end, self.vocabulary_size)
+                place += end - begin
+        return tokens.reshape(*np.shape(ordinals), -1)
+
+
+class GptSamples(ShardSamples):
+    """Samples of one split of a corpus. A sample's ordinal is the number of samples that the run consumed before it.
+
+    Window w contains tokens [w * L, w * L + L] of the split's T concatenated tokens, where L is sequence_length: L
+    inputs and, shifted by one, L labels, so that windows overlap by one token. If shuffled, ordinal o reads window
+    permutation(o mod n) of epoch o // n, where n is the number of windows and (seed, epoch) keys the permutation; the
+    last T - 1 - n * L predictions are not used. If sequential (`shuffle=False`, for evaluation), ordinal o reads
+    window o, the last window may be shorter, and samples after the end are empty: each prediction is scored once.
+
+    Everything except token ids comes from the .idx files, so every rank can compute it. Thread-safe.
+
+    Raises DataError for unusable shards, a shard with a vocabulary larger than `vocabulary_size`, and a split that is
+    too small for one sample.
+    """
+
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+        self._shard.search_index()
+        self._begin = self._shard.document_start(documents.start)
+        num_tokens = self._shard.document_start(documents.stop) - self._begin
+        self.num_predictions = max(0, num_tokens - 1)
+        """Predicted tokens of the split in one epoch: every token except the first."""
+        num_samples, rest = divmod(self.num_predictions, self.sequence_length)
+        shortage = f" and {num_tokens} tokens, too few for one sample of {self.sequence_length} + 1"
+        return num_samples + (rest > 0 and not shuffle), shortage, "lower data.sequence_length, "
 
     def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return window numbers of sample ordinals: int64 of the same shape; len(self) after the end of a sequential
@@ -183,18 +217,9 @@ class GptSamples:
         """
         return self._num_labels(self._starts_of(ordinals))
 
-    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Return token ids of samples: int64 [..., L + 1] for ordinals [...], filled with zeros after a sample's last
-        label.
-
-        Raises DataError for an id outside [0, vocabulary_size), with shard and position.
-        """
-        starts = self._starts_of(ordinals)
-        tokens = np.zeros((starts.size, self.sequence_length + 1), dtype=np.int64)
-        for row, (begin, end) in zip(tokens, self._windows_from(starts), strict=True):
-            if end - begin > 1:
-                row[: end - begin] = checked_window(self._shard, begin, end, self.vocabulary_size)
-        return tokens.reshape(*starts.shape, -1)
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        windows = self._token_windows(ordinals)
+        return [[(begin, end)] if end - begin > 1 else [] for begin, end in windows]
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """Return for each sample the positions p, 0 < p <= L, at which a document starts: int64, ascending. Reads no
@@ -203,15 +228,16 @@ class GptSamples:
         Token p - 1 ends a document (with the end-of-document token, if such tokens were appended), so input and label
         at p - 1 belong to different documents.
         """
-        windows = self._windows_from(self._starts_of(ordinals))
+        windows = self._token_windows(ordinals)
         return [self._shard.document_starts_between(begin, end) - begin for begin, end in windows]
 
     def _starts_of(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the first token of each sample in the shard: int64 [...]."""
         return self._begin + np.minimum(self.windows(ordinals) * self.sequence_length, self.num_predictions)
 
-    def _windows_from(self, starts: np.ndarray) -> list[tuple[int, int]]:
-        """Return the tokens [begin, end) of each sample in the shard."""
+    def _token_windows(self, ordinals: npt.ArrayLike) -> list[tuple[int, int]]:
+        """Return the tokens [begin, end) of each sample in the shard, with the first input and the last label."""
+        starts = self._starts_of(ordinals)
         ends = starts + self._num_labels(starts) + 1
         return list(zip(starts.ravel().tolist(), ends.ravel().tolist(), strict=True))
 
@@ -276,7 +302,7 @@ _PIECES = 1
 """Key that separates the order of pieces of equal length from the orders of epochs, which use the same seed."""
 
 
-class PackedSamples:
+class PackedSamples(ShardSamples):
     """Samples of one split of a shard, each filled with whole documents by best fit, at most L + 1 tokens.
 
     A document of more than L + 1 tokens is cut into pieces of that length, each starting with the last token of the
@@ -290,72 +316,38 @@ class PackedSamples:
     Raises DataError for unusable shards and a split without a document of at least two tokens.
     """
 
-    def __init__(
-        self,
-        prefix: str | Path,
-        *,
-        split: SplitName,
-        shares: str,
-        sequence_length: int,
-        seed: int,
-        shuffle: bool = True,
-        vocabulary_size: int | None = None,
-    ) -> None:
-        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
-        self.sequence_length = sequence_length
-        self.vocabulary_size = vocabulary_size
-        documents = split_documents(self._shard.num_documents, shares)[split]
-        starts, sizes = _pieces(self._shard.document_bounds(documents), sequence_length)
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+        starts, sizes = _pieces(self._shard.document_bounds(documents), self.sequence_length)
         if not len(sizes):
-            raise DataError(
-                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents, none "
-                f"of 2 tokens or more: give it a larger share than in data.split {shares!r}, or add documents"
-            )
+            return 0, ", none of 2 tokens or more", ""
         mixed = KeyedPermutation(len(sizes), seed, _PIECES, 0)(np.arange(len(sizes)))
         descending = np.lexsort((mixed, -sizes))
         bins = np.empty(len(sizes), dtype=np.int64)
-        bins[descending] = best_fit(sizes[descending], sequence_length + 1)
+        bins[descending] = best_fit(sizes[descending], self.sequence_length + 1)
         by_bin = np.lexsort((mixed, bins))
         self._starts, self._sizes = starts[by_bin], sizes[by_bin]
-        self._firsts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
-        self._labels = np.append(np.add.reduceat(self._sizes, self._firsts[:-1]) - 1, 0)
-        if shuffle:
-            self._shard.scatter()
-        self._order = EpochOrder(len(self._firsts) - 1, seed, shuffle=shuffle)
-
-    def __len__(self) -> int:
-        """Return the number of samples per epoch."""
-        return self._order.size
+        firsts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
+        self._firsts = np.append(firsts, firsts[-1])  # the bin after the last one is empty
+        self._labels = np.append(np.add.reduceat(self._sizes, firsts[:-1]) - 1, 0)
+        return len(firsts) - 1, "", ""
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.num_labels`. Predictions between two documents are counted."""
         return np.asarray(self._labels[self._order(ordinals)])
 
-    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """See `SampleSet.tokens`. Raises DataError for an id outside [0, vocabulary_size), with shard and position."""
-        bins = self._order(ordinals)
-        tokens = np.zeros((bins.size, self.sequence_length + 1), dtype=np.int64)
-        for row, number in zip(tokens, bins.flat, strict=True):
-            place = 0
-            for piece in self._pieces_of(number):
-                start, size = int(self._starts[piece]), int(self._sizes[piece])
-                row[place : place + size] = checked_window(self._shard, start, start + size, self.vocabulary_size)
-                place += size
-        return tokens.reshape(*bins.shape, -1)
-
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """See `SampleSet.boundaries`. A piece of a document counts as a document."""
-        starts = []
-        for number in self._order(ordinals).flat:
-            pieces = self._pieces_of(number)
-            starts.append(np.cumsum(self._sizes[pieces.start : pieces.stop][:-1]))
-        return starts
+        return [
+            np.cumsum([end - begin for begin, end in ranges[:-1]], dtype=np.int64) for ranges in self._ranges(ordinals)
+        ]
 
-    def _pieces_of(self, number: int) -> range:
-        """Return the pieces of a bin; none for the number after the last bin."""
-        if number == len(self):
-            return range(0)
-        return range(int(self._firsts[number]), int(self._firsts[number + 1]))
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        ranges = []
+        for number in self._order(ordinals).flat:
+            pieces = slice(self._firsts[number], self._firsts[number + 1])
+            starts = self._starts[pieces]
+            ranges.append(list(zip(starts.tolist(), (starts + self._sizes[pieces]).tolist(), strict=True)))
+        return ranges
 
 
 def _pieces(bounds: npt.NDArray[np.int64], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

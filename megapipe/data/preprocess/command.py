@@ -294,8 +294,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     files = _inputs(arguments)
     texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
     check_special_tokens(arguments.special_tokens)
-    content = train(texts, arguments.vocabulary_size, arguments.special_tokens)
-    write_whole(output, content)
+    write_whole(output, train(texts, arguments.vocabulary_size, arguments.special_tokens))
     tokenizer = open_tokenizer(str(output))
     print(
         f"{output}: {arguments.type}, vocabulary {tokenizer.vocabulary_size:,}, end of document "
