@@ -34,9 +34,8 @@ _NAME = re.compile(rf"({_NAMED_WITH_FOLDER}/)?[A-Za-z0-9][\w.-]*")
 def packaged_files(flag: str) -> dict[str, Path]:
     """Return the packaged files for a flag such as `model`, by name; empty if the flag has none."""
     files = [file for folder in _FOLDERS.get(flag, ()) for file in (FOLDER / folder).glob("*.yaml")]
-    names = {file: file.stem for file in files}
-    names |= {file: f"{_NAMED_WITH_FOLDER}/{file.stem}" for file in files if file.parent.name == _NAMED_WITH_FOLDER}
-    return {names[file]: file for file in sorted(files, key=names.__getitem__)}
+    prefixes = {_NAMED_WITH_FOLDER: f"{_NAMED_WITH_FOLDER}/"}
+    return dict(sorted((prefixes.get(file.parent.name, "") + file.stem, file) for file in files))
 
 
 def with_packaged_files(words: Sequence[str]) -> list[str]:

@@ -231,11 +231,10 @@ def _verify(arguments: argparse.Namespace) -> int:
             problems = [str(error)]
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)
-        if problems:
-            damaged = True
-        else:
+        damaged |= bool(problems)
+        if not problems:
             print(f"{path}: intact, {_counted(len(source.contents.tensors))}")
-    return 1 if damaged else 0
+    return int(damaged)
 
 
 def _diff(arguments: argparse.Namespace) -> int:

@@ -354,12 +354,10 @@ def confine() -> None:
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_AS, address_space + MEMORY_BYTES)
     if os.geteuid() == 0:  # root could raise its limits again
-        try:
+        with suppress(OSError):  # a container may forbid it; the limits apply even then, unless they are raised again
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-        except OSError:
-            pass  # a container may forbid it; the limits apply even then, unless they are raised again
     _lower(resource.RLIMIT_NPROC, 0)
     _lower(resource.RLIMIT_NOFILE, 4)  # the channel, two for /dev/null, and the file of the request
 

@@ -161,16 +161,11 @@ def _tensors(metadata: InertObject, path: Path) -> Iterator[DcpTensor]:
         chunks = tuple(_chunk(name, each.state, places, path) for each in stored.state["chunks"])
         if any(len(chunk.box.starts) != len(shape) for chunk in chunks):
             raise ValueError(f"{name} has chunks with another number of dimensions")
-        inside_all = all(
-            0 <= low <= high <= extent
-            for chunk in chunks
-            for low, high, extent in zip(chunk.box.starts, chunk.box.stops, shape, strict=True)
-        )
-        problem = (
-            tiling_problem(shape, [Extent.whole(chunk.box) for chunk in chunks])
-            if inside_all
-            else "a part is outside the tensor"
-        )
+        boxes = [chunk.box for chunk in chunks]
+        if all(high <= extent for box in boxes for high, extent in zip(box.stops, shape, strict=True)):
+            problem = tiling_problem(shape, [Extent.whole(box) for box in boxes])
+        else:
+            problem = "a part is outside the tensor"
         if problem is not None:
             raise DamagedCheckpointError(f"{path}: the parts of {name!r} do not cover it: {problem}", "unreadable")
         yield DcpTensor(name, shape, dtype, chunks)
