@@ -9,7 +9,8 @@ outside it is read.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -213,21 +214,26 @@ def _indexed(folder: Path, name: str) -> dict[str, Path]:
     return {tensor: paths[file] for tensor, file in places.items()}
 
 
+@contextmanager
+def family_errors(place: str = "") -> Iterator[None]:
+    """Raise CheckpointError, with `place` in front, for a FamilyError in the block."""
+    try:
+        yield
+    except FamilyError as error:
+        raise CheckpointError(f"{place}{error}") from error
+
+
 def read_family(folder: Path, config: Mapping[str, Any], kind: str | None = None) -> Family:
     """Return the family of a config.json. Raises CheckpointError, with the path, if it is unknown or its kind is not
     `kind`."""
-    try:
+    with family_errors(f"{folder / CONFIG}: "):
         return family_of(config.get("model_type"), kind)
-    except FamilyError as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
 
 
 def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> Mapping[str, Any]:
     """Return the model fields that a config.json sets. Raises CheckpointError, with the path, for an invalid file."""
-    try:
+    with family_errors(f"{folder / CONFIG}: "):
         return read_family(folder, config).model_fields(config, names)
-    except FamilyError as error:
-        raise CheckpointError(f"{folder / CONFIG}: {error}") from error
 
 
 def fitting(
@@ -360,10 +366,8 @@ class HuggingFaceFolder(Generic[Reader]):
         config = read_json(inside(path, CONFIG))
         family = read_family(path, config, kind)
         stored = stored_tensors(path, lambda file: self.file(file).entries, allow_pickle=allow_pickle)
-        try:
+        with family_errors(f"{path}: "):
             names = family.canonical_names(stored)
-        except FamilyError as error:
-            raise CheckpointError(f"{path}: {error}") from error
         self.places = {names[name]: (file, name) for name, file in stored.items()}
         self.config, self.note = with_stored_head(family, config, self.places, self.whole)
         if not is_tied(family, self.config):
@@ -393,7 +397,5 @@ class HuggingFaceFolder(Generic[Reader]):
     def parameter(self, name: str) -> Tensor:
         """Return a parameter. Raises CheckpointError for a tensor with an unexpected shape."""
         pair = self.pairs[name]
-        try:
+        with family_errors():
             return pair.joined([self.whole(each) for each in pair.theirs])
-        except FamilyError as error:
-            raise CheckpointError(str(error)) from error

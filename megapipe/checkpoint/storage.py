@@ -18,12 +18,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapipe.config import untrusted
+from megapipe.config import InputError, untrusted
 from megapipe.data.files import flush_folder
 from megapipe.parallel.groups import Group
 
 
-class CheckpointError(ValueError):
+class CheckpointError(InputError, ValueError):
     """A checkpoint that cannot be written, read or used. The message names the file or tensor, and how to fix the
     problem."""
 

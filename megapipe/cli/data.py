@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megapipe.config import ConfigError
 from megapipe.config.command_line import (
     OneLineParser,
     check_folders,
@@ -47,13 +46,7 @@ def stalls(argv: Sequence[str]) -> int:
     It is 0, 2 for a wrong command line, configuration or shard, and 130 for Ctrl-C.
     """
     arguments, fields = stalls_parser().parse_known_args(list(argv))
-    return exit_status(lambda: _run_stalls(arguments, fields), _is_for_user)
-
-
-def _is_for_user(error: Exception) -> bool:
-    from megapipe.parallel.groups import LaunchError
-
-    return isinstance(error, ConfigError | DataError | LaunchError)
+    return exit_status(lambda: _run_stalls(arguments, fields))
 
 
 def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
@@ -61,7 +54,7 @@ def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
     from megapipe.calibration.planning import with_recompute
     from megapipe.calibration.stalls import measure_stalls
 
-    check_folders(None if arguments.json is None else Path(arguments.json))
+    check_folders(arguments.json)
     report = measure_stalls(
         read_config(arguments.kind, [*([] if arguments.config is None else ["--config", arguments.config]), *fields]),
         ingestion=arguments.ingestion_tokens_per_second,
@@ -71,8 +64,7 @@ def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
         choose_recompute=with_recompute,
     )
     if arguments.json is not None:
-        with open(arguments.json, "w", encoding="utf-8") as file:
-            file.write(json.dumps(report.to_json(), indent=2) + "\n")
+        arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
     for line in report.lines():
         print(line)
     return 0
@@ -104,7 +96,7 @@ def stalls_parser() -> OneLineParser:
         metavar="X",
         help="speed of all replicas together, as a run's log prints it; the model is then not run here",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
     return parser
 
 
@@ -143,7 +135,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "stalls":
         return stalls(argv[1:])
     arguments = build_parser().parse_args(list(argv))
-    return exit_status(lambda: _run(arguments), lambda error: isinstance(error, DataError), "no shard was written")
+    return exit_status(lambda: _run(arguments), "no shard was written")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -214,19 +214,16 @@ def html(title: str, curves: Sequence[Curve], axis: Axis, rows: Sequence[Sequenc
 
 def write_png(path: Path, curves: Sequence[Curve], axis: Axis) -> None:
     """Draw the picture to a PNG file. Raises OSError."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # the import takes half a second
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # the import takes half a second
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     for number, curve in enumerate(curves):
         colour, style = COLOURS[number % len(COLOURS)], "--" if _dashes(number) else "-"
         name = legend(curve).replace("$", r"\$")
         axes.plot(curve.x, curve.loss, color=colour, linestyle=style, linewidth=1.8, label=name)
         axes.plot(curve.held_out_x, curve.held_out, "o", color=colour, markersize=4)
-    axes.set_xlabel(_AXIS_LABELS[axis])
-    axes.set_ylabel("loss (nats per token)")
+    axes.set(xlabel=_AXIS_LABELS[axis], ylabel="loss (nats per token)")
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import yaml
@@ -122,6 +123,18 @@ class Run:
         return sum(each.tokens or 0.0 for each in recent) / seconds if recent else None
 
     @property
+    def data_seconds(self) -> float | None:
+        """Mean wait for samples in the last steps; None if no step has one."""
+        waits = [each.data_seconds for each in self.recent() if each.data_seconds is not None]
+        return fmean(waits) if waits else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean time of the last steps; None if none of them has a time."""
+        recent = self.recent()
+        return fmean(each.seconds or 0.0 for each in recent) if recent else None
+
+    @property
     def mfu(self) -> float | None:
         """Mean MFU over the time of the last steps; None if no step has one."""
         timed = [each for each in self.recent() if each.mfu is not None]
@@ -161,8 +174,7 @@ def find_runs(folder: Path, depth: int = SEARCH_DEPTH) -> Iterator[Path]:
 def read_run(folder: Path) -> Run:
     """Return the content of a run folder. No content raises an error."""
     run = Run(folder)
-    recorded = _read_metrics(run)
-    _merge_starts(run, recorded)
+    _merge_starts(run, _read_metrics(run))
     if not run.config:
         _read_config(run)
     return run
@@ -208,23 +220,17 @@ def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> N
     step = _step(record)
     if step is None:
         return
-    get = record.get
-    tokens, seconds, waited, mfu = get("tokens"), get("seconds"), get("data_seconds"), get("mfu")
-    if not is_number(seconds) or seconds < 0:
+    taken = Step(*(record[name] if is_number(record.get(name)) else None for name in Step._fields))
+    seconds = taken.seconds
+    if seconds is not None and seconds < 0:
         seconds = None
-    run.steps[step] = Step(
-        tokens if is_number(tokens) else None,
-        seconds,
-        waited if is_number(waited) else None,
-        mfu if is_number(mfu) else None,
-    )
-    if seconds is not None:
-        run.step_seconds += seconds
+    run.steps[step] = taken._replace(seconds=seconds)
+    run.step_seconds += seconds or 0.0
     if start is not None:
         start.last_step = step
         if seconds is not None and start.ended is not None:  # estimate until the next event has a time
             start.ended += seconds
-    if get("skipped") is True:
+    if record.get("skipped") is True:
         run.num_skipped += 1
         run.events.append((step, "the loss or the gradients were not finite; the update was skipped"))
 
@@ -232,8 +238,7 @@ def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> N
 def _take_start(run: Run, record: Mapping[str, Any]) -> None:
     if isinstance(record.get("config"), dict):
         run.config = flat(record["config"])
-    if isinstance(record.get("layout"), dict):
-        run.layout = {str(name): size for name, size in record["layout"].items() if type(size) is int}
+    run.layout = _layout(record) or run.layout
     if isinstance(record.get("schedule"), str):
         run.schedule = record["schedule"]
     parameters = record.get("parameters")
@@ -300,13 +305,11 @@ def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
             start.status = entry["status"]
         start.started = _written_time(entry.get("start")) or start.started
         start.ended = _written_time(entry.get("end")) or start.ended
-        start.first_step = (
-            start.first_step if start.first_step is not None else _step({"step": entry.get("first_step")})
-        )
-        start.last_step = start.last_step if start.last_step is not None else _step({"step": entry.get("last_step")})
+        for name in ("first_step", "last_step"):
+            if getattr(start, name) is None:
+                setattr(start, name, _step(entry, name))
         start.command = entry["command"] if isinstance(entry.get("command"), str) else ""
-        if not run.layout and isinstance(entry.get("layout"), dict):
-            run.layout = {name: size for name, size in entry["layout"].items() if type(size) is int}
+        run.layout = run.layout or _layout(entry)
         listed.append(start)
     run.starts = sorted([*listed, *recorded.values()], key=lambda each: each.started or 0.0)
     for earlier in run.starts[:-1]:
@@ -332,9 +335,15 @@ def _read_config(run: Run) -> None:
             run.problems.append(f"{path} is not a configuration: it has no groups of fields")
 
 
-def _step(record: Mapping[str, Any]) -> int | None:
-    step = record.get("step")
+def _step(record: Mapping[str, Any], name: str = "step") -> int | None:
+    step = record.get(name)
     return step if type(step) is int and 0 <= step < LARGEST else None
+
+
+def _layout(record: Mapping[str, Any]) -> dict[str, int]:
+    """Return the sizes of the dimensions; empty if the record has none."""
+    layout = record.get("layout")
+    return {name: size for name, size in layout.items() if type(size) is int} if isinstance(layout, dict) else {}
 
 
 def _time(value: Any) -> float | None:

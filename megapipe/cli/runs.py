@@ -16,6 +16,7 @@ from megapipe.cli.run_reader import RATE_STEPS, Run, find_runs, is_run, read_run
 from megapipe.config import ConfigError
 from megapipe.config.command_line import (
     OneLineParser,
+    aligned,
     bytes_text,
     check_folders,
     count_text,
@@ -37,6 +38,7 @@ examples:
   megapipe runs compare runs/mine runs/other
   megapipe runs plot runs/mine runs/other --over tokens --html losses.html
 """
+FOLDERS_HELP = "runs, or folders of runs (default: runs)"
 NONE = "-"
 """Table cell for a value that is missing in the folder."""
 
@@ -80,22 +82,16 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=type(parser))
     formatted = OneLineParser(add_help=False)
     formatted.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    for name, run, summary in (
-        ("list", _list, "print a table of runs"),
-        ("show", _show, "print one run: configuration, starts, step time, events, memory"),
-        ("compare", _compare, "print the figures and the configuration differences of runs side by side"),
-        ("plot", _plot, "draw the loss curves of several runs in one picture"),
+    for name, run, count, summary in (
+        ("list", _list, "*", "print a table of runs"),
+        ("show", _show, 1, "print one run: configuration, starts, step time, events, memory"),
+        ("compare", _compare, "+", "print the figures and the configuration differences of runs side by side"),
+        ("plot", _plot, "+", "draw the loss curves of several runs in one picture"),
     ):
         command = commands.add_parser(name, help=summary, description=summary, parents=[formatted])
         command.set_defaults(run=run)
-        if name == "list":
-            command.add_argument(
-                "folders", nargs="*", metavar="FOLDER", help="runs, or folders of runs (default: runs)"
-            )
-        elif name == "show":
-            command.add_argument("folders", nargs=1, metavar="RUN", help="folder of a run")
-        else:
-            command.add_argument("folders", nargs="+", metavar="RUN", help="folder of a run")
+        metavar, about = ("RUN", "folder of a run") if count != "*" else ("FOLDER", FOLDERS_HELP)
+        command.add_argument("folders", nargs=count, metavar=metavar, help=about)
         if name == "plot":
             command.add_argument(
                 "--over", choices=curves.AXES, default="steps", help="horizontal axis (default: steps)"
@@ -253,7 +249,6 @@ def _cells(run: Run) -> dict[str, str]:
     """Return the cells of a run in a table, by heading."""
     steps = run.config.get("training.steps")
     of = f"/{steps:,}" if type(steps) is int else ""
-    rate = run.tokens_per_second
     return {
         "run": str(run.folder),
         "status": run.status,
@@ -265,23 +260,21 @@ def _cells(run: Run) -> dict[str, str]:
         "schedule": run.schedule or str(run.config.get("schedule.name", NONE)),
         "steps": f"{_number(run.last_step)}{of}",
         "tokens": count_text(run.tokens),
-        "loss": NONE if run.loss is None else f"{run.loss:.4f}",
-        "held-out": NONE if run.held_out_loss is None else f"{run.held_out_loss:.4f}",
-        "tokens/s": NONE if rate is None else f"{rate:,.0f}",
-        "MFU": NONE if run.mfu is None else f"{run.mfu:.1%}",
+        "loss": _number(run.loss, ".4f"),
+        "held-out": _number(run.held_out_loss, ".4f"),
+        "tokens/s": _number(run.tokens_per_second, ",.0f"),
+        "MFU": _number(run.mfu, ".1%"),
     }
 
 
 def _time_lines(run: Run) -> list[str]:
     """Return lines about the parts of a step, and how the rest of the run's time was spent."""
-    recent = run.recent()
+    mean, wait = run.seconds_per_step, run.data_seconds
     rows = []
-    if recent:
-        mean = fmean(each.seconds or 0.0 for each in recent)
-        rows.append(f"step {seconds_text(mean)} (mean of the last {len(recent)}, at most {RATE_STEPS})")
-        waits = [each.data_seconds for each in recent if each.data_seconds is not None]
-        if waits:
-            rows.append(f"wait for samples {seconds_text(fmean(waits))}, {fmean(waits) / mean:.1%} of a step")
+    if mean is not None:
+        rows.append(f"step {seconds_text(mean)} (mean of the last {len(run.recent())}, at most {RATE_STEPS})")
+        if wait is not None:
+            rows.append(f"wait for samples {seconds_text(wait)}, {wait / mean:.1%} of a step")
     if run.ranks:
         rows.append(
             f"parts of step {_number(run.ranks_step)}: mean, minimum, maximum over {len(run.ranks['forward'])} rank(s)"
@@ -336,14 +329,12 @@ def _summary(run: Run) -> dict[str, Any]:
 
 
 def _details(run: Run) -> dict[str, Any]:
-    recent = run.recent()
-    waits = [each.data_seconds for each in recent if each.data_seconds is not None]
     return _summary(run) | {
         "config": run.config,
         "starts": [asdict(each) for each in run.starts],
         "time": {
-            "step": fmean(each.seconds or 0.0 for each in recent) if recent else None,
-            "data": fmean(waits) if waits else None,
+            "step": run.seconds_per_step,
+            "data": run.data_seconds,
             "ranks": run.ranks,
             "ranks_step": run.ranks_step,
             "steps_total": run.step_seconds,
@@ -378,10 +369,8 @@ def _print_section(name: str, lines: Sequence[str]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    clean = [[_printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*clean, strict=True)]
-    for row in clean:
-        print_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in aligned([[_printable(cell) for cell in row] for row in rows], lambda cells: False):
+        print_line(line)
 
 
 def _printable(text: str) -> str:
@@ -390,17 +379,13 @@ def _printable(text: str) -> str:
 
 
 def _value(value: Any) -> str:
-    return (
-        NONE
-        if value is None
-        else json.dumps(value, default=str, skipkeys=True)
-        if not isinstance(value, str)
-        else value
-    )
+    if value is None:
+        return NONE
+    return value if isinstance(value, str) else json.dumps(value, default=str, skipkeys=True)
 
 
-def _number(value: int | None) -> str:
-    return NONE if value is None else f"{value:,}"
+def _number(value: float | None, form: str = ",") -> str:
+    return NONE if value is None else f"{value:{form}}"
 
 
 def _moment(seconds: float | None) -> str:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser
 
@@ -206,9 +206,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
         parsed = _given(kind, arguments)
     except ConfigError as error:
         if "WORLD_SIZE" not in os.environ:
-            for problem in error.problems:
-                print(f"error: {problem}", file=sys.stderr)
-            return ExitCode.WRONG_INPUT
+            return _refused(error)
         parsed = error  # raised after connecting, because the other ranks wait for this one
 
     end_with_launcher()
@@ -262,10 +260,15 @@ def _start_timeout(parsed: Given[PretrainConfig] | ConfigError) -> float:
     """Return the seconds to wait for other ranks: the default if the configuration, which is not checked yet, has no
     usable number."""
     default = ParallelConfig().timeout_seconds
-    timeout = default
-    if not isinstance(parsed, ConfigError):
-        timeout = parsed.config.parallel.timeout_seconds
+    timeout = default if isinstance(parsed, ConfigError) else parsed.config.parallel.timeout_seconds
     return timeout if 0 < timeout < threading.TIMEOUT_MAX else default
+
+
+def _refused(error: ConfigError) -> int:
+    """Print the problems of a command line, and return the exit status."""
+    for problem in error.problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return ExitCode.WRONG_INPUT
 
 
 EXAMPLES = """\
@@ -278,40 +281,37 @@ A BERT reads a shard that is split into sentences (megapipe preprocess --split-s
   megapipe train -n 2 --config bert_quickstart --parallel.pipeline 2"""
 HINT = f"usage: megapipe train [-n RANKS] --config FILE [--group.field VALUE ...]\n\n{EXAMPLES}"
 
-FLAGS: tuple[tuple[tuple[str, ...], dict[str, Any]], ...] = (
-    (
-        ("--kind",),
-        {
-            "choices": tuple(KINDS),
-            "help": "kind of model (default: bert if a field that only BERT runs have is set, otherwise gpt)",
-        },
-    ),
-    (
-        ("-n", "--ranks"),
-        {"type": positive, "metavar": "N", "help": "start N ranks on this host, one per GPU or a few per CPU host"},
-    ),
-    (
-        ("--nodes",),
-        {"type": positive, "metavar": "N", "help": "number of hosts, for --rendezvous; start this command on each"},
-    ),
-    (
-        ("--rendezvous",),
-        {"metavar": "HOST:PORT", "help": "one of the hosts and a free port on it, to which all hosts connect"},
-    ),
-    (
-        ("--restarts",),
-        {"type": natural, "metavar": "N", "help": "restart the ranks up to N times after a failure (default 0)"},
-    ),
-)
-"""Flags in addition to the flags of a rank. Without -n, this process is one rank: the only one, or the one that is set
-by variables of torchrun or Slurm."""
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only the launcher reads. Without -n, this process is one rank: the only one, or the one that
+    is set by variables of torchrun or Slurm."""
+    parser.add_argument(
+        "--kind",
+        choices=tuple(KINDS),
+        help="kind of model (default: bert if a field that only BERT runs have is set, otherwise gpt)",
+    )
+    parser.add_argument(
+        "-n",
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="start N ranks on this host, one per GPU or a few per CPU host",
+    )
+    parser.add_argument(
+        "--nodes", type=positive, metavar="N", help="number of hosts, for --rendezvous; start this command on each"
+    )
+    parser.add_argument(
+        "--rendezvous", metavar="HOST:PORT", help="one of the hosts and a free port on it, to which all hosts connect"
+    )
+    parser.add_argument(
+        "--restarts", type=natural, metavar="N", help="restart the ranks up to N times after a failure (default 0)"
+    )
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command line and return its exit status."""
     parser = OneLineParser(prog="megapipe train", add_help=False)
-    for names, options in FLAGS:
-        parser.add_argument(*names, **options)
+    _add_flags(parser)
     flags, rest = parser.parse_known_args(arguments)
     if not rest:
         if os.environ.get("RANK", "0") == "0":
@@ -320,19 +320,14 @@ def main(arguments: Sequence[str]) -> int:
     try:
         rest = with_model_folders(rest)
         kind = kind_of(rest) if flags.kind is None else KINDS[flags.kind]
+        job = _job(flags)
+        if job is not None:
+            _check_layout(_given(kind, rest), job.ranks * job.nodes)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return ExitCode.WRONG_INPUT
-    if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:
+        return _refused(error)
+    if job is None:
         os.environ.update(slurm_variables(os.environ))
         return run_program(kind, rest)
-    try:
-        job = _job(flags)
-        _check_layout(_given(kind, rest), job.ranks * job.nodes)
-    except ConfigError as error:
-        for problem in error.problems:
-            print(f"error: {problem}", file=sys.stderr)
-        return ExitCode.WRONG_INPUT
     return launch(job, ["train", *(["--kind", flags.kind] if flags.kind else []), *rest])
 
 
@@ -351,8 +346,10 @@ def _check_layout(given: Given[PretrainConfig], world_size: int) -> None:
             raise ConfigError(problems)
 
 
-def _job(flags: argparse.Namespace) -> Job:
-    """Return the job that the flags describe. Raises ConfigError."""
+def _job(flags: argparse.Namespace) -> Job | None:
+    """Return the job that the flags describe; None if this process is a rank. Raises ConfigError."""
+    if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:
+        return None
     if "RANK" in os.environ:
         raise ConfigError(
             f"-n, --nodes, --rendezvous and --restarts start ranks, but this process is rank {os.environ['RANK']} "
@@ -385,6 +382,5 @@ def parser_of(kind: type[PretrainConfig], *, documented: bool = True) -> Argumen
     parser.prog, parser.epilog = "megapipe train", EXAMPLES
     parser.usage = "%(prog)s [-n RANKS] --config FILE [--plan auto|FILE|PRESET] [--group.field VALUE ...]"
     parser.add_argument("--plan", type=str, help=PLAN_HELP)
-    for names, options in FLAGS:
-        parser.add_argument(*names, **options)
+    _add_flags(parser)
     return parser

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING
 from megapipe.config import ConfigError
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.config.field_types import real_number, whole_number
-from megapipe.data import DataError
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
     from megapipe.data.samples import SplitName
-    from megapipe.data.tokenizers import Tokenizer
-    from megapipe.inference.generation import Filled, Text
+    from megapipe.inference.trained_model import TrainedModel
     from megapipe.training.loop.batches import Samples
 
 GENERATE_DESCRIPTION = """\
@@ -68,7 +66,7 @@ examples:
 def generate(argv: Sequence[str]) -> int:
     """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = generate_parser().parse_args(with_hyphens(argv))
-    return exit_status(lambda: _generate(arguments), _is_for_user)
+    return exit_status(lambda: _generate(arguments))
 
 
 def generate_parser() -> argparse.ArgumentParser:
@@ -151,24 +149,19 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    import os
 
     from megapipe.inference import trained_model as request
     from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, generate
     from megapipe.inference.trained_model import LoadedModel
-    from megapipe.parallel.launch import LaunchEnvironment
 
     chosen = {field: getattr(arguments, field) for field in SamplingSettings.__dataclass_fields__}
     settings = SamplingSettings(**chosen)
     if settings.problems():
         raise ConfigError(settings.problems())
-    world_size = LaunchEnvironment.read(os.environ).world_size
     prompts = request.all_prompts(arguments.prompt, arguments.prompt_file)
     trained = request.read_trained(arguments.checkpoint)
     request.check_is_gpt(trained)
-    config = request.on_layout(
-        trained.config, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
-    )
+    config = _on_layout(trained, arguments)
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
     stop = StopStrings(tuple(arguments.stop), tokenizer)
@@ -193,21 +186,16 @@ def _generate(arguments: argparse.Namespace) -> None:
             report = progress.advance if mesh.rank == 0 else lambda _: None
             texts = generate(model, tokens, arguments.num_samples, settings, limits, report)
         if mesh.rank == 0:
-            _print_texts(texts, tokenizer)
-
-
-def _print_texts(texts: Sequence["Text"], tokenizer: "Tokenizer") -> None:
-    """Print prompts with their continuations, with headings if there are several."""
-    for text in texts:
-        if len(texts) > 1:
-            print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
-        print(text.decoded(tokenizer), flush=True)
+            for text in texts:
+                if len(texts) > 1:
+                    print(f"--- prompt {text.prompt + 1}, sample {text.sample + 1} ---")
+                print(text.decoded(tokenizer), flush=True)
 
 
 def fill_mask(argv: Sequence[str]) -> int:
     """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = fill_mask_parser().parse_args(with_hyphens(argv))
-    return exit_status(lambda: _fill_mask(arguments), _is_for_user)
+    return exit_status(lambda: _fill_mask(arguments))
 
 
 def fill_mask_parser() -> argparse.ArgumentParser:
@@ -247,22 +235,18 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
         model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
         print(f"{trained}, tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
         for text, tokens in texts:
-            _print_filled(fill(model, tokenizer, text, tokens, arguments.top_k))
-
-
-def _print_filled(filled: "Filled") -> None:
-    """Print a text, and one line for each of its gaps."""
-    print(filled.text)
-    for number, candidates in enumerate(filled.gaps, start=1):
-        candidates_shown = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
-        print(f"  gap {number}: {candidates_shown}", flush=True)
+            filled = fill(model, tokenizer, text, tokens, arguments.top_k)
+            print(filled.text)
+            for number, candidates in enumerate(filled.gaps, start=1):
+                shown = ", ".join(f"{each.piece} {each.probability:.1%}" for each in candidates)
+                print(f"  gap {number}: {shown}", flush=True)
 
 
 def evaluate(argv: Sequence[str]) -> int:
     """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = evaluate_parser().parse_args(with_hyphens(argv))
     run = _evaluate if arguments.tasks is None else _evaluate_tasks
-    return exit_status(lambda: run(arguments), _is_for_user)
+    return exit_status(lambda: run(arguments))
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
@@ -309,11 +293,10 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     import json
-    import os
     from dataclasses import asdict
 
+    from megapipe.config.parallel import MeshShape
     from megapipe.inference import trained_model as request
-    from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.loop.batches import open_samples
     from megapipe.training.loop.replica import Replica
     from megapipe.training.loop.steps import Evaluator
@@ -322,11 +305,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
     if arguments.tasks_folder is not None or arguments.tokenizer is not None:
         raise ConfigError("--tasks-folder and --tokenizer are for --tasks; name tasks, or leave them out")
-    world_size = LaunchEnvironment.read(os.environ).world_size
     trained = request.read_trained(arguments.checkpoint)
-    config = request.on_layout(
-        trained.config, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
-    )
+    config = _on_layout(trained, arguments)
     split: SplitName = arguments.split or "validation"
     if arguments.data_prefix is not None:
         if arguments.split is not None:
@@ -336,7 +316,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
         raise ConfigError("a Hugging Face folder names no training data: set --data-prefix to a shard")
     samples = open_samples(config, split)
     config = _in_batches(config, samples, arguments.samples, arguments.batch_size or trained.config.batch.micro_size)
-    validate(config, world_size)
+    validate(config, MeshShape.of(config.parallel).world_size)
     with request.connected(config) as mesh:
         replica = Replica(config, mesh)
         trained.load(replica.states(), mesh)
@@ -355,21 +335,16 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> None:
     import json
-    import os
 
     from megapipe.inference import trained_model as request
     from megapipe.inference.evaluation import Tasks
     from megapipe.inference.trained_model import LoadedModel
-    from megapipe.parallel.launch import LaunchEnvironment
 
     if arguments.data_prefix is not None or arguments.split is not None:
         raise ConfigError("--tasks has its own texts; leave out --data-prefix and --split, or --tasks")
-    world_size = LaunchEnvironment.read(os.environ).world_size
     trained = request.read_trained(arguments.checkpoint)
     request.check_is_gpt(trained)
-    config = request.on_layout(
-        trained.config, world_size, tensor=arguments.tensor, pipeline=arguments.pipeline, device=arguments.device
-    )
+    config = _on_layout(trained, arguments)
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tasks = Tasks(arguments.tasks.split(","), arguments.tasks_folder)
     with request.connected(config) as mesh:
@@ -386,6 +361,18 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> None:
                     print(f"{task}: {name.removesuffix(',none')} {value:.4f}", flush=True)
 
 
+def _on_layout(trained: "TrainedModel", arguments: argparse.Namespace) -> "PretrainConfig":
+    """Return the configuration on the layout of --tensor and --pipeline. Raises ConfigError if it does not fit."""
+    import os
+
+    from megapipe.inference.trained_model import on_layout
+    from megapipe.parallel.launch import LaunchEnvironment
+
+    world_size = LaunchEnvironment.read(os.environ).world_size
+    layout = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "device")}
+    return on_layout(trained.config, world_size, **layout)
+
+
 def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":
     """Return the configuration with all documents of another shard as its validation split.
 
@@ -395,8 +382,7 @@ def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":
 
     from megapipe.data.manifest import check_one_tokenizer, read_manifest
 
-    manifests = [read_manifest(each) for each in (config.data.prefixes[0], prefix) if each]
-    check_one_tokenizer([manifest for manifest in manifests if manifest is not None])
+    check_one_tokenizer(read_manifest(each) for each in (config.data.prefixes[0], prefix) if each)
     return replace(config, data=replace(config.data, prefix=prefix, blend={}, split="0,1,0"))
 
 
@@ -451,12 +437,3 @@ def _add_layout(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pipeline", type=positive, metavar="P", help="pipeline ranks (default: number of processes / tensor ranks)"
     )
-
-
-def _is_for_user(error: Exception) -> bool:
-    # Imported here because torch takes a second, and --help or a misspelt flag should not wait for it.
-    from megapipe.checkpoint.storage import CheckpointError
-    from megapipe.inference.trained_model import PromptError
-    from megapipe.parallel.groups import LaunchError
-
-    return isinstance(error, CheckpointError | ConfigError | DataError | LaunchError | PromptError)

@@ -4,7 +4,11 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 
-class ConfigError(ValueError):
+class InputError(Exception):
+    """An error in the input of a command; its message is for the user."""
+
+
+class ConfigError(InputError, ValueError):
     """An invalid configuration. The message names each wrong value, the rule that it breaks, and how to fix it."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:

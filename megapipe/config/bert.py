@@ -85,25 +85,22 @@ class BertModelConfig(ModelConfig):
             )
         if self.norm_position not in ("pre", "post"):
             found.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
-        for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None)):
-            if getattr(self, name) != neutral:
-                found.append(
-                    f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
-                    f"{'null' if neutral is None else neutral}"
-                )
+        found += [
+            f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
+            f"{'null' if neutral is None else neutral}"
+            for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None))
+            if getattr(self, name) != neutral
+        ]
         if self.mtp_layers:
             found.append(
                 f"model.mtp_layers is {self.mtp_layers}; only a GPT predicts further tokens: set model.mtp_layers to 0"
             )
-        if self.kv_latent_size is not None:
-            found.append(
-                f"model.kv_latent_size is {self.kv_latent_size}; only a GPT has multi-latent attention: set it to null"
-            )
-        if self.attention_chunk_size is not None:
-            found.append(
-                f"model.attention_chunk_size is {self.attention_chunk_size}; only a GPT attends in chunks: set it to "
-                "null"
-            )
+        for name, what in (
+            ("kv_latent_size", "has multi-latent attention"),
+            ("attention_chunk_size", "attends in chunks"),
+        ):
+            if (size := getattr(self, name)) is not None:
+                found.append(f"model.{name} is {size}; only a GPT {what}: set it to null")
         if self.sentence_head and self.token_types < 2:
             found.append(
                 f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "

@@ -9,14 +9,14 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from itertools import groupby
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
-from megapipe.config import ConfigError
+from megapipe.config import ConfigError, InputError
 from megapipe.config.field_types import real_number, whole_number
 
 if TYPE_CHECKING:
@@ -137,12 +137,12 @@ def _end_with(parent: "BaseProcess") -> None:
     os._exit(1)
 
 
-def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception], bool], interrupted: str = "") -> int:
-    """Run a tool that reads and writes files, and report its errors on stderr.
+def exit_status(run: Callable[[], int | None], interrupted: str = "") -> int:
+    """Run a tool that reads and writes files, and report errors in its input on stderr. Any other exception is a bug,
+    and is raised.
 
     Args:
         run: returns the exit status after success, None for 0.
-        is_for_user: whether an error is a message for the user; any other error is a bug and is raised.
         interrupted: message after Ctrl-C, about what remains on disk.
 
     Returns:
@@ -159,12 +159,20 @@ def exit_status(run: Callable[[], int | None], is_for_user: Callable[[Exception]
     except KeyboardInterrupt:
         print(f"interrupted{interrupted and f'; {interrupted}'}", file=sys.stderr)
         return 130
-    except Exception as error:
-        if not is_for_user(error):
-            raise
+    except InputError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2
+
+
+def aligned(rows: Iterable[Sequence[str]], is_right: Callable[[Sequence[str]], bool]) -> list[str]:
+    """Return the lines of a table. is_right: whether a column is aligned to the right, by its cells below the
+    heading."""
+    columns = []
+    for cells in zip(*rows, strict=True):
+        width, side = max(map(len, cells)), ">" if is_right(cells[1:]) else "<"
+        columns.append([f"{cell:{side}{width}}" for cell in cells])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
 HOUR = 3600.0
@@ -316,24 +324,18 @@ class ProgressBar:
 @contextmanager
 def progress_bar(task: str) -> Iterator[Report]:
     """Within the block, calls of the yielded function update a bar."""
-    bar = ProgressBar(task)
-    try:
+    with closing(ProgressBar(task)) as bar:
         yield bar.update
-    finally:
-        bar.close()
 
 
 @contextmanager
 def tracked(items: Sequence[Item], task: str) -> Iterator[Iterator[Item]]:
     """Within the block, yield an iterator over items that counts each as done once the next one is requested."""
-    bar = ProgressBar(task, sum(item.num_bytes for item in items), "bytes")
+    with closing(ProgressBar(task, sum(item.num_bytes for item in items), "bytes")) as bar:
 
-    def count() -> Iterator[Item]:
-        for item in items:
-            yield item
-            bar.advance(item.num_bytes)
+        def count() -> Iterator[Item]:
+            for item in items:
+                yield item
+                bar.advance(item.num_bytes)
 
-    try:
         yield count()
-    finally:
-        bar.close()

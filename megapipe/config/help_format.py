@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from argparse import SUPPRESS, Action
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -34,9 +34,8 @@ _NAME = re.compile(rf"({_NAMED_WITH_FOLDER}/)?[A-Za-z0-9][\w.-]*")
 def packaged_files(flag: str) -> dict[str, Path]:
     """Return the packaged files for a flag such as `model`, by name; empty if the flag has none."""
     files = [file for folder in _FOLDERS.get(flag, ()) for file in (FOLDER / folder).glob("*.yaml")]
-    names = {file: file.stem for file in files}
-    names |= {file: f"{_NAMED_WITH_FOLDER}/{file.stem}" for file in files if file.parent.name == _NAMED_WITH_FOLDER}
-    return {names[file]: file for file in sorted(files, key=names.__getitem__)}
+    prefixes = {_NAMED_WITH_FOLDER: f"{_NAMED_WITH_FOLDER}/"}
+    return dict(sorted((prefixes.get(file.parent.name, "") + file.stem, file) for file in files))
 
 
 def with_packaged_files(words: Sequence[str]) -> list[str]:
@@ -132,8 +131,8 @@ def describe_library_options(parser: ArgumentParser) -> None:
     """Replace the help texts of jsonargparse's own options: `--GROUP FILE` and `--print_config`."""
     for action in parser._actions:
         if action.help == _GROUP_HELP:
-            action.metavar = "FILE"
-            action.help = f"{file_of(action.dest)} below{_or_packaged(packaged_files(action.dest))}"
+            action.metavar, names = "FILE", ", ".join(packaged_files(action.dest))
+            action.help = f"{file_of(action.dest)} below{f', or a packaged one: {names}' if names else ''}"
         elif action.dest == "print_config":
             action.help = "print the configuration that all other options give, as YAML, and exit"
 
@@ -141,10 +140,6 @@ def describe_library_options(parser: ArgumentParser) -> None:
 def file_of(dest: str) -> str:
     """Return a description of a file. dest: `config`, or the name of the group whose fields the file sets."""
     return f"YAML file with any of the {'groups' if dest == 'config' else f'{dest} fields'}"
-
-
-def _or_packaged(names: Iterable[str]) -> str:
-    return f", or a packaged one: {', '.join(names)}" if names else ""
 
 
 def common_groups(parser: ArgumentParser, groups: frozenset[str]) -> list[Any]:

@@ -261,7 +261,12 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     config = kind(**{name: values[name] for name in groups if name in values})
     if problems := bound_problems(config):
         raise ConfigError(problems)
-    return Given(config, _set_fields(namespace, groups), own)
+    set_fields = frozenset(
+        name
+        for name, value in namespace.items()
+        if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
+    )
+    return Given(config, set_fields, own)
 
 
 def _check_files(words: Sequence[str], flags: set[str]) -> None:
@@ -299,15 +304,6 @@ def _check_digits(words: Sequence[str], hints: Mapping[str, Any]) -> None:
         if kinds & {int, float} and str not in kinds and has_other_digits(text):
             name = _name(flag.removeprefix("--"))
             raise ConfigError(f"{name} is {text}, but must be {in_words(hint)}, in the digits 0 to 9")
-
-
-def _set_fields(namespace: Namespace, groups: set[str]) -> frozenset[str]:
-    """Return the fields that files or flags set to a value other than null."""
-    return frozenset(
-        name
-        for name, value in namespace.items()
-        if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
-    )
 
 
 KINDS: dict[str, type[PretrainConfig]] = {each.kind: each for each in (PretrainConfig, BertPretrainConfig)}
@@ -485,7 +481,7 @@ class _Reader:
         if len(self.problems) > before:
             return None
         content = kind(**values)
-        for name, problem in _broken_rules(content):
+        for name, problem in getattr(content, "broken_rules", tuple)():
             self.tell(nodes.get(re.split(r"[.\[]", name)[0], node), f"{prefix}{name}", problem)
         return content
 
@@ -524,11 +520,6 @@ class _Reader:
         for where, number, rule in outside(hint, value, place):
             self.tell(node, where, f"is {number:g}, but must be {rule}")
         return value
-
-
-def _broken_rules(content: Any) -> Iterator[tuple[str, str]]:
-    rules = getattr(content, "broken_rules", None)
-    return iter(()) if rules is None else rules()
 
 
 def _text_of(node: yaml.Node) -> Any:

@@ -40,15 +40,9 @@ class RecomputeConfig:
         """Return one message for each rule that the fields break."""
         found = bound_problems(self, "recompute")
         if self.method != "full" and (self.every != 1 or self.num_blocks is not None):
-            found.append(
-                "recompute.every and recompute.num_blocks need recompute.method "
-                f"full, and it is {self.method}; set it to full, or leave them out"
-            )
+            found.append(_needs("recompute.every and recompute.num_blocks", "recompute.method", "full", self.method))
         if self.method != "auto" and (self.memory is not None or self.hardware is not None):
-            found.append(
-                "recompute.memory and recompute.hardware need recompute.method "
-                f"auto, and it is {self.method}; set it to auto, or leave them out"
-            )
+            found.append(_needs("recompute.memory and recompute.hardware", "recompute.method", "auto", self.method))
         if self.method == "auto" and self.parts != RecomputeConfig().parts:
             found.append(
                 "recompute.parts is set but recompute.method is auto, which chooses the "
@@ -57,6 +51,11 @@ class RecomputeConfig:
         if self.method == "selective" and not self.parts:
             found.append("recompute.parts is empty; name attention, mlp or norms, or set recompute.method none")
         return found
+
+
+def _needs(names: str, field: str, value: str, given: str) -> str:
+    """Return the message for fields that have an effect with one value of another field only."""
+    return f"{names} need {field} {value}, and it is {given}; set it to {value}, or leave them out"
 
 
 @dataclass(kw_only=True)
@@ -102,19 +101,15 @@ class OffloadConfig:
         """Return one message for each rule that the fields break."""
         found = bound_problems(self, "offload")
         if self.activations != "blocks" and (self.every != 1 or self.num_blocks is not None):
-            found.append(
-                "offload.every and offload.num_blocks need offload.activations blocks, "
-                f"and it is {self.activations}; set it to blocks, or leave them out"
-            )
+            names = "offload.every and offload.num_blocks"
+            found.append(_needs(names, "offload.activations", "blocks", self.activations))
         if self.activations == "auto" and self.memory is None:
             found.append(
                 "offload.activations auto needs offload.memory, the GiB of activations that a rank may hold; set it"
             )
         if self.activations != "auto" and (self.memory, self.bandwidth, self.compute) != (None, None, None):
-            found.append(
-                "offload.memory, offload.bandwidth and offload.compute need offload.activations auto, and it is "
-                f"{self.activations}; set it to auto, or leave them out"
-            )
+            names = "offload.memory, offload.bandwidth and offload.compute"
+            found.append(_needs(names, "offload.activations", "auto", self.activations))
         if self.activations == "none" and self.prefetch is not None:
             found.append("offload.prefetch needs offload.activations blocks or auto; set one of them, or leave it out")
         if self.weights and not self.optimizer:

@@ -446,13 +446,13 @@ class ModelConfig:
 
     def _kind_problems(self) -> list[str]:
         """Return one message for each rule that kinds of layers and their pattern break."""
-        found, known = [], [BASE_KIND, *self.layer_kinds]
-        for name in dict.fromkeys(self.layer_pattern):
-            if name not in known:
-                found.append(
-                    f"model.layer_pattern has {name!r}, which is not a kind of layer; use one of "
-                    f"{', '.join(map(str, known))}, or add it to model.layer_kinds"
-                )
+        known = [BASE_KIND, *self.layer_kinds]
+        found = [
+            f"model.layer_pattern has {name!r}, which is not a kind of layer; use one of "
+            f"{', '.join(map(str, known))}, or add it to model.layer_kinds"
+            for name in dict.fromkeys(self.layer_pattern)
+            if name not in known
+        ]
         if len(self.layer_pattern) > self.num_layers:
             found.append(
                 f"model.layer_pattern has {len(self.layer_pattern)} entries, but model.num_layers is "

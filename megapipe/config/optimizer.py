@@ -1,6 +1,6 @@
 """The optimizer, gradient clipping, the learning rate schedule, and how fp16 runs scale their loss."""
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from megapipe.config.field_types import (
@@ -141,11 +141,6 @@ class LossScaleConfig:
     """For dynamic: lowest scale."""
     patience: PositiveInt = 20
     """Consecutive skipped steps, at the lowest scale, after which the run ends with an error."""
-
-    @property
-    def is_default(self) -> bool:
-        """Whether no field was changed."""
-        return all(getattr(self, each.name) == each.default for each in fields(self))
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""

@@ -353,20 +353,21 @@ class ZeroConfig:
         """Return one message for each rule that the fields break."""
         found = bound_problems(self, "zero")
         plain = ZeroConfig()
-        for name, least in (
-            ("weight_buffers", 3),
-            ("weight_memory", 3),
-            ("gradient_buffers", 2),
-            ("gradient_memory", 2),
-            ("shard_size", 1),
-            ("expert_shard_size", 1),
-            ("reduce_dtype", 1),
-        ):
-            if self.stage < least and getattr(self, name) != getattr(plain, name):
-                found.append(
-                    f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does "
-                    f"not use it; set zero.stage to at least {least}, or leave zero.{name} out"
-                )
+        needed = {
+            "weight_buffers": 3,
+            "weight_memory": 3,
+            "gradient_buffers": 2,
+            "gradient_memory": 2,
+            "shard_size": 1,
+            "expert_shard_size": 1,
+            "reduce_dtype": 1,
+        }
+        found += [
+            f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does "
+            f"not use it; set zero.stage to at least {least}, or leave zero.{name} out"
+            for name, least in needed.items()
+            if self.stage < least and getattr(self, name) != getattr(plain, name)
+        ]
         for what in ("weight", "gradient"):
             memory, buffers = getattr(self, f"{what}_memory"), getattr(self, f"{what}_buffers")
             if memory is not None and buffers != getattr(plain, f"{what}_buffers"):

@@ -428,7 +428,7 @@ class PretrainConfig:
                 "recompute.method selective cannot be combined with training.compile, which chooses by itself what to "
                 "recompute in a block; leave one of them out, or set recompute.method full"
             )
-        if self.training.precision != "fp16" and not self.loss_scale.is_default:
+        if self.training.precision != "fp16" and self.loss_scale != LossScaleConfig():
             found.append(
                 f"loss_scale is set but training.precision is {self.training.precision}; only "
                 "fp16 scales its loss: set training.precision fp16, or leave loss_scale out"

@@ -92,7 +92,9 @@ class Sandbox:
         Raises CheckpointError, with the class, if the pickle is refused, DamagedCheckpointError if it cannot be read.
         """
         content = self._exchange(descriptor, confined.REQUEST.pack(archive, start, stop), origin)
-        reply = decode_json(content, f"{origin} is not read: the reply of the process that reads pickles", _failure)
+        reply = decode_json(
+            content, f"{origin} is not read: the reply of the process that reads pickles", CheckpointError
+        )
         match reply:
             case {"value": value}:
                 try:
@@ -142,10 +144,6 @@ def _end(process: int, channel: socket.socket) -> None:
     with suppress(ProcessLookupError, ChildProcessError):
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
-
-
-def _failure(message: str) -> CheckpointError:
-    return CheckpointError(message)
 
 
 def _decoded(value: Any, archive_bytes: int) -> Any:

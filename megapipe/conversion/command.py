@@ -45,7 +45,7 @@ def build_parser() -> argparse.ArgumentParser:
         "source", metavar="PATH", help="folder of a checkpoint, or of a run (its newest complete checkpoint)"
     )
     convert.add_argument("target", metavar="TARGET", help="folder to write, which must not exist")
-    _add_reading(convert)
+    _add_reading(convert, _convert)
     _add_writing(convert)
     convert.add_argument("--to", choices=list(FORMATS), required=True, help=_formats())
     convert.add_argument(
@@ -56,32 +56,33 @@ def build_parser() -> argparse.ArgumentParser:
         "inspect", help="show model, step, tensors, types and sizes without reading a tensor"
     )
     inspect.add_argument("source", metavar="PATH")
-    _add_reading(inspect)
+    _add_reading(inspect, _inspect)
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
     verify = commands.add_parser(
         "verify", help="read every byte; list bad files and exit with status 1 if there are any"
     )
     verify.add_argument("sources", metavar="PATH", nargs="+", help="folders; a run's folder means all its checkpoints")
-    _add_reading(verify)
+    _add_reading(verify, _verify)
 
     diff = commands.add_parser("diff", help="show how two checkpoints differ; exit status 1 if they do")
     diff.add_argument("source", metavar="PATH")
     diff.add_argument("other", metavar="OTHER")
-    _add_reading(diff)
+    _add_reading(diff, _diff)
     diff.add_argument("--weights-only", action="store_true", help="ignore moments and earlier weights")
     diff.add_argument("--tolerance", type=finite, default=0.0, metavar="X", help="ignore differences of at most X (0)")
 
     average = commands.add_parser("average", help="average the weights of several checkpoints in float64")
     average.add_argument("sources", metavar="PATH", nargs="+")
     average.add_argument("--output", required=True, metavar="TARGET", help="folder to write, which must not exist")
-    _add_reading(average)
+    _add_reading(average, _average)
     _add_writing(average)
     average.add_argument("--to", choices=list(FORMATS), default="megapipe", help=_formats() + " (megapipe)")
     return parser
 
 
-def _add_reading(parser: argparse.ArgumentParser) -> None:
+def _add_reading(parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], int]) -> None:
+    parser.set_defaults(run=run)
     parser.add_argument(
         "--from",
         dest="format",
@@ -154,22 +155,7 @@ def main(argv: Sequence[str]) -> int:
     """
     arguments = build_parser().parse_args(with_hyphens(argv))
     return_large_blocks()
-    commands: dict[str, Callable[[argparse.Namespace], int]] = {
-        "convert": _convert,
-        "inspect": _inspect,
-        "verify": _verify,
-        "diff": _diff,
-        "average": _average,
-    }
-    return exit_status(lambda: commands[arguments.command](arguments), _is_for_user, "nothing was written")
-
-
-def _is_for_user(error: Exception) -> bool:
-    from megapipe.checkpoint.storage import CheckpointError
-    from megapipe.conversion.formats import UnknownFormatError
-    from megapipe.data import DataError
-
-    return isinstance(error, (CheckpointError, ConfigError, DataError, UnknownFormatError))
+    return exit_status(lambda: arguments.run(arguments), "nothing was written")
 
 
 def _open(path: str, arguments: argparse.Namespace) -> "Source":
@@ -245,11 +231,10 @@ def _verify(arguments: argparse.Namespace) -> int:
             problems = [str(error)]
         for problem in problems:
             print(f"error: {problem}", file=sys.stderr)
-        if problems:
-            damaged = True
-        else:
+        damaged |= bool(problems)
+        if not problems:
             print(f"{path}: intact, {_counted(len(source.contents.tensors))}")
-    return 1 if damaged else 0
+    return int(damaged)
 
 
 def _diff(arguments: argparse.Namespace) -> int:

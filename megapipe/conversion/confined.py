@@ -334,8 +334,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
             name = refused[1] if "." in refused[1] else f"builtins.{refused[1]}"
             return {"refused": f"it names {name}, which is not on the list of what a checkpoint may hold"}
         message = str(error).split("WeightsUnpickler error:")[-1].split("Check the documentation of torch.load")[0]
-        reason = " ".join(message.split())[:300]
-        return {"damaged": f"{type(error).__name__}: {reason}"}
+        return {"damaged": f"{type(error).__name__}: {' '.join(message.split())[:300]}"}
 
 
 def _check_size(num_bytes: int) -> None:
@@ -355,12 +354,10 @@ def confine() -> None:
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_AS, address_space + MEMORY_BYTES)
     if os.geteuid() == 0:  # root could raise its limits again
-        try:
+        with suppress(OSError):  # a container may forbid it; the limits apply even then, unless they are raised again
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-        except OSError:
-            pass  # a container may forbid it; the limits apply even then, unless they are raised again
     _lower(resource.RLIMIT_NPROC, 0)
     _lower(resource.RLIMIT_NOFILE, 4)  # the channel, two for /dev/null, and the file of the request
 

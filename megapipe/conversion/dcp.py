@@ -49,13 +49,12 @@ from megapipe.checkpoint.storage import (
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config import nearest
 from megapipe.config.untrusted import DECODING_ERRORS
-from megapipe.conversion.archive import Archive, InertObject, Sandbox, TensorPlace
+from megapipe.conversion.archive import DTYPE_NAMES, Archive, InertObject, Sandbox, TensorPlace
 from megapipe.conversion.formats import METADATA, WEIGHTS, Contents, Index, StoredTensor, TargetOptions
-from megapipe.conversion.megapipe_format import model_of, parameters_of
+from megapipe.conversion.megapipe_format import model_of, ordered, parameters_of
 from megapipe.spec.parameters import Box
 
 _DATA = "__0_0.distcp"
-_DTYPE_NAMES = {str(dtype): name for name, dtype in DTYPES.items()}
 _METADATA_VERSION = "1.0.0"
 
 
@@ -155,23 +154,18 @@ def _tensors(metadata: InertObject, path: Path) -> Iterator[DcpTensor]:
     for name, stored in metadata.state["state_dict_metadata"].items():
         if stored.name != "torch.distributed.checkpoint.metadata.TensorStorageMetadata":
             continue
-        dtype = _DTYPE_NAMES.get(stored.state["properties"].state[0])
+        dtype = DTYPE_NAMES.get(str(stored.state["properties"].state[0]).removeprefix("torch."))
         if dtype is None:
             continue  # counters and random states
         shape = _size(stored.state["size"])
         chunks = tuple(_chunk(name, each.state, places, path) for each in stored.state["chunks"])
         if any(len(chunk.box.starts) != len(shape) for chunk in chunks):
             raise ValueError(f"{name} has chunks with another number of dimensions")
-        inside_all = all(
-            0 <= low <= high <= extent
-            for chunk in chunks
-            for low, high, extent in zip(chunk.box.starts, chunk.box.stops, shape, strict=True)
-        )
-        problem = (
-            tiling_problem(shape, [Extent.whole(chunk.box) for chunk in chunks])
-            if inside_all
-            else "a part is outside the tensor"
-        )
+        boxes = [chunk.box for chunk in chunks]
+        if all(high <= extent for box in boxes for high, extent in zip(box.stops, shape, strict=True)):
+            problem = tiling_problem(shape, [Extent.whole(box) for box in boxes])
+        else:
+            problem = "a part is outside the tensor"
         if problem is not None:
             raise DamagedCheckpointError(f"{path}: the parts of {name!r} do not cover it: {problem}", "unreadable")
         yield DcpTensor(name, shape, dtype, chunks)
@@ -215,7 +209,7 @@ class DcpWriter:
     nesting: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._tensors: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
         self._position, self._path = 0, self.folder / _DATA
         with writing(self._path):
@@ -229,7 +223,6 @@ class DcpWriter:
         stored = self._tensors.setdefault(
             name, TensorStorageMetadata(TensorProperties(dtype=values.dtype), torch.Size(shape), [])
         )
-        assert isinstance(stored, TensorStorageMetadata)
         stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), whole.shape))
         self._item(MetadataIndex(name, offsets, len(stored.chunks) - 1), whole)
 
@@ -249,11 +242,8 @@ class DcpWriter:
 
     def finish(self) -> None:
         """Make the file durable and write `.metadata`."""
-        try:
-            with writing(self._path):
-                DISK.flush(self._descriptor)
-        finally:
-            self.close()
+        with closing(self), writing(self._path):
+            DISK.flush(self._descriptor)
         metadata = Metadata(
             self._tensors,
             planner_data=self.nesting or None,
@@ -310,18 +300,9 @@ class DcpSource:
             missing = [name for name in specs if (name, WEIGHTS) not in self._keys]
             if missing:
                 raise CheckpointError(f"{path} lacks {_MODEL}{missing[0]}")
-        kinds = sorted({kind for _, kind in self._keys}, key=lambda kind: (kind != WEIGHTS, kind))
-        self.contents = Contents(
-            model,
-            tuple(
-                StoredTensor(name, kind, specs[name].shape, self._files.tensors[self._keys[name, kind]].dtype)
-                for kind in kinds
-                for name in specs
-                if (name, kind) in self._keys
-            ),
-            run,
-            applied,
-        )
+        stored = ((name, kind, self._files.tensors[key]) for (name, kind), key in self._keys.items())
+        tensors = (StoredTensor(name, kind, tensor.shape, tensor.dtype) for name, kind, tensor in stored)
+        self.contents = Contents(model, ordered(tensors, model), run, applied)
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         return self._files.read(self._keys[tensor.name, tensor.kind], index)
@@ -346,8 +327,7 @@ def _run_of(document: Mapping[str, Any], path: Path) -> tuple[RunState | None, d
         return None, {}
     try:
         run = RunState.from_dict(document["run"], config=dict(document["run"]["config"]))
-        updates = document["applied_updates"].items()
-        return run, {str(name): int(count) for name, count in updates}
+        return run, {str(name): int(count) for name, count in document["applied_updates"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{path} has an unreadable training position in `run`: {error!r}; remove `run`"

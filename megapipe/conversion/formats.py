@@ -5,12 +5,12 @@ Modules that import torch are imported only when a checkpoint is opened, so that
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from megapipe.config import nearest
+from megapipe.config import InputError
 from megapipe.config.model import ModelConfig
 from megapipe.config.untrusted import read_bytes
 
@@ -73,15 +73,6 @@ class Contents:
         """Kinds of tensors that are stored, weights first."""
         kinds = dict.fromkeys(tensor.kind for tensor in self.tensors)
         return sorted(kinds, key=lambda kind: (kind != WEIGHTS, kind))
-
-    def weights_only(self) -> "Contents":
-        """Return the contents without moments and earlier weights. The run state is kept as the origin of the
-        weights."""
-        return replace(
-            self,
-            tensors=tuple(tensor for tensor in self.tensors if tensor.kind == WEIGHTS),
-            applied_updates={},
-        )
 
 
 Index = tuple[slice, ...]
@@ -175,8 +166,8 @@ def iteration_folder(path: Path) -> Path:
     return path / f"iter_{int(named):07d}" if named.isdecimal() and len(named) < 20 else path
 
 
-class UnknownFormatError(ValueError):
-    """A folder whose format cannot be identified, or an unknown format. The message lists all formats."""
+class UnknownFormatError(InputError, ValueError):
+    """A folder whose format cannot be identified. The message lists all formats."""
 
 
 @dataclass(frozen=True)
@@ -202,23 +193,17 @@ class Format:
 
         allow_pickle: pickles may be read, in a confined process that accepts only listed classes.
         """
-        source: Source = getattr(import_module(self.module), self.source)(path, allow_pickle)
-        return source
+        return getattr(import_module(self.module), self.source)(path, allow_pickle)
 
     def open_target(self, path: Path, contents: Contents, options: TargetOptions) -> Target:
         """Start to write a folder. Raises CheckpointError for contents that the format cannot store."""
-        target: Target = getattr(import_module(self.module), self.target)(path, contents, options)
-        return target
+        return getattr(import_module(self.module), self.target)(path, contents, options)
 
 
 def _is_megapipe(path: Path) -> bool:
     """Return whether `path` is a step's folder, or the folder of a run with at least one step."""
     steps = (*path.glob("checkpoints/step-*"), *path.glob("step-*"))
     return (path / "manifest.json").is_file() or any(step.is_dir() for step in steps)
-
-
-def _is_hugging_face(path: Path) -> bool:
-    return (path / "config.json").is_file()
 
 
 def _is_megatron_torch(path: Path) -> bool:
@@ -230,10 +215,6 @@ def _is_torch_dist(path: Path) -> bool:
     return all((folder / name).is_file() for name in (DIST_CONFIG, COMMON))
 
 
-def _is_dcp(path: Path) -> bool:
-    return (path / METADATA).is_file()
-
-
 FORMATS = {
     "megapipe": Format(
         *("a megapipe checkpoint", _is_megapipe, True),
@@ -241,7 +222,7 @@ FORMATS = {
         options=("tokenizer",),
     ),
     "hf": Format(
-        *("a Hugging Face folder", _is_hugging_face, False),
+        *("a Hugging Face folder", lambda path: (path / "config.json").is_file(), False),
         *("megapipe.conversion.hugging_face", "HuggingFaceSource", "HuggingFaceTarget"),
         options=("tokenizer", "max_shard_bytes"),
     ),
@@ -256,7 +237,7 @@ FORMATS = {
         options=("layer_names",),
     ),
     "dcp": Format(
-        *("a state dict of torch.distributed.checkpoint", _is_dcp, True),
+        *("a state dict of torch.distributed.checkpoint", lambda path: (path / METADATA).is_file(), True),
         *("megapipe.conversion.dcp", "DcpSource", "DcpTarget"),
     ),
 }
@@ -264,12 +245,9 @@ FORMATS = {
 
 
 def format_of(path: Path, name: str | None = None) -> Format:
-    """Return the format `name`, or else the format that a folder's files indicate. Raises UnknownFormatError."""
+    """Return the format `name`, one of FORMATS, or else the format that a folder's files indicate. Raises
+    UnknownFormatError."""
     if name is not None:
-        if name not in FORMATS:
-            raise UnknownFormatError(
-                f"unknown format {name!r}{nearest(name, FORMATS)}; formats are {', '.join(FORMATS)}"
-            )
         return FORMATS[name]
     if not path.is_dir():
         raise UnknownFormatError(f"{path} is not a folder; give the folder of a checkpoint")

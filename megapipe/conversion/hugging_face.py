@@ -6,7 +6,9 @@ changes cannot be expressed by that family of transformers.
 """
 
 import json
+import math
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from megapipe.checkpoint.hugging_face import (
     Correspondence,
     HuggingFaceFolder,
     correspondences,
+    family_errors,
     fields_of_config,
     read_family,
 )
@@ -31,7 +34,7 @@ from megapipe.conversion.archive import PickledTensors, Sandbox
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import check_layers, model_of
 from megapipe.conversion.tokenizer_files import exported_tokenizer
-from megapipe.spec.family import FamilyError, exporting_family, family_of
+from megapipe.spec.family import exporting_family, family_of
 
 
 class HuggingFaceSource:
@@ -43,7 +46,7 @@ class HuggingFaceSource:
     def __init__(self, path: Path, allow_pickle: bool = False) -> None:
         self._sandbox: Sandbox | None = None
         self._allow_pickle = allow_pickle
-        self._open: list[TensorReader | PickledTensors] = []
+        self._open = ExitStack()
         with on_failure(self.close):
             self._folder = folder = HuggingFaceFolder(path, self._opened, allow_pickle=allow_pickle)
             model = _model(path, folder.config, folder.places)
@@ -74,44 +77,33 @@ class HuggingFaceSource:
 
     def close(self) -> None:
         """Close all files, and end the process that read pickles, if there is one."""
-        for file in self._open:
-            file.close()
-        self._open = []
-        if self._sandbox is not None:
-            self._sandbox.close()
+        self._open.close()
 
     def _described(self, name: str) -> StoredTensor:
         pair = self._folder.pairs[name]
         places = [self._folder.places[theirs] for theirs in pair.theirs]
         entries = [self._folder.file(file).entry(key) for file, key in places]
-        try:
+        with family_errors():
             pair.check([entry.shape for entry in entries])
-        except FamilyError as error:
-            raise CheckpointError(str(error)) from error
         dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
             raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
         return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())
 
     def _opened(self, path: Path) -> TensorReader | PickledTensors:
-        if path.suffix != ".bin":
-            self._open.append(TensorReader(path))
-        else:
-            if self._sandbox is None:
-                self._sandbox = Sandbox(self._allow_pickle, path.parent)
-            self._open.append(PickledTensors(path, self._sandbox))
-        return self._open[-1]
+        if path.suffix == ".bin" and self._sandbox is None:
+            self._sandbox = self._open.enter_context(closing(Sandbox(self._allow_pickle, path.parent)))
+        pickled = self._sandbox if path.suffix == ".bin" else None
+        file = TensorReader(path) if pickled is None else PickledTensors(path, pickled)
+        return self._open.enter_context(closing(file))
 
 
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """Return the configuration of the folder's model."""
     prefix = "rope_scaling."
     values = {**read_family(folder, config).run_fields(config), **fields_of_config(folder, config, names)}
-    fields: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith(prefix)}
-    fields["rope_scaling"] = {
-        name.removeprefix(prefix): value for name, value in values.items() if name.startswith(prefix)
-    }
-    model = model_of(fields)
+    scaling = {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}
+    model = model_of({**values, "rope_scaling": scaling})
     check_layers(folder, model, len(names))
     return model
 
@@ -124,10 +116,8 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
     Raises CheckpointError with every field of `model` that its family, or the nearest one, cannot express.
     """
-    try:
+    with family_errors("model.family: "):
         family, differences = exporting_family(model)
-    except FamilyError as error:
-        raise CheckpointError(f"model.family: {error}") from error
     if differences:
         which = "its family" if model.family else "the nearest family"
         raise CheckpointError(
@@ -139,10 +129,8 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
 
 def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Correspondence]:
     """Map each parameter to its tensors in the family of an exported configuration. Raises CheckpointError."""
-    try:
+    with family_errors(f"this model cannot be exported as {config['model_type']}: "):
         return {pair.spec.name: pair for pair in correspondences(model, family_of(config["model_type"]))}
-    except FamilyError as error:
-        raise CheckpointError(f"this model cannot be exported as {config['model_type']}: {error}") from error
 
 
 _FURTHER = "head.mtp."
@@ -170,7 +158,9 @@ class HuggingFaceTarget:
         self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
         self._shards = self._planned(contents, options.max_shard_bytes)
-        self._files = [_file_name(number, len(self._shards)) for number in range(len(self._shards))]
+        count = len(self._shards)
+        numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
+        self._files = [SINGLE] if count == 1 else numbered
         self._tokenizer = exported_tokenizer(contents.tokenizer, contents.model)
         self._ids = self._agreed_ids()
         self._generates = contents.model.kind == "gpt"
@@ -182,8 +172,10 @@ class HuggingFaceTarget:
         """Write the tensors of a parameter; open the next file when one is full."""
         for name, part in self._parts(tensor, values):
             if self._stream is None or self._stream.full:
-                self._open_next()
-            assert self._stream is not None
+                if self._stream is not None:
+                    self._stream.close()
+                self._stream = TensorStream(self._folder.partial / self._files[self._next], self._shards[self._next])
+                self._next += 1
             self._stream.add(name, part)
 
     def finish(self) -> list[str]:
@@ -258,24 +250,11 @@ class HuggingFaceTarget:
             if name in self._again:
                 yield self._again[name], part
 
-    def _open_next(self) -> None:
-        if self._stream is not None:
-            self._stream.close()
-        self._stream = TensorStream(self._folder.partial / self._files[self._next], self._shards[self._next])
-        self._next += 1
-
     def _index(self) -> dict[str, Any]:
-        size = 0
-        places = {}
-        for file, shard in zip(self._files, self._shards, strict=True):
-            for name, dtype, shape in shard:
-                places[name] = file
-                size += torch.Size(shape).numel() * DTYPES[dtype].itemsize
+        places = {name: file for file, shard in zip(self._files, self._shards, strict=True) for name, *_ in shard}
+        stored = [each for shard in self._shards for each in shard]
+        size = sum(math.prod(shape) * DTYPES[dtype].itemsize for _, dtype, shape in stored)
         return {"metadata": {"total_size": size}, "weight_map": places}
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         self._folder.write(name, json.dumps(content, indent=2, sort_keys=True) + "\n")
-
-
-def _file_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"

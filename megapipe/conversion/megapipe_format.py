@@ -1,7 +1,7 @@
 """megapipe's own checkpoints as a source and as a target, and model configurations from plain values."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -157,8 +157,18 @@ def model_of(fields: Mapping[str, Any]) -> ModelConfig:
 
 def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
     """Return every parameter by its global name, in the model's order. A tied parameter appears once."""
-    layers = model_layers(model)
-    return {spec.name: spec for layer in layers for spec in layer.parameters.values()}
+    return {spec.name: spec for layer in model_layers(model) for spec in layer.parameters.values()}
+
+
+def ordered(tensors: Iterable[StoredTensor], model: ModelConfig) -> tuple[StoredTensor, ...]:
+    """Return tensors in the order of `Contents`: weights first, then the other kinds, parameters in the model's
+    order."""
+    places = {name: place for place, name in enumerate(parameters_of(model))}
+
+    def place(each: StoredTensor) -> tuple[bool, str, int, str]:
+        return each.kind != WEIGHTS, each.kind, places.get(each.name, len(places)), each.name
+
+    return tuple(sorted(tensors, key=place))
 
 
 def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:
@@ -188,7 +198,9 @@ class MegapipeSource:
         check_layers(self.folder, model, len(self.manifest.shapes()))
         self.contents = Contents(
             model=model,
-            tensors=tuple(self._tensors(model)),
+            tensors=ordered(
+                {StoredTensor(each.name, each.kind, each.shape, each.dtype) for each in self.manifest.chunks}, model
+            ),
             run=run,
             applied_updates=self.manifest.applied_updates,
             tokenizer=_tokenizer_of(self.folder, run.config.get("data", {})),
@@ -220,19 +232,6 @@ class MegapipeSource:
         for file in self._files.values():
             file.close()
         self._files = {}
-
-    def _tensors(self, model: ModelConfig) -> list[StoredTensor]:
-        """Return the tensors: weights first, then the other kinds, parameters in the model's order."""
-        tensors: dict[tuple[str, str], StoredTensor] = {}
-        for chunk in self.manifest.chunks:
-            tensors.setdefault(
-                (chunk.name, chunk.kind), StoredTensor(chunk.name, chunk.kind, chunk.shape, chunk.dtype)
-            )
-        places = {name: place for place, name in enumerate(parameters_of(model))}
-        return sorted(
-            tensors.values(),
-            key=lambda each: (each.kind != WEIGHTS, each.kind, places.get(each.name, len(places)), each.name),
-        )
 
     def _check_tiling(self) -> None:
         """Check that the chunks of every tensor cover it exactly once, before anything is written."""

@@ -72,12 +72,11 @@ def arguments_in(saved: Any, origin: Path) -> Mapping[str, Any]:
     return described.state
 
 
-def model_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"] = "gpt") -> ModelConfig:
-    """Return the model that Megatron-LM's arguments describe. saved: the content of the file `origin`.
+def model_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal["gpt", "bert"]) -> ModelConfig:
+    """Return the model that Megatron-LM's arguments in the file `origin` describe.
 
     Raises CheckpointError for missing arguments, and for a model that the model configuration cannot express.
     """
-    arguments = arguments_in(saved, origin)
     for name, hint in (("num_layers", Size), ("mtp_num_layers", Size | None)):
         count = arguments.get(name) or None
         if not is_value_of(hint, count):
@@ -100,9 +99,8 @@ def _unsupported(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> 
     """Return the arguments that the model configuration cannot express."""
     unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
     if arguments.get("normalization") != "RMSNorm":
-        unsupported += [f"{name} without RMSNorm" for name in _UNIT_OFFSET if arguments.get(name)]
-    if arguments.get("qk_layernorm") and arguments.get("normalization") != "RMSNorm":
-        unsupported.append("qk_layernorm without RMSNorm")
+        names = (*_UNIT_OFFSET, "qk_layernorm")
+        unsupported += [f"{name} without RMSNorm" for name in names if arguments.get(name)]
     softmax, limited = arguments.get("softmax_type", "vanilla"), arguments.get("activation_func_clamp_value")
     if softmax not in ("vanilla", "learnable") or (kind == "bert" and softmax != "vanilla"):
         unsupported.append(f"softmax_type {softmax}{' in a BERT' if kind == 'bert' else ''}")
@@ -203,9 +201,9 @@ def _epsilon(arguments: Mapping[str, Any]) -> float:
     return float(arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)))
 
 
-def notes_of_arguments(saved: Any, origin: Path, kind: Literal["gpt", "bert"]) -> tuple[str, ...]:
-    """Return lines about arguments that the model follows only in part. saved: the content of the file `origin`."""
-    arguments, notes = arguments_in(saved, origin), []
+def notes_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal["gpt", "bert"]) -> tuple[str, ...]:
+    """Return lines about arguments in the file `origin` that the model follows only in part."""
+    notes = []
     if kind == "bert" and _activation(arguments) == "gelu_tanh":
         notes.append(
             f"{origin}: Megatron-LM's masked-token head uses the exact GELU, and its layers use the approximation; "
@@ -232,7 +230,7 @@ def _activation(arguments: Mapping[str, Any]) -> str:
     return next((ours for theirs, ours in _ACTIVATIONS.items() if arguments.get(theirs)), gelu)
 
 
-def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"] = "gpt") -> dict[str, Any]:
+def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> dict[str, Any]:
     padded, vocabulary = arguments["padded_vocab_size"], arguments.get("vocab_size")
     heads = arguments["num_attention_heads"]
     grouped = arguments.get("group_query_attention")
@@ -356,6 +354,7 @@ def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
     groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
     shared, balances = arguments.get("moe_shared_expert_intermediate_size"), "moe_router_enable_expert_bias"
     normalizes = topk > 1 if scores == "sigmoid" else not arguments.get("moe_router_pre_softmax")
+    rate = arguments.get("moe_router_bias_update_rate", 1e-3) if arguments.get(balances) else 0.0
     return {
         "num_experts": arguments["num_experts"],
         "experts_per_token": topk,
@@ -365,9 +364,7 @@ def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
         "router_bias": bias == "all",
         "router_groups": groups if groups and chosen else 1,
         "router_groups_chosen": chosen if groups and chosen else 1,
-        "expert_balance_rate": float(arguments.get("moe_router_bias_update_rate", 1e-3))
-        if arguments.get(balances)
-        else 0.0,
+        "expert_balance_rate": float(rate),
         "shared_expert_size": shared,
         "shared_expert_gate": bool(shared and arguments.get("moe_shared_expert_gate")),
     }
@@ -389,19 +386,26 @@ def check_expressible(model: ModelConfig) -> None:
     """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
     models_of_layers(model)
     for own in model.kinds_of_layers.values():
-        _check_expressible(own)
+        for field, value, possible in _rules(own):
+            if value not in possible:
+                words = " or ".join("null" if each is None else str(each) for each in possible)
+                raise CheckpointError(
+                    f"model.{field} is {value}; Megatron-LM's arguments can express only {words}: write a Hugging "
+                    "Face folder instead (--to hf)"
+                )
 
 
-def _check_expressible(model: ModelConfig) -> None:
+Rule = tuple[str, Any, tuple[Any, ...]]
+"""A field, its value, and the values that Megatron-LM can express."""
+
+
+def _rules(model: ModelConfig) -> list[Rule]:
     plain = model.head_dim**-0.5
     latent = model.kv_latent_size is not None
-    for field, value, possible in (
+    stretched = ("none", "yarn") if latent else ("none", "linear", "llama3", "yarn")
+    return [
         ("bias", model.bias, ("all", "qkv", "none")),
-        (
-            "rope_scaling.kind",
-            model.rope_scaling.kind,
-            ("none", "yarn") if latent else ("none", "linear", "llama3", "yarn"),
-        ),
+        ("rope_scaling.kind", model.rope_scaling.kind, stretched),
         *(_of_latents(model) if latent else [("attention_scale", model.attention_scale, (None, plain))]),
         ("attention_softcap", model.attention_softcap, (None,)),
         ("attention_chunk_size", model.attention_chunk_size, (None,)),
@@ -421,16 +425,10 @@ def _check_expressible(model: ModelConfig) -> None:
         *_of_yarn(model),
         *_of_bert(model),
         *_of_experts(model),
-    ):
-        if value not in possible:
-            words = " or ".join("null" if each is None else str(each) for each in possible)
-            raise CheckpointError(
-                f"model.{field} is {value}; Megatron-LM's arguments can express only {words}: write a Hugging Face "
-                "folder instead (--to hf)"
-            )
+    ]
 
 
-def _of_latents(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+def _of_latents(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that Megatron-LM's multi-latent attention can have)."""
     scaling, plain = model.rope_scaling, model.head_dim**-0.5
     growth = yarn_growth(scaling.factor, scaling.mscale_all_dim or 0.0) if scaling.kind == "yarn" else 1.0
@@ -445,18 +443,18 @@ def _of_latents(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
     ]
 
 
-def _of_yarn(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+def _of_yarn(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that a model with YaRN can have)."""
     scaling = model.rope_scaling
     if scaling.kind != "yarn":
         return []
-    fields: list[tuple[str, Any, tuple[Any, ...]]] = [("rotary_fraction", model.rotary_fraction, (1.0,))]
+    fields: list[Rule] = [("rotary_fraction", model.rotary_fraction, (1.0,))]
     if scaling.factor <= 1:
         fields.append(("rope_scaling.attention_factor", attention_factor(scaling), (1.0,)))
     return fields
 
 
-def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+def _of_bert(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that Megatron-LM's BERT can have)."""
     if not isinstance(model, BertModelConfig):
         return []
@@ -474,14 +472,12 @@ def _of_bert(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
     ]
 
 
-def _of_experts(model: ModelConfig) -> list[tuple[str, Any, tuple[Any, ...]]]:
+def _of_experts(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that Megatron-LM's experts can have)."""
     if model.num_experts is None:
         return []
     sigmoid, chosen = model.router_scores == "sigmoid", model.router_groups_chosen
-    fields: list[tuple[str, Any, tuple[Any, ...]]] = [
-        ("router_bias", model.router_bias, (model.bias == "all",)),
-    ]
+    fields: list[Rule] = [("router_bias", model.router_bias, (model.bias == "all",))]
     if sigmoid:  # Megatron-LM normalizes the shares of several experts
         fields.append(("normalize_expert_shares", model.normalize_expert_shares, (model.experts_per_token > 1,)))
     else:

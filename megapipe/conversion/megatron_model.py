@@ -27,6 +27,7 @@ from megapipe.conversion.megapipe_format import parameters_of
 from megapipe.spec.layers import tensor_problems
 from megapipe.spec.parameters import ParameterSpec
 
+CHECKPOINT_VERSION = 3.0
 VOCABULARY_DIVISOR = 128
 """By default, Megatron-LM rounds the vocabulary up to a multiple of this on each tensor rank."""
 WORDS = "embedding.word_embeddings.weight"
@@ -254,19 +255,16 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
     mlps = {name: parameters_of(_dense(own)) for name, own in model.kinds_of_layers.items()}
     found = {}
     for name, spec in parameters_of(model).items():
-        for ours, theirs in _OUTER.items():
-            if name.startswith(ours):
-                key = theirs.format(stack=_STACKS[model.kind]) + name.removeprefix(ours)
-                found[name] = ParameterLocation(spec, key, None, key, key)
-                break
+        stem = next((ours for ours in _OUTER if name.startswith(ours)), None)
+        if stem is not None:
+            key = _OUTER[stem].format(stack=_STACKS[model.kind]) + name.removeprefix(stem)
+            found[name] = ParameterLocation(spec, key, None, key, key)
+        elif (match := _FURTHER.fullmatch(name)) is not None:
+            found[name] = _of_further_token(spec, match, layers[-1], mlps[model.kind_of_head])
         else:
-            match = _FURTHER.fullmatch(name)
-            if match is None:
-                layer, path = name.removeprefix("blocks.").split(".", 1)
-                kind = model.kind_of_layer(int(layer))
-                found[name] = _in_layer(spec, path, layers[int(layer)], mlps[kind], int(layer))
-            else:
-                found[name] = _of_further_token(spec, match, layers[-1], mlps[model.kind_of_head])
+            layer, path = name.removeprefix("blocks.").split(".", 1)
+            kind = model.kind_of_layer(int(layer))
+            found[name] = _in_layer(spec, path, layers[int(layer)], mlps[kind], int(layer))
     return found
 
 

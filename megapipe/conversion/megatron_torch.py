@@ -40,6 +40,7 @@ from megapipe.conversion.megatron_arguments import (
 )
 from megapipe.conversion.megatron_model import (
     BLOCK_OF_FURTHER,
+    CHECKPOINT_VERSION,
     NEWER_BLOCK,
     WORDS,
     IterationFolder,
@@ -69,18 +70,28 @@ class MegatronTorchSource:
         self._archives: dict[tuple[int, int, int], Archive] = {}
         with on_failure(self.close):
             self._open()
-            self._check_version()
             first = self._archives[0, 0, 0]
+            version = first.value.get("checkpoint_version", 0)
+            if version != CHECKPOINT_VERSION:
+                raise CheckpointError(
+                    f"{first.path} has checkpoint_version {version}; only {CHECKPOINT_VERSION} can be read: load and "
+                    "save it with a newer Megatron-LM"
+                )
             kind = kind_of_keys(key for archive in self._archives.values() for key in _keys_of(archive))
-            model = model_of_arguments(first.value, first.path, kind)
+            arguments = arguments_in(first.value, first.path)
+            model = model_of_arguments(arguments, first.path, kind)
             check_layers(self._folder, model, sum(len(list(_keys_of(each))) for each in self._archives.values()))
             self._sizes = [max(each) + 1 for each in zip(*self._archives, strict=True)]
             check_tensor_size(model, self._sizes[0])
-            self._check_experts(model, arguments_in(first.value, first.path))
+            self._check_experts(model, arguments)
             self._places = places(model)
             self._shards = self._found(model)
-            notes = notes_of_arguments(first.value, first.path, kind)
-            self.contents = Contents(model, tuple(self._stored()), notes=notes)
+            notes = notes_of_arguments(arguments, first.path, kind)
+            tensors = tuple(
+                StoredTensor(name, WEIGHTS, place.spec.shape, DTYPE_NAMES[self._shards[name, 0][0][1].dtype])
+                for name, place in self._places.items()
+            )
+            self.contents = Contents(model, tensors, notes=notes)
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         place = self._places[tensor.name]
@@ -109,11 +120,9 @@ class MegatronTorchSource:
         if spec.partition_axis is None:
             archive, place = shards[0]
             return archive.tensor(place).reshape(spec.shape)
-        parts = []
-        for archive, place in shards:
-            shape = list(spec.shape)
-            shape[spec.partition_axis] = -1
-            parts.append(archive.tensor(place).reshape(shape))
+        shape = list(spec.shape)
+        shape[spec.partition_axis] = -1
+        parts = [archive.tensor(place).reshape(shape) for archive, place in shards]
         whole = torch.cat(parts, spec.partition_axis) if len(parts) > 1 else parts[0]
         return whole.narrow(spec.partition_axis, 0, spec.shape[spec.partition_axis])
 
@@ -148,14 +157,6 @@ class MegatronTorchSource:
                 )
             if not isinstance(self._archives[rank].value, dict):
                 raise DamagedCheckpointError(f"{self._archives[rank].path} contains no model state", "unreadable")
-
-    def _check_version(self) -> None:
-        version = self._archives[0, 0, 0].value.get("checkpoint_version", 0)
-        if version != 3.0:
-            raise CheckpointError(
-                f"{self._archives[0, 0, 0].path} has checkpoint_version {version}; only 3.0 can be read: load and "
-                "save it with a newer Megatron-LM"
-            )
 
     def _check_experts(self, model: ModelConfig, arguments: Mapping[str, Any]) -> None:
         """Check that experts are divided evenly over expert ranks, and each expert over all tensor ranks."""
@@ -229,10 +230,9 @@ class MegatronTorchSource:
     def _check(self, shards_of: Mapping[tuple[str, int], list[tuple[Archive, TensorPlace]]]) -> None:
         """Check that every parameter exists, with the shape that the model requires."""
         tensor_size = self._sizes[0]
-        all_pieces = (
-            (name, piece, place) for name, place in self._places.items() for piece in range(place.num_pieces)
-        )
-        for name, piece, place in all_pieces:
+        pieces = ((name, piece) for name, place in self._places.items() for piece in range(place.num_pieces))
+        for name, piece in pieces:
+            place = self._places[name]
             shards, key = shards_of.get((name, piece), []), place.keys(piece)[0]
             spec = place.shards(self._is_divided(name, shards) and place.spec.shape[0] % tensor_size == 0)
             if len(shards) != tensor_size:
@@ -246,11 +246,6 @@ class MegatronTorchSource:
                     raise CheckpointError(f"{archive.path}: {key} has shape {stored.shape}; the args require {shape}")
                 if stored.dtype not in DTYPE_NAMES:
                     raise CheckpointError(f"{archive.path}: {key} is {stored.dtype}, which cannot be converted")
-
-    def _stored(self) -> Iterator[StoredTensor]:
-        for name, place in self._places.items():
-            dtype = DTYPE_NAMES[self._shards[name, 0][0][1].dtype]
-            yield StoredTensor(name, WEIGHTS, place.spec.shape, dtype)
 
 
 def _states_of(archive: Archive) -> list[str]:
@@ -274,9 +269,6 @@ def _of_all_experts(key: str, first: int) -> tuple[str, bool]:
     if match[2] is not None:
         return f"{match[1]}local_experts.{int(match[2]) + first}.{match[3]}", True
     return f"{match[1]}{match[4]}{int(match[5]) + first}", True
-
-
-_VERSION = 3.0
 
 
 class MegatronTorchTarget:
@@ -363,8 +355,7 @@ class MegatronTorchTarget:
             stage, local = divmod(rest, self._layers)
             yield stage, chunk, f"{layers_prefix(self._model)}{local}.{key}"
             return
-        is_head = place.spec.name.startswith("head.")
-        yield *(last if is_head else (0, 0)), key
+        yield *(last if place.spec.name.startswith("head.") else (0, 0)), key
         if key != WORDS or last == (0, 0):
             return
         if self._model.tie_embeddings:
@@ -391,7 +382,7 @@ class MegatronTorchTarget:
         names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
         value: dict[str, Any] = {
             "args": arguments_of(contents, *sizes, DTYPES[contents.tensors[0].dtype], grouped),
-            "checkpoint_version": _VERSION,
+            "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0 if contents.run is None else contents.run.step,
             **dict(zip(names, chunks, strict=True)),
         }

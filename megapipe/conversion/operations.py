@@ -15,7 +15,7 @@ from torch import Tensor
 from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.storage import CheckpointError, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES
-from megapipe.config.command_line import tracked
+from megapipe.config.command_line import aligned, tracked
 from megapipe.conversion.formats import WEIGHTS, Contents, Format, Source, StoredTensor, Target
 
 _PIECE = 1 << 22
@@ -27,24 +27,15 @@ PRECISIONS = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
 
 def contents_for(contents: Contents, target: Format, precision: str | None, weights_only: bool) -> Contents:
     """Return the part of a checkpoint's contents that is written to a target."""
-    if weights_only or not target.keeps_run:
-        contents = contents.weights_only()
-    if not any(tensor.kind == WEIGHTS for tensor in contents.tensors):
+    keeps_run = target.keeps_run and not weights_only
+    tensors = [tensor for tensor in contents.tensors if keeps_run or tensor.kind == WEIGHTS]
+    if not any(tensor.kind == WEIGHTS for tensor in tensors):
         raise CheckpointError("the checkpoint contains no weights, so there is nothing to convert")
-    if precision is None:
-        return contents
-    return replace(
-        contents,
-        tensors=tuple(
-            replace(tensor, dtype=PRECISIONS[precision]) if is_weight(tensor.kind) else tensor
-            for tensor in contents.tensors
-        ),
-    )
-
-
-def is_weight(kind: str) -> bool:
-    """Return whether a kind is a version of the weights, not a moment."""
-    return kind.startswith(WEIGHTS)
+    if precision is not None:  # earlier weights are cast too
+        dtype = PRECISIONS[precision]
+        tensors = [replace(each, dtype=dtype) if each.kind.startswith(WEIGHTS) else each for each in tensors]
+    # The run state is kept as the origin of the weights.
+    return replace(contents, tensors=tuple(tensors), applied_updates=contents.applied_updates if keeps_run else {})
 
 
 def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
@@ -52,10 +43,10 @@ def transfer(source: Source, contents: Contents, target: Target) -> list[str]:
 
     If it raises CheckpointError, nothing exists at the target's path.
     """
-    stored = {(tensor.name, tensor.kind): tensor for tensor in source.contents.tensors}
+    stored = _by_name(source, weights_only=False)
     with on_failure(target.abandon), tracked(contents.tensors, "converting") as tensors:
         for tensor in tensors:
-            target.add(tensor, cast(source.read(stored[tensor.name, tensor.kind]), tensor))
+            target.add(tensor, cast(source.read(stored[tensor.kind, tensor.name]), tensor))
         return target.finish()
 
 
@@ -85,8 +76,8 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
 
     contents: the target's contents. Raises CheckpointError, before it writes, if the sources have different models.
     """
-    named = [_weights(source) for source in sources]
-    shapes = [{name: tensor.shape for name, tensor in weights.items()} for weights in named]
+    named = [_by_name(source, weights_only=True) for source in sources]
+    shapes = [{name: tensor.shape for (_, name), tensor in weights.items()} for weights in named]
     for number, other in enumerate(shapes[:-1], start=1):
         if other != shapes[-1]:
             name = next(name for name in {**other, **shapes[-1]} if other.get(name) != shapes[-1].get(name))
@@ -97,7 +88,7 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
     target = open_target()
     with on_failure(target.abandon), tracked(contents.tensors, "averaging") as tensors:
         for tensor in tensors:
-            parts = [(source, weights[tensor.name]) for source, weights in zip(sources, named, strict=True)]
+            parts = [(source, weights[WEIGHTS, tensor.name]) for source, weights in zip(sources, named, strict=True)]
             target.add(tensor, _mean(parts, tensor))
         return target.finish()
 
@@ -113,10 +104,6 @@ def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) ->
             total.add_(source.read(stored, index).double())
         mean[index] = cast(total.div_(len(parts)).float(), tensor)
     return mean
-
-
-def _weights(source: Source) -> dict[str, StoredTensor]:
-    return {tensor.name: tensor for tensor in source.contents.tensors if tensor.kind == WEIGHTS}
 
 
 _Tensors = Mapping[tuple[str, str], StoredTensor]
@@ -194,8 +181,7 @@ def _called(key: tuple[str, str]) -> str:
 
 def checkpoints_of(path: Path) -> list[Path]:
     """Return all checkpoints of a run's folder; any other folder is one checkpoint."""
-    folders = steps(path / "checkpoints") or steps(path)
-    return list(folders.values()) or [path]
+    return [*(steps(path / "checkpoints") or steps(path)).values()] or [path]
 
 
 def problems_of(source: Source) -> list[str]:
@@ -203,9 +189,8 @@ def problems_of(source: Source) -> list[str]:
     affected: dict[str, list[str]] = {}
     with tracked(source.contents.tensors, "verifying") as tensors:
         for tensor in tensors:
-            name = tensor.name if tensor.kind == WEIGHTS else f"{tensor.kind} of {tensor.name}"
             for problem in source.verify(tensor):
-                affected.setdefault(problem, []).append(name)
+                affected.setdefault(problem, []).append(_called((tensor.kind, tensor.name)))
     return [f"{problem}; lost: {', '.join(names)}" for problem, names in affected.items()]
 
 
@@ -262,24 +247,15 @@ def _model_rows(contents: Contents) -> list[list[str]]:
 def _run_rows(contents: Contents) -> list[list[str]]:
     run = contents.run
     assert run is not None
-    rows = [
+    losses = ", ".join(f"{step}: {loss:.4f}" for step, loss in run.losses[-_LOSSES:])
+    return [
         ["step", f"{run.step:,}"],
         ["consumed samples", f"{run.consumed_samples:,}"],
         ["precision", run.precision],
+        *([["last losses", losses]] if losses else []),
     ]
-    if run.losses:
-        rows.append(["last losses", ", ".join(f"{step}: {loss:.4f}" for step, loss in run.losses[-_LOSSES:])])
-    return rows
 
 
 def _table(rows: list[list[str]]) -> list[str]:
     """Return aligned columns; columns of numbers are aligned to the right."""
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    numeric = [all(row[column].replace(",", "").isdigit() for row in rows[1:]) for column in range(len(widths))]
-    return [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(row, widths, numeric, strict=True)
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, lambda cells: all(cell.replace(",", "").isdigit() for cell in cells))

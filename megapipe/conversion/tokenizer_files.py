@@ -13,7 +13,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.data import DataError
 from megapipe.data.tokenizers import FILES_IN_FOLDERS, FOLDER_FILES, Tokenizer, open_tokenizer
-from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from megapipe.data.tokenizers.hugging_face import HuggingFaceTokenizer, token_of_role
 from megapipe.data.tokenizers.model_files import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer
 
 if TYPE_CHECKING:
@@ -272,12 +272,7 @@ def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
     if not (folder / "tokenizer_config.json").is_file():
         return _ids(ours)
     config = read_json(inside(folder, "tokenizer_config.json"))
-    ids = dict.fromkeys(_IDS)
-    for name in _IDS:
-        token = config.get(name.removesuffix("_id"))
-        token = token.get("content") if isinstance(token, dict) else token
-        ids[name] = ours.special_tokens.get(str(token))
-    return ids
+    return {name: ours.special_tokens.get(str(token_of_role(config, name.removesuffix("_id")))) for name in _IDS}
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:

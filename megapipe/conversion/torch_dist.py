@@ -26,6 +26,7 @@ from megapipe.conversion.formats import (
 )
 from megapipe.conversion.megapipe_format import check_layers
 from megapipe.conversion.megatron_arguments import (
+    arguments_in,
     arguments_of,
     check_expressible,
     model_of_arguments,
@@ -33,6 +34,7 @@ from megapipe.conversion.megatron_arguments import (
 )
 from megapipe.conversion.megatron_model import (
     BLOCK_OF_FURTHER,
+    CHECKPOINT_VERSION,
     IterationFolder,
     ParameterLocation,
     further_prefix,
@@ -48,7 +50,6 @@ from megapipe.conversion.megatron_model import (
 _BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_BACKEND = {"common_backend": "torch", "common_backend_version": 1}
 _MODEL_KEYS = ("embedding.", "decoder.", "encoder.", "output_layer.", "lm_head.", "pooler.", "binary_head.", "mtp.")
-_CHECKPOINT_VERSION = 3.0
 
 
 class TorchDistSource:
@@ -66,7 +67,8 @@ class TorchDistSource:
             common = Archive(folder / COMMON, self._sandbox)
             common.close()
             kind = kind_of_keys(self._files.tensors)
-            model = model_of_arguments(common.value, folder / COMMON, kind)
+            arguments = arguments_in(common.value, folder / COMMON)
+            model = model_of_arguments(arguments, folder / COMMON, kind)
             stacked = (each.shape[0] for each in self._files.tensors.values() if each.shape)
             check_layers(folder, model, sum(stacked))
             self._places, self._prefix = places(model), layers_prefix(model)
@@ -83,7 +85,7 @@ class TorchDistSource:
                     StoredTensor(name, WEIGHTS, place.spec.shape, self._files.tensors[self._keys[name][0]].dtype)
                     for name, place in self._places.items()
                 ),
-                notes=notes_of_arguments(common.value, folder / COMMON, kind),
+                notes=notes_of_arguments(arguments, folder / COMMON, kind),
             )
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
@@ -136,7 +138,7 @@ class TorchDistTarget:
         with on_failure(self._folder.abandon):
             value = {
                 "args": arguments,
-                "checkpoint_version": _CHECKPOINT_VERSION,
+                "checkpoint_version": CHECKPOINT_VERSION,
                 "iteration": arguments.iteration,
                 "num_floating_point_operations_so_far": 0,
             }

@@ -4,6 +4,7 @@ import contextlib
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
@@ -61,25 +62,16 @@ def microbatch_ordinals(
     return np.arange(start, start + micro_size, dtype=np.int64)
 
 
+@dataclass
 class MicrobatchSource:
     """Loads the micro-batches of one data rank. All ranks of a model replica get the same micro-batches."""
 
-    def __init__(
-        self,
-        samples: SampleSet,
-        *,
-        data_rank: int,
-        data_size: int,
-        micro_size: int,
-        mask_end_of_document: bool = False,
-        isolate_documents: bool = False,
-    ) -> None:
-        self.samples = samples
-        self.data_rank = data_rank
-        self.data_size = data_size
-        self.micro_size = micro_size
-        self.mask_end_of_document = mask_end_of_document
-        self.isolate_documents = isolate_documents
+    samples: SampleSet
+    data_rank: int = field(kw_only=True)
+    data_size: int = field(kw_only=True)
+    micro_size: int = field(kw_only=True)
+    mask_end_of_document: bool = field(default=False, kw_only=True)
+    isolate_documents: bool = field(default=False, kw_only=True)
 
     def ordinals(self, consumed: int, microbatch: int, num_microbatches: int) -> np.ndarray:
         """Return sample ordinals, int64 [micro_size]; see `microbatch_ordinals`."""

@@ -63,8 +63,12 @@ class BertVocabulary:
 
     def same(self, other: "BertVocabulary") -> bool:
         """Return whether two vocabularies mask the same tokens in the same way; their pieces may differ."""
-        ids = [(each.size, each.padding, each.classification, each.separator, each.mask) for each in (self, other)]
-        return ids[0] == ids[1] and np.array_equal(self.continues, other.continues)
+        return self.numbers == other.numbers and np.array_equal(self.continues, other.continues)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Size, and the ids of padding, classification, separator and mask."""
+        return self.size, self.padding, self.classification, self.separator, self.mask
 
     @classmethod
     def of(cls, ids: dict[str, int], source: str, starts: Callable[[str], bool] = _starts_word) -> "BertVocabulary":
@@ -308,9 +312,8 @@ class SentencePairs:
         if draws.chance(self._short_probability):
             target = 2 + draws.below(self.max_tokens - 1)
         if self._pairs == "none":
-            begin, end = self._grown(document, sentence, target, at_least=1)
-            first, second = self._tokens(begin, end), (0, 0)
-            return Parts(_cut(first, self.max_tokens, draws), second, 0)
+            part = self._tokens(*self._grown(document, sentence, target, at_least=1))
+            return Parts(_cut(part, self.max_tokens, draws), (0, 0), 0)
         return self._pair(document, sentence, target, draws)
 
     def _pair(self, document: int, sentence: int, target: int, draws: Draws) -> Parts:
@@ -372,10 +375,7 @@ class SentencePairs:
 
     def _tokens(self, begin: int, end: int) -> tuple[int, int]:
         """Return the range of tokens of sentences [begin, end), which a shard stores consecutively."""
-        last = end - 1
-        item = self._shard.dtype.itemsize
-        offsets = self._shard.sequence_offsets
-        return int(offsets[begin]) // item, int(offsets[last]) // item + int(self._shard.sequence_lengths[last])
+        return self._shard.sequence_start(begin), self._shard.sequence_start(end)
 
     def _check(self, split: SplitName, shares: str) -> None:
         shard = self._shard
@@ -412,12 +412,6 @@ def _cut_pair(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Shorten the parts to `length` in total by removing tokens of the longer part (the second if they are equal)."""
     one, two = first[1] - first[0], second[1] - second[0]
-    if one + two > length:
-        most_of_first, most_of_second = (length + 1) // 2, length // 2
-        if one <= most_of_first:
-            two = length - one
-        elif two <= most_of_second:
-            one = length - two
-        else:
-            one, two = most_of_first, most_of_second
+    one = min(one, max(length - two, (length + 1) // 2))
+    two = min(two, length - one)
     return _cut(first, one, draws), _cut(second, two, draws)

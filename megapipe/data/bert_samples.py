@@ -14,9 +14,10 @@ import numpy.typing as npt
 from megapipe.config.bert import BertDataConfig
 from megapipe.data import DataError
 from megapipe.data.bert_parts import BertVocabulary, Masked, Masking, Parts, SentencePairs
-from megapipe.data.manifest import ShardManifest, check_one_tokenizer, open_shards, tokenizer_of_shard
+from megapipe.data.manifest import ShardManifest, check_one_tokenizer, open_shard, tokenizer_of_shard
 from megapipe.data.mixing import Blend, BlendOrder
 from megapipe.data.samples import SplitName
+from megapipe.data.shards import first_outside
 from megapipe.random.sampling import Draws
 
 
@@ -61,8 +62,7 @@ class BertSamples:
     ) -> None:
         self.sequence_length = data.sequence_length
         self.max_predictions = data.max_predictions
-        (self.shard,), manifests = open_shards([data.prefix], vocabulary_size)
-        self.manifest = manifests[0] if manifests else None
+        self.shard, self.manifest = open_shard(data.prefix, vocabulary_size)
         self.vocabulary = vocabulary_of(data, self.manifest)
         if self.vocabulary.size > vocabulary_size:
             raise DataError(
@@ -135,8 +135,7 @@ class BertSamples:
         """Return the tokens of both parts, int64."""
         first, second = (self.shard.tokens[begin:end].astype(np.int64) for begin, end in parts[:2])
         for tokens, (begin, _) in zip((first, second), parts[:2], strict=True):
-            if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocabulary.size:
-                place = int(np.argmax((tokens < 0) | (tokens >= self.vocabulary.size)))
+            if (place := first_outside(tokens, self.vocabulary.size)) is not None:
                 raise DataError(
                     f"token {begin + place} of {self.shard.prefix}.bin is {tokens[place]}, outside of the vocabulary "
                     f"of {self.vocabulary.size}: preprocess with the tokenizer that data.tokenizer names"
@@ -195,8 +194,7 @@ class BlendedBertSamples(Blend[BertSamples]):
         """See `BertSamples.batch`."""
         parts = [(rows, corpus.batch(within)) for corpus, rows, within in self.shares(ordinals)]
         size = np.size(ordinals)
-        like = parts[0][1]
-        batch = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in like))
+        batch = BertBatch(*(np.zeros((size, *each.shape[1:]), each.dtype) for each in parts[0][1]))
         for rows, part in parts:
             for whole, values in zip(batch, part, strict=True):
                 whole[rows] = values
@@ -220,7 +218,7 @@ def open_bert_samples(
         )
         for prefix in data.prefixes
     ]
-    check_one_tokenizer([corpus.manifest for corpus in corpora if corpus.manifest is not None])
+    check_one_tokenizer(corpus.manifest for corpus in corpora)
     for corpus in corpora[1:]:
         if not corpus.vocabulary.same(corpora[0].vocabulary):
             raise DataError(

@@ -152,13 +152,10 @@ def drop_from_page_cache(paths: Iterable[str | Path]) -> None:
     if not hasattr(os, "posix_fadvise"):
         raise OSError("this system has no posix_fadvise")
     for path in paths:
-        file = os.open(path, os.O_RDONLY)
-        try:
+        with open(path, "rb", buffering=0) as file:
             with contextlib.suppress(OSError):  # a read-only file system has no unwritten data
                 os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def resident_share(paths: Iterable[str | Path]) -> float:

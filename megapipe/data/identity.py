@@ -18,7 +18,7 @@ from megapipe.config.run import DataConfig
 from megapipe.data import DataError
 from megapipe.data.bert_samples import vocabulary_of
 from megapipe.data.files import sampled_checksum
-from megapipe.data.manifest import open_shards, read_manifest
+from megapipe.data.manifest import open_shard, read_manifest
 from megapipe.data.shards import bin_path, idx_path
 
 UNKNOWN_WITHOUT_MANIFEST = ("bin_checksum", "idx_checksum", "tokenizer_fingerprint")
@@ -101,8 +101,7 @@ class DataIdentity:
         ):
             differing = list(shard.differences(old))
             # If counts differ, the checksums differ too and are not reported. If only checksums differ, one is enough.
-            counted = [each for each in differing if each[0] not in _CHECKSUMS]
-            reported = counted or differing[:1]
+            reported = [each for each in differing if each[0] not in _CHECKSUMS] or differing[:1]
             facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in reported]
             if facts:
                 moved = "" if prefix == old_prefix else f" (then {old_prefix})"
@@ -138,19 +137,19 @@ def shard_identity(prefix: str | Path) -> ShardIdentity:
 
     Raises DataError for a shard that cannot be used.
     """
-    (shard,), manifests = open_shards([prefix], vocabulary_size=None)
+    shard, manifest = open_shard(prefix, vocabulary_size=None)
     try:
-        samples = sampled_checksum(bin_path(prefix)), sampled_checksum(idx_path(prefix))
+        bin_sample, idx_sample = sampled_checksum(bin_path(prefix)), sampled_checksum(idx_path(prefix))
     except OSError as error:
         raise DataError(f"{prefix} cannot be read: {error.strerror}") from error
-    known = {name: getattr(manifest, name) for manifest in manifests for name in UNKNOWN_WITHOUT_MANIFEST}
+    known = {} if manifest is None else {name: getattr(manifest, name) for name in UNKNOWN_WITHOUT_MANIFEST}
     return ShardIdentity(
         dtype=shard.dtype.name,
         num_documents=shard.num_documents,
         num_sequences=shard.num_sequences,
         num_tokens=shard.num_tokens,
-        bin_sample=samples[0],
-        idx_sample=samples[1],
+        bin_sample=bin_sample,
+        idx_sample=idx_sample,
         **known,
     )
 
@@ -174,11 +173,4 @@ def _vocabulary_hash(data: BertDataConfig) -> str:
     a word."""
     prefix = data.prefixes[0]  # all shards of a blend have the same vocabulary
     vocabulary = vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix))
-    numbers = (
-        vocabulary.size,
-        vocabulary.padding,
-        vocabulary.classification,
-        vocabulary.separator,
-        vocabulary.mask,
-    )
-    return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{numbers}".encode() + vocabulary.continues.tobytes())
+    return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{vocabulary.numbers}".encode() + vocabulary.continues.tobytes())

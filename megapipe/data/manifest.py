@@ -3,17 +3,17 @@
 import errno
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 
 from megapipe.config import untrusted
 from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file, flush_folder, write_whole
-from megapipe.data.shards import IndexedDataset, bin_path, idx_path
+from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside, idx_path
 from megapipe.data.tokenizers import definition_of, kind_and_path
 
 FORMAT_VERSION = 1
@@ -131,29 +131,15 @@ def _damaged(path: Path, problem: str) -> str:
     return f"{path} is damaged: {problem}; {_REPAIR}"
 
 
-def open_shards(
-    prefixes: Sequence[str | Path], vocabulary_size: int | None
-) -> tuple[list[IndexedDataset], list[ShardManifest]]:
-    """Open shards, and return the shards and all manifests that exist.
+def open_shard(
+    prefix: str | Path, vocabulary_size: int | None = None, float_tokens: FloatTokens | None = None
+) -> tuple[IndexedDataset, ShardManifest | None]:
+    """Open a shard, and return it and its manifest, or None if it has none. float_tokens: see `IndexedDataset`.
 
-    Raises DataError for unusable shards, different tokenizers, and a vocabulary larger than `vocabulary_size`.
+    Raises DataError for an unusable shard, and for a vocabulary larger than `vocabulary_size`.
     """
-    shards = [_open_shard(prefix) for prefix in prefixes]
-    manifests: list[ShardManifest] = []
-    for shard in shards:
-        manifest = read_manifest(shard.prefix)
-        if manifest is not None:
-            manifest.check_shard(shard)
-            if vocabulary_size is not None:
-                manifest.check_vocabulary(vocabulary_size)
-            manifests.append(manifest)
-    check_one_tokenizer(manifests)
-    return shards, manifests
-
-
-def _open_shard(prefix: str | Path) -> IndexedDataset:
     try:
-        return IndexedDataset(prefix)
+        shard = IndexedDataset(prefix, float_tokens)
     except OSError as error:
         if error.errno != errno.EMFILE:
             raise
@@ -161,12 +147,19 @@ def _open_shard(prefix: str | Path) -> IndexedDataset:
             f"{prefix} cannot be opened: this process has reached its limit of open files, and each shard needs two; "
             "raise the limit with ulimit -n before the start, or merge shards"
         ) from error
+    manifest = read_manifest(prefix)
+    if manifest is not None:
+        manifest.check_shard(shard)
+        if vocabulary_size is not None:
+            manifest.check_vocabulary(vocabulary_size)
+    return shard, manifest
 
 
-def check_one_tokenizer(manifests: Sequence[ShardManifest]) -> None:
-    """Raise DataError if two shards were written with different tokenizers."""
-    for manifest in manifests[1:]:
-        manifest.check_tokenizer(manifests[0].tokenizer, manifests[0].tokenizer_fingerprint)
+def check_one_tokenizer(manifests: Iterable[ShardManifest | None]) -> None:
+    """Raise DataError if two shards were written with different tokenizers. None: a shard without a manifest."""
+    known = [manifest for manifest in manifests if manifest is not None]
+    for manifest in known[1:]:
+        manifest.check_tokenizer(known[0].tokenizer, known[0].tokenizer_fingerprint)
 
 
 def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_size: int | None) -> None:
@@ -174,23 +167,21 @@ def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_
 
     start: position in the shard of the first of `tokens`.
     """
-    if vocabulary_size is None or not tokens.size or (tokens.max() < vocabulary_size and tokens.min() >= 0):
-        return
-    position = start + int(np.argmax((tokens >= vocabulary_size) | (tokens < 0)))
-    raise DataError(
-        f"token {position} of {shard.prefix}.bin is {shard.tokens[position]}, outside the model's vocabulary of "
-        f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
-    )
+    if vocabulary_size is not None and (place := first_outside(tokens, vocabulary_size)) is not None:
+        raise DataError(
+            f"token {start + place} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
+            f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
+        )
 
 
-class StoredTokenizer(NamedTuple):
-    """The copy of a tokenizer.
+def checked_window(shard: IndexedDataset, begin: int, end: int, vocabulary_size: int | None) -> np.ndarray:
+    """Return tokens [begin, end) of a shard, in its dtype. See `check_ids` for the errors."""
+    tokens = shard.window(begin, end)
+    check_ids(shard, begin, tokens, vocabulary_size)
+    return tokens
 
-    name: name of the copy for `open_tokenizer`, relative to the copy's folder. files: file name -> checksum.
-    """
 
-    name: str
-    files: dict[str, str]
+_NO_COPY: dict[str, Any] = {"tokenizer_copy": None, "tokenizer_files": None}
 
 
 def tokenizer_folder(prefix: str | Path) -> Path:
@@ -198,11 +189,12 @@ def tokenizer_folder(prefix: str | Path) -> Path:
     return Path(f"{prefix}.tokenizer")
 
 
-def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
-    """Copy the files of a tokenizer to the shard `prefix`; return None for a tokenizer without files."""
+def store_tokenizer(prefix: str | Path, spec: str) -> dict[str, Any]:
+    """Copy the files of a tokenizer to the shard `prefix`; return the fields of the manifest about the copy, which are
+    None for a tokenizer without files."""
     definition = definition_of(spec)
     if not definition.files:
-        return None
+        return _NO_COPY
     contents = {file.name: file.read_bytes() for file in definition.files}
     folder = tokenizer_folder(prefix)
     for file, content in contents.items():
@@ -213,7 +205,8 @@ def store_tokenizer(prefix: str | Path, spec: str) -> StoredTokenizer | None:
             other.unlink()
     flush_folder(folder.parent)
     name = f"{definition.kind}:{definition.name}" if definition.kind else definition.name
-    return StoredTokenizer(name, {file: checksum_of_file(folder / file) for file in contents})
+    files = {file: checksum_of_file(folder / file) for file in contents}
+    return {"tokenizer_copy": name, "tokenizer_files": files}
 
 
 def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
@@ -221,16 +214,9 @@ def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | P
 
     If the copy was removed, the new shard has no copy either. Its manifest contains only the path of the tokenizer.
     """
-    if manifest.tokenizer_copy is None:
-        return manifest
-    if not tokenizer_folder(source).is_dir():
-        return replace(manifest, tokenizer_copy=None, tokenizer_files=None)
-    stored = store_tokenizer(target, tokenizer_of_shard(source, manifest))
-    return replace(
-        manifest,
-        tokenizer_copy=stored.name if stored else None,
-        tokenizer_files=stored.files if stored else None,
-    )
+    if manifest.tokenizer_copy is None or not tokenizer_folder(source).is_dir():
+        return replace(manifest, **_NO_COPY)
+    return replace(manifest, **store_tokenizer(target, tokenizer_of_shard(source, manifest)))
 
 
 def tokenizer_of_shard(prefix: str | Path, manifest: ShardManifest) -> str:

@@ -7,13 +7,14 @@ BlendedMegatronDatasetBuilder; tests compare the indices with GPTDataset's token
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.data import DataError
-from megapipe.data.manifest import check_ids, open_shards
+from megapipe.data.manifest import check_ids, open_shard
 from megapipe.data.samples import SplitName, split_documents
 
 SEPARATE_BELOW = 0.80
@@ -41,7 +42,7 @@ class MegatronSamples:
         num_samples: int,
         vocabulary_size: int | None = None,
     ) -> None:
-        (self._shard,), self.manifests = open_shards([prefix], vocabulary_size)
+        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
         self.sequence_length = sequence_length
         self.vocabulary_size = vocabulary_size
         sequences = split_documents(self._shard.num_sequences, shares)[split]
@@ -61,10 +62,14 @@ class MegatronSamples:
 
         # Random numbers are drawn in Megatron-LM's order: documents, then samples.
         generator = np.random.RandomState(seed)
-        shuffled = [epochs - 1, 1] if separate else [epochs]
-        self._sequences = np.concatenate([_shuffled_sequences(sequences, each, generator) for each in shuffled])
-        ranges = [(0, without_last), (without_last, self._num_samples)] if separate else [(0, self._num_samples)]
-        self._shuffle = np.concatenate([_shuffled_range(*each, generator) for each in ranges])
+        one_epoch = np.arange(sequences.start, sequences.stop, dtype=np.int32)
+        dtype = np.uint32 if self._num_samples < 2**32 - 2 else np.int64
+        edges = [0, without_last, self._num_samples] if separate else [0, self._num_samples]
+        in_epochs = [np.tile(one_epoch, each) for each in ([epochs - 1, 1] if separate else [epochs])]
+        windows = [np.arange(first, stop, dtype=dtype) for first, stop in pairwise(edges)]
+        for part in (*in_epochs, *windows):
+            generator.shuffle(part)
+        self._sequences, self._shuffle = np.concatenate(in_epochs), np.concatenate(windows)
         self._starts = np.concatenate([[0], np.cumsum(lengths[self._sequences - sequences.start])])
         """Position of every sequence of all epochs in their concatenated tokens."""
 
@@ -111,22 +116,9 @@ class MegatronSamples:
             sequence, offset = int(self._sequences[index]), start + place - int(self._starts[index])
             part = self._shard[sequence][offset : offset + len(row) - place]
             row[place : place + len(part)] = part
-            first = int(self._shard.sequence_offsets[sequence]) // self._shard.dtype.itemsize
-            check_ids(self._shard, first + offset, part, self.vocabulary_size)
+            check_ids(self._shard, self._shard.sequence_start(sequence) + offset, part, self.vocabulary_size)
             place += len(part)
             index += 1
-
-
-def _shuffled_sequences(sequences: range, epochs: int, generator: np.random.RandomState) -> npt.NDArray[np.int32]:
-    index = np.tile(np.arange(sequences.start, sequences.stop, dtype=np.int32), epochs)
-    generator.shuffle(index)
-    return index
-
-
-def _shuffled_range(first: int, stop: int, generator: np.random.RandomState) -> np.ndarray:
-    index = np.arange(first, stop, dtype=np.uint32 if stop < 2**32 - 2 else np.int64)
-    generator.shuffle(index)
-    return index
 
 
 SURPLUS = 0.005

@@ -147,12 +147,6 @@ class BlendOrder:
         periods, rank = divmod(sample, self.parts[corpus])
         return periods * self.period + int(self._places[self._firsts[corpus] + rank])
 
-    def counts(self, prefix: int) -> IntegerArray:
-        """Return the number of samples of every corpus among the first `prefix` samples of the blend: int64
-        [corpora]."""
-        periods, rest = divmod(prefix, self.period)
-        return periods * self._parts + np.bincount(self._corpora[:rest], minlength=len(self.parts))
-
 
 def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     """Return whole numbers in the weights' proportions, with the smallest sum, at most LONGEST_PERIOD.
@@ -299,8 +293,7 @@ class FillInTheMiddle:
     def _draws(self, ordinal: int, num_documents: int) -> np.ndarray:
         """Return uniform numbers in [0, 1): float64 [documents, _DRAWS]."""
         words = np.random.Philox(key=self._seed, counter=[0, ordinal, 0, _STREAM]).random_raw(_DRAWS * num_documents)
-        uniform: np.ndarray = ((words >> np.uint64(11)) * 2.0**-53).reshape(num_documents, _DRAWS)
-        return uniform
+        return ((words >> np.uint64(11)) * 2.0**-53).reshape(num_documents, _DRAWS)
 
     def _rearrange(self, document: np.ndarray, draw: np.ndarray) -> None:
         """Rearrange a document's tokens in place."""

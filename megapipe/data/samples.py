@@ -4,20 +4,18 @@ A window cuts the documents at its ends. A document that does not fit into a pac
 """
 
 import math
-from bisect import bisect_right
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, get_args
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
 
 from megapipe.config.field_types import real_number
 from megapipe.data import DataError
-from megapipe.data.manifest import check_ids, open_shards
-from megapipe.data.shards import IndexedDataset
+from megapipe.data.manifest import checked_window, open_shard
 from megapipe.random.sampling import KeyedPermutation
 
 
@@ -99,7 +97,7 @@ class EpochOrder:
         self.shuffle = shuffle
         # Samples are requested one at a time, and all samples of an epoch use the same permutation.
         self._permutation = lru_cache(maxsize=2)(partial(KeyedPermutation, size, seed))
-        self._few = lru_cache(maxsize=16)(self._found_bytes)
+        self._few = lru_cache(maxsize=16)(lambda few: self._found(np.frombuffer(few, dtype=np.int64)).tobytes())
 
     def __call__(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return item numbers for sample ordinals: int64 of the same shape. Raises DataError for negative ordinals."""
@@ -120,75 +118,69 @@ class EpochOrder:
             items[here] = self._permutation(int(epoch))(positions[here])
         return items
 
-    def _found_bytes(self, ordinals: bytes) -> bytes:
-        return self._found(np.frombuffer(ordinals, dtype=np.int64)).tobytes()
 
+class ShardSamples(ABC):
+    """Samples of one split of a shard, each of which consists of ranges of the shard's tokens.
 
-class _Segment(NamedTuple):
-    """Tokens [begin, end) of a shard."""
-
-    shard: IndexedDataset
-    begin: int
-    end: int
-
-
-class TokenStream:
-    """The tokens of documents [first, last) of several shards, concatenated in order.
-
-    Documents are numbered consecutively over the shards. A shard stores its documents one after the other, so a range
-    of documents is a range of tokens, and any window of it is found in O(log shards) without an index.
+    Raises DataError for an unusable shard, and for a split that is too small for one sample.
     """
 
-    def __init__(self, shards: Sequence[IndexedDataset], documents: range) -> None:
-        self._segments: list[_Segment] = []
-        passed = 0
-        for shard in shards:
-            first = min(max(documents.start - passed, 0), shard.num_documents)
-            last = min(max(documents.stop - passed, 0), shard.num_documents)
-            begin, end = shard.document_start(first), shard.document_start(last)
-            if begin < end:
-                self._segments.append(_Segment(shard, begin, end))
-            passed += shard.num_documents
-        lengths = (segment.end - segment.begin for segment in self._segments)
-        self._starts = list(accumulate(lengths, initial=0))
-        self.num_tokens = self._starts[-1]
+    def __init__(
+        self,
+        prefix: str | Path,
+        *,
+        split: SplitName,
+        shares: str,
+        sequence_length: int,
+        seed: int,
+        shuffle: bool = True,
+        vocabulary_size: int | None = None,
+    ) -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
+        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
+        self.sequence_length = sequence_length
+        self.vocabulary_size = vocabulary_size
+        documents = split_documents(self._shard.num_documents, shares)[split]
+        size, shortage, remedy = self._arrange(documents, seed, shuffle)
+        if size == 0:
+            raise DataError(
+                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents"
+                f"{shortage}: give it a larger share than in data.split {shares!r}, {remedy}or add documents"
+            )
+        if shuffle:
+            self._shard.scatter()
+        self._order = EpochOrder(size, seed, shuffle=shuffle)
 
-    def read(self, start: int, count: int, vocabulary_size: int | None) -> np.ndarray:
-        """Return tokens [start, start + count): int64 [count]. See `check_ids` for the errors."""
-        tokens = np.empty(count, dtype=np.int64)
-        for shard, begin, end, position in self._pieces(start, count):
-            window = shard.window(begin, end)
-            check_ids(shard, begin, window, vocabulary_size)
-            tokens[position : position + end - begin] = window
-        return tokens
+    @abstractmethod
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+        """Prepare the samples of the documents. Return their number, and words for the error if there are none: what
+        the documents lack, and a further way to fix it."""
 
-    def document_starts(self, start: int, count: int) -> np.ndarray:
-        """Return positions p, 0 < p < count, where a document starts at token start + p: int64, ascending. Reads no
-        tokens."""
-        places: list[np.ndarray] = []
-        for shard, begin, end, position in self._pieces(start, count):
-            if position:  # each shard starts with a document
-                places.append(np.array([position]))
-            places.append(shard.document_starts_between(begin, end) - begin + position)
-        return np.concatenate(places) if places else np.empty(0, dtype=np.int64)
+    @abstractmethod
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        """Return the ranges [begin, end) of the shard's tokens that each sample consists of."""
 
-    def _pieces(self, start: int, count: int) -> list[tuple[IndexedDataset, int, int, int]]:
-        """Return (shard, begin, end, position in the window) for every shard that a window touches."""
-        if start < 0 or start + count > self.num_tokens:
-            raise DataError(f"tokens {start} to {start + count} do not exist: the stream has {self.num_tokens} tokens")
-        pieces = []
-        position, index = 0, bisect_right(self._starts, start) - 1
-        while position < count:
-            segment = self._segments[index]
-            begin = segment.begin + start + position - self._starts[index]
-            end = min(segment.end, begin + count - position)
-            pieces.append((segment.shard, begin, end, position))
-            position += end - begin
-            index += 1
-        return pieces
+    def __len__(self) -> int:
+        """Return the number of samples per epoch."""
+        return self._order.size
+
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Return token ids of samples: int64 [..., L + 1] for ordinals [...], filled with zeros after a sample's last
+        label.
+
+        Raises DataError for an id outside [0, vocabulary_size), with shard and position.
+        """
+        tokens = np.zeros((np.size(ordinals), self.sequence_length + 1), dtype=np.int64)
+        for row, ranges in zip(tokens, self._ranges(ordinals), strict=True):
+            place = 0
+            for begin, end in ranges:
+                row[place : place + end - begin] = checked_window(self._shard, begin, end, self.vocabulary_size)
+                place += end - begin
+        return tokens.reshape(*np.shape(ordinals), -1)
 
 
-class GptSamples:
+class GptSamples(ShardSamples):
     """Samples of one split of a corpus. A sample's ordinal is the number of samples that the run consumed before it.
 
     Window w contains tokens [w * L, w * L + L] of the split's T concatenated tokens, where L is sequence_length: L
@@ -203,46 +195,15 @@ class GptSamples:
     too small for one sample.
     """
 
-    def __init__(
-        self,
-        prefixes: str | Path | Sequence[str | Path],
-        *,
-        split: SplitName,
-        shares: str,
-        sequence_length: int,
-        seed: int,
-        shuffle: bool = True,
-        vocabulary_size: int | None = None,
-    ) -> None:
-        if sequence_length < 1:
-            raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
-        paths = [prefixes] if isinstance(prefixes, str | Path) else list(prefixes)
-        self.shards, self.manifests = open_shards(paths, vocabulary_size)
-        for shard in self.shards:
-            shard.search_index()
-            if shuffle:
-                shard.scatter()
-        num_documents = sum(shard.num_documents for shard in self.shards)
-        documents = split_documents(num_documents, shares)[split]
-        self.sequence_length = sequence_length
-        self.vocabulary_size = vocabulary_size
-        self._stream = TokenStream(self.shards, documents)
-        self.num_predictions = max(0, self._stream.num_tokens - 1)
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+        self._shard.search_index()
+        self._begin = self._shard.document_start(documents.start)
+        num_tokens = self._shard.document_start(documents.stop) - self._begin
+        self.num_predictions = max(0, num_tokens - 1)
         """Predicted tokens of the split in one epoch: every token except the first."""
-        self._num_samples = self.num_predictions // sequence_length
-        if not shuffle:
-            self._num_samples = -(-self.num_predictions // sequence_length)
-        if self._num_samples == 0:
-            raise DataError(
-                f"the {split} split of {paths[0]} has {len(documents)} of {num_documents} documents and "
-                f"{self._stream.num_tokens} tokens, too few for one sample of {sequence_length} + 1: give it a larger "
-                f"share than in data.split {shares!r}, lower data.sequence_length, or add documents"
-            )
-        self._order = EpochOrder(self._num_samples, seed, shuffle=shuffle)
-
-    def __len__(self) -> int:
-        """Return the number of samples per epoch."""
-        return self._num_samples
+        num_samples, rest = divmod(self.num_predictions, self.sequence_length)
+        shortage = f" and {num_tokens} tokens, too few for one sample of {self.sequence_length} + 1"
+        return num_samples + (rest > 0 and not shuffle), shortage, "lower data.sequence_length, "
 
     def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return window numbers of sample ordinals: int64 of the same shape; len(self) after the end of a sequential
@@ -256,18 +217,9 @@ class GptSamples:
         """
         return self._num_labels(self._starts_of(ordinals))
 
-    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Return token ids of samples: int64 [..., L + 1] for ordinals [...], filled with zeros after a sample's last
-        label.
-
-        Raises DataError for an id outside [0, vocabulary_size), with shard and position.
-        """
-        starts = self._starts_of(ordinals)
-        tokens = np.zeros((starts.size, self.sequence_length + 1), dtype=np.int64)
-        for row, start, count in zip(tokens, starts.flat, self._num_labels(starts).flat, strict=True):
-            if count:
-                row[: count + 1] = self._stream.read(int(start), int(count) + 1, self.vocabulary_size)
-        return tokens.reshape(*starts.shape, -1)
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        windows = self._token_windows(ordinals)
+        return [[(begin, end)] if end - begin > 1 else [] for begin, end in windows]
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """Return for each sample the positions p, 0 < p <= L, at which a document starts: int64, ascending. Reads no
@@ -276,16 +228,21 @@ class GptSamples:
         Token p - 1 ends a document (with the end-of-document token, if such tokens were appended), so input and label
         at p - 1 belong to different documents.
         """
-        starts = self._starts_of(ordinals)
-        windows = zip(starts.flat, self._num_labels(starts).flat, strict=True)
-        return [self._stream.document_starts(int(start), int(count) + 1) for start, count in windows]
+        windows = self._token_windows(ordinals)
+        return [self._shard.document_starts_between(begin, end) - begin for begin, end in windows]
 
     def _starts_of(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Return the first token of each sample in the stream: int64 [...]."""
-        return np.asarray(np.minimum(self.windows(ordinals) * self.sequence_length, self.num_predictions))
+        """Return the first token of each sample in the shard: int64 [...]."""
+        return self._begin + np.minimum(self.windows(ordinals) * self.sequence_length, self.num_predictions)
+
+    def _token_windows(self, ordinals: npt.ArrayLike) -> list[tuple[int, int]]:
+        """Return the tokens [begin, end) of each sample in the shard, with the first input and the last label."""
+        starts = self._starts_of(ordinals)
+        ends = starts + self._num_labels(starts) + 1
+        return list(zip(starts.ravel().tolist(), ends.ravel().tolist(), strict=True))
 
     def _num_labels(self, starts: np.ndarray) -> np.ndarray:
-        return np.clip(self.num_predictions - starts, 0, self.sequence_length)
+        return np.clip(self._begin + self.num_predictions - starts, 0, self.sequence_length)
 
 
 def best_fit(sizes: npt.NDArray[np.integer], capacity: int) -> npt.NDArray[np.int64]:
@@ -345,7 +302,7 @@ _PIECES = 1
 """Key that separates the order of pieces of equal length from the orders of epochs, which use the same seed."""
 
 
-class PackedSamples:
+class PackedSamples(ShardSamples):
     """Samples of one split of a shard, each filled with whole documents by best fit, at most L + 1 tokens.
 
     A document of more than L + 1 tokens is cut into pieces of that length, each starting with the last token of the
@@ -359,81 +316,38 @@ class PackedSamples:
     Raises DataError for unusable shards and a split without a document of at least two tokens.
     """
 
-    def __init__(
-        self,
-        prefix: str | Path,
-        *,
-        split: SplitName,
-        shares: str,
-        sequence_length: int,
-        seed: int,
-        shuffle: bool = True,
-        vocabulary_size: int | None = None,
-    ) -> None:
-        (self._shard,), self.manifests = open_shards([prefix], vocabulary_size)
-        self.sequence_length = sequence_length
-        self.vocabulary_size = vocabulary_size
-        documents = split_documents(self._shard.num_documents, shares)[split]
-        starts, sizes = _pieces(_token_bounds(self._shard, documents), sequence_length)
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+        starts, sizes = _pieces(self._shard.document_bounds(documents), self.sequence_length)
         if not len(sizes):
-            raise DataError(
-                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents, none "
-                f"of 2 tokens or more: give it a larger share than in data.split {shares!r}, or add documents"
-            )
+            return 0, ", none of 2 tokens or more", ""
         mixed = KeyedPermutation(len(sizes), seed, _PIECES, 0)(np.arange(len(sizes)))
         descending = np.lexsort((mixed, -sizes))
         bins = np.empty(len(sizes), dtype=np.int64)
-        bins[descending] = best_fit(sizes[descending], sequence_length + 1)
+        bins[descending] = best_fit(sizes[descending], self.sequence_length + 1)
         by_bin = np.lexsort((mixed, bins))
         self._starts, self._sizes = starts[by_bin], sizes[by_bin]
-        self._firsts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
-        self._labels = np.append(np.add.reduceat(self._sizes, self._firsts[:-1]) - 1, 0)
-        if shuffle:
-            self._shard.scatter()
-        self._order = EpochOrder(len(self._firsts) - 1, seed, shuffle=shuffle)
-
-    def __len__(self) -> int:
-        """Return the number of samples per epoch."""
-        return self._order.size
+        firsts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
+        self._firsts = np.append(firsts, firsts[-1])  # the bin after the last one is empty
+        self._labels = np.append(np.add.reduceat(self._sizes, firsts[:-1]) - 1, 0)
+        return len(firsts) - 1, "", ""
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.num_labels`. Predictions between two documents are counted."""
         return np.asarray(self._labels[self._order(ordinals)])
 
-    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """See `SampleSet.tokens`. Raises DataError for an id outside [0, vocabulary_size), with shard and position."""
-        bins = self._order(ordinals)
-        tokens = np.zeros((bins.size, self.sequence_length + 1), dtype=np.int64)
-        for row, number in zip(tokens, bins.flat, strict=True):
-            place = 0
-            for piece in self._pieces_of(number):
-                start, size = int(self._starts[piece]), int(self._sizes[piece])
-                part = self._shard.window(start, start + size)
-                check_ids(self._shard, start, part, self.vocabulary_size)
-                row[place : place + size] = part
-                place += size
-        return tokens.reshape(*bins.shape, -1)
-
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """See `SampleSet.boundaries`. A piece of a document counts as a document."""
-        starts = []
+        return [
+            np.cumsum([end - begin for begin, end in ranges[:-1]], dtype=np.int64) for ranges in self._ranges(ordinals)
+        ]
+
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        ranges = []
         for number in self._order(ordinals).flat:
-            pieces = self._pieces_of(number)
-            starts.append(np.cumsum(self._sizes[pieces.start : pieces.stop][:-1]))
-        return starts
-
-    def _pieces_of(self, number: int) -> range:
-        """Return the pieces of a bin; none for the number after the last bin."""
-        if number == len(self):
-            return range(0)
-        return range(int(self._firsts[number]), int(self._firsts[number + 1]))
-
-
-def _token_bounds(shard: IndexedDataset, documents: range) -> npt.NDArray[np.int64]:
-    """Return the first token of every document, and the end of the last: int64 [documents + 1]."""
-    sequences = np.asarray(shard.document_indices[documents.start : documents.stop + 1])
-    ends = np.append(shard.sequence_offsets // shard.dtype.itemsize, shard.num_tokens)
-    return np.asarray(ends[sequences])
+            pieces = slice(self._firsts[number], self._firsts[number + 1])
+            starts = self._starts[pieces]
+            ranges.append(list(zip(starts.tolist(), (starts + self._sizes[pieces]).tolist(), strict=True)))
+        return ranges
 
 
 def _pieces(bounds: npt.NDArray[np.int64], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:

@@ -8,9 +8,9 @@ import numpy as np
 
 from megapipe.config.field_types import real_number
 from megapipe.data import DataError
-from megapipe.data.manifest import ShardManifest, carry_tokenizer, read_manifest, tokenizer_of_shard
+from megapipe.data.manifest import ShardManifest, carry_tokenizer, open_shard, read_manifest, tokenizer_of_shard
 from megapipe.data.shard_writer import ShardWriter
-from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path
+from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 
 _SHOWN_TOKENS = 200
@@ -31,7 +31,7 @@ _ALIKE = (
 def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: str | None) -> None:
     """Print counts, percentiles of document lengths, and evenly spaced documents; save a histogram of the lengths to a
     file."""
-    dataset, manifest = _opened(prefix)
+    dataset, manifest = open_shard(prefix)
     lengths = document_lengths(dataset)
     if histogram is not None:
         _draw_lengths(lengths, prefix, histogram)
@@ -51,14 +51,6 @@ def inspect(prefix: str, samples: int, tokenizer_name: str | None, histogram: st
     samples = min(samples, dataset.num_documents)
     for document in (dataset.num_documents * n // samples for n in range(samples)):
         print(f"document {document} ({lengths[document]:,} tokens): {_shown(dataset, document, tokenizer)}")
-
-
-def _opened(prefix: str, float_tokens: FloatTokens | None = None) -> tuple[IndexedDataset, ShardManifest | None]:
-    """Return a shard, and its manifest or None. Raises DataError if the manifest describes another shard."""
-    dataset, manifest = IndexedDataset(prefix, float_tokens), read_manifest(prefix)
-    if manifest is not None:
-        manifest.check_shard(dataset)
-    return dataset, manifest
 
 
 def verify(prefix: str) -> str:
@@ -85,8 +77,7 @@ def verify(prefix: str) -> str:
     manifest.check_shard(dataset)
     for begin in range(0, dataset.num_tokens, _AT_ONCE):
         tokens = dataset.tokens[begin : begin + _AT_ONCE]
-        if tokens.min() < 0 or tokens.max() >= manifest.vocabulary_size:
-            bad = int(np.argmax((tokens < 0) | (tokens >= manifest.vocabulary_size)))
+        if (bad := first_outside(tokens, manifest.vocabulary_size)) is not None:
             raise DataError(
                 f"{prefix}.bin holds token {tokens[bad]} at position {begin + bad}, but the vocabulary has "
                 f"{manifest.vocabulary_size} ids: the shard or its manifest is damaged; preprocess again"
@@ -114,7 +105,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
 
     Raises DataError, before anything is written, if the shards' types or manifests differ.
     """
-    datasets, manifests = zip(*(_opened(prefix, float_tokens) for prefix in prefixes), strict=True)
+    datasets, manifests = zip(*(open_shard(each, float_tokens=float_tokens) for each in prefixes), strict=True)
     if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
         raise DataError(f"{output} is one of the shards to merge; name another --output-prefix")
     for dataset in datasets:
@@ -143,7 +134,7 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
         raise DataError(f"--shares {shares!r} is not a list of numbers like 98,1,1") from error
     if not (np.isfinite(parts).all() and (parts > 0).all()):
         raise DataError(f"--shares {shares!r}: every share must be a number above 0, as in 98,1,1")
-    dataset, manifest = _opened(prefix)
+    dataset, manifest = open_shard(prefix)
     edges = np.round(np.concatenate(([0.0], np.cumsum(parts) / parts.sum())) * dataset.num_documents).astype(np.int64)
     if (np.diff(edges) == 0).any():
         raise DataError(f"{prefix} has {dataset.num_documents} documents, too few for --shares {shares}")
@@ -182,9 +173,7 @@ def counts(dataset: IndexedDataset) -> str:
 
 def document_lengths(dataset: IndexedDataset) -> np.ndarray:
     """Return the number of tokens of each document: int64 [num_documents]."""
-    ends = np.append(dataset.sequence_offsets // dataset.dtype.itemsize, dataset.num_tokens)
-    lengths: np.ndarray = np.diff(ends[dataset.document_indices])
-    return lengths
+    return np.diff(dataset.document_bounds(range(dataset.num_documents)))
 
 
 def _check_ends(dataset: IndexedDataset, manifest: ShardManifest) -> None:

@@ -7,7 +7,7 @@ limited to a buffer.
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -140,12 +140,9 @@ class ShardWriter:
         """
         for file in self._files:
             self._flush(file)
-        index = HashedFile.create(self._partial("idx"))
-        try:
+        with closing(HashedFile.create(self._partial("idx"))) as index:
             self._write_index(index)
             self._flush(index)
-        finally:
-            index.close()
         folder = bin_path(self.prefix).parent
         for old in (idx_path(self.prefix), manifest_path(self.prefix)):
             old.unlink(missing_ok=True)

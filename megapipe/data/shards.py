@@ -63,6 +63,13 @@ def idx_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.idx")
 
 
+def first_outside(tokens: np.ndarray, vocabulary_size: int) -> int | None:
+    """Return the position of the first token outside [0, vocabulary_size); None if there is none."""
+    if not len(tokens) or 0 <= tokens.min() <= tokens.max() < vocabulary_size:
+        return None
+    return int(np.argmax((tokens < 0) | (tokens >= vocabulary_size)))
+
+
 def check_exists(prefix: str | Path) -> None:
     """Raise DataError if there is no shard of this prefix."""
     path = idx_path(prefix)
@@ -161,7 +168,7 @@ class IndexedDataset:
         """Return the tokens of one sequence, in the shard's dtype."""
         if not 0 <= sequence < self.num_sequences:
             raise IndexError(f"{self.prefix} has no sequence {sequence}: it has {self.num_sequences}, from 0")
-        start = int(self.sequence_offsets[sequence]) // self.dtype.itemsize
+        start = self.sequence_start(sequence)
         return self.tokens[start : start + int(self.sequence_lengths[sequence])]
 
     def document(self, document: int) -> np.ndarray:
@@ -172,10 +179,18 @@ class IndexedDataset:
 
     def document_start(self, document: int) -> int:
         """Return the position in `tokens` at which a document starts; num_tokens for num_documents."""
-        sequence = int(self.document_indices[document])
+        return self.sequence_start(int(self.document_indices[document]))
+
+    def sequence_start(self, sequence: int) -> int:
+        """Return the position in `tokens` at which a sequence starts; num_tokens for num_sequences."""
         if sequence == self.num_sequences:
             return self.num_tokens
         return int(self.sequence_offsets[sequence]) // self.dtype.itemsize
+
+    def document_bounds(self, documents: range) -> np.ndarray:
+        """Return the first token of each of the documents, and the end of the last: int64 [documents + 1]."""
+        ends = np.append(self.sequence_offsets // self.dtype.itemsize, self.num_tokens)
+        return np.asarray(ends[self.document_indices[documents.start : documents.stop + 1]])
 
     def document_starts_between(self, begin: int, end: int) -> np.ndarray:
         """Return the positions p, begin < p < end, at which a document starts: int64, ascending, without repetition.
@@ -227,13 +242,11 @@ class IndexedDataset:
         if size != expected:
             raise DataError(_wrong_index_size(path, size, expected, self.num_sequences))
         # These are plain arrays, because each access to numpy's memmap class takes several times as long.
-        mapped = np.frombuffer(self._index, dtype=np.uint8)
-        arrays, position = [], HEADER.size
+        self._index_arrays: list[np.ndarray] = []
+        position = HEADER.size
         for kind, count in shapes:
-            stop = position + np.dtype(kind).itemsize * count
-            arrays.append(mapped[position:stop].view(kind))
-            position = stop
-        self._index_arrays = arrays
+            self._index_arrays.append(np.frombuffer(self._index, kind, count, position))
+            position += self._index_arrays[-1].nbytes
         if self.document_indices[0] != 0 or self.document_indices[-1] != self.num_sequences:
             raise DataError(
                 f"{path} is damaged: its documents cover sequences {self.document_indices[0]} to "

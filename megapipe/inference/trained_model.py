@@ -16,7 +16,7 @@ from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import CheckpointError, read_json
-from megapipe.config import ConfigError
+from megapipe.config import ConfigError, InputError
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
@@ -39,7 +39,7 @@ from megapipe.spec.layers import tensor_problems
 from megapipe.spec.model_folder import with_model_folders
 
 
-class PromptError(ValueError):
+class PromptError(InputError, ValueError):
     """A prompt that the model cannot continue. The message names the prompt, the rule, and how to fix it."""
 
 

@@ -14,12 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapipe.config import InputError
+
 
 class CommunicationError(RuntimeError):
     """A peer failed, did not answer, or called a different collective."""
 
 
-class LaunchError(RuntimeError):
+class LaunchError(InputError, RuntimeError):
     """The launcher's environment does not describe a world that fits the layout."""
 
 

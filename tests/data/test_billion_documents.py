@@ -67,7 +67,7 @@ class ComputedShard(IndexedDataset):
 
 def opened(num_documents: int, monkeypatch: pytest.MonkeyPatch, split: str) -> tuple[GptSamples, ComputedShard]:
     shard = ComputedShard(num_documents)
-    monkeypatch.setattr(manifest, "_open_shard", lambda prefix: shard)
+    monkeypatch.setattr(manifest, "IndexedDataset", lambda prefix, float_tokens: shard)
     samples = GptSamples(Path("computed"), split=split, shares="98,1,1", sequence_length=2048, seed=3)  # type: ignore[arg-type]
     return samples, shard
 

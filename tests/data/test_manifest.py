@@ -8,7 +8,7 @@ import pytest
 import xxhash
 
 from megapipe.data import DataError
-from megapipe.data.manifest import ShardManifest, manifest_path, read_manifest
+from megapipe.data.manifest import ShardManifest, check_one_tokenizer, manifest_path, read_manifest
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import IndexedDataset
@@ -24,7 +24,7 @@ def write_described(prefix: Path, manifest: ShardManifest = MANIFEST) -> Path:
     return prefix
 
 
-def open_samples(prefix: Path | list[Path], vocabulary_size: int = 257) -> GptSamples:
+def open_samples(prefix: Path, vocabulary_size: int = 257) -> GptSamples:
     return GptSamples(prefix, split="train", shares="1", sequence_length=2, seed=0, vocabulary_size=vocabulary_size)
 
 
@@ -68,7 +68,7 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     one = write_described(tmp_path / "one")
     other = write_described(tmp_path / "other", replace(MANIFEST, tokenizer="x", tokenizer_fingerprint="sha256:77"))
     with pytest.raises(DataError, match="tokenized with x"):
-        open_samples([one, other])
+        check_one_tokenizer(map(read_manifest, (one, tmp_path / "without", other)))
 
 
 def test_a_manifest_of_another_shard_is_refused(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Stop(BaseException):
 def stopped_after(files: list, prefix: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = 0
 
-    def stop(part: TokenizedPart, writer: object) -> None:
+    def stop(part: TokenizedPart) -> None:
         nonlocal seen
         seen += 1
         if seen > parts:
@@ -108,7 +108,7 @@ def test_two_runs_cannot_write_one_output(tmp_path: Path, undisturbed: Path) -> 
     files = find_inputs([str(undisturbed / "in.jsonl")])
     refused = []
 
-    def again(part: TokenizedPart, writer: object) -> None:
+    def again(part: TokenizedPart) -> None:
         try:
             preprocess_files(files, str(tmp_path / "out"), SETTINGS)
         except ValueError as error:

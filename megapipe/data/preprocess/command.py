@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from megapipe.config.command_line import ProgressBar, exit_status, not_empty, positive, tool_parser, with_hyphens
@@ -16,7 +16,6 @@ from megapipe.data.preprocess.documents import SAMPLE_BYTES, SampledTexts
 from megapipe.data.preprocess.inputs import InputFile, find_inputs, idle_workers
 from megapipe.data.preprocess.run import Journal, preprocess
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
-from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.tokenizers import RESERVED_TOKENS, TRAINERS, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import CHECKED_BYTES, is_byte_level_bpe, why_no_fast_core
 
@@ -96,7 +95,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--drop-duplicates", action="store_true", help="omit documents that equal an earlier document in all fields"
     )
     parser.add_argument(
-        "--append-eod", action="store_true", help="end every document with the end-of-document token, as GPT needs"
+        "--append-eod",
+        dest="append_end_of_document",
+        action="store_true",
+        help="end every document with the end-of-document token, as GPT needs",
     )
     parser.add_argument(
         "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="start of the output's paths"
@@ -163,31 +165,31 @@ class ProgressLine:
 
     def __init__(self, total_bytes: int) -> None:
         self._total = total_bytes
-        self._done = self._skipped = self._before = 0
+        self._done = self._skipped = 0
         self._start = time.monotonic()
         self._bar: ProgressBar | None = None
 
     def start(self, journal: Journal) -> None:
         """Print how much an earlier run of the same command processed, and start the bar."""
-        self._done, self._skipped, self._before = journal.done_bytes, journal.num_skipped, journal.done_bytes
+        self._skipped = journal.num_skipped
         if journal.next_part:
-            print(f"continuing a run that stopped after {self._done / 1e6:,.1f} MB", file=sys.stderr)
-        self._bar = ProgressBar("preprocessing", max(1, self._total - self._before) / 1e6, "MB", log=True)
+            print(f"continuing a run that stopped after {journal.done_bytes / 1e6:,.1f} MB", file=sys.stderr)
+        self._bar = ProgressBar("preprocessing", max(1, self._total - journal.done_bytes) / 1e6, "MB", log=True)
 
-    def show(self, part: TokenizedPart, writer: ShardWriter) -> None:
+    def show(self, part: TokenizedPart) -> None:
         """Count a finished part, and print skipped documents, at most SHOWN_SKIPS in total."""
         for reason in part.skipped[: max(0, SHOWN_SKIPS - self._skipped)]:
             print(f"skipped: {reason}", file=sys.stderr)
         self._skipped += len(part.skipped)
         self._done += part.input_bytes
         if self._bar is not None:
-            self._bar.update((self._done - self._before) / 1e6)
+            self._bar.update(self._done / 1e6)
 
     def finish(self) -> None:
         """Print the megabytes, the speed and the number of skipped documents."""
         elapsed = time.monotonic() - self._start
         skipped = f", {self._skipped:,} documents skipped" if self._skipped else ""
-        done = (self._done - self._before) / 1e6
+        done = self._done / 1e6
         print(f"{done:,.1f} MB in {elapsed:.1f} s, {done / max(elapsed, 1e-9):.1f} MB/s{skipped}", file=sys.stderr)
 
     def close(self) -> None:
@@ -209,7 +211,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
 
     left = "nothing was written" if trains else "the same command continues where it stopped"
-    return exit_status(work, lambda error: isinstance(error, DataError), left)
+    return exit_status(work, left)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -218,18 +220,9 @@ def run(arguments: argparse.Namespace) -> None:
     Raises DataError for inputs, a tokenizer or options that cannot be used.
     """
     files = _inputs(arguments)
-    settings = TokenizeSettings(
-        tokenizer=arguments.tokenizer,
-        end_of_document=arguments.end_of_document,
-        append_end_of_document=arguments.append_eod,
-        json_keys=tuple(dict.fromkeys(arguments.json_keys)),
-        join_keys=arguments.join_keys,
-        split_sentences=arguments.split_sentences,
-        language=arguments.language,
-        drop_duplicates=arguments.drop_duplicates,
-        on_error=arguments.on_error,
-        special_tokens_in_text=arguments.special_tokens_in_text,
-    )
+    arguments.json_keys = tuple(dict.fromkeys(arguments.json_keys))
+    names = {each.name for each in fields(TokenizeSettings)}
+    settings = TokenizeSettings(**{name: value for name, value in vars(arguments).items() if name in names})
     if arguments.tokenizer_core == "auto":
         settings = with_fast_core(settings, files)
     idle = idle_workers(files, arguments.workers)
@@ -301,8 +294,7 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     files = _inputs(arguments)
     texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
     check_special_tokens(arguments.special_tokens)
-    content = train(texts, arguments.vocabulary_size, arguments.special_tokens)
-    write_whole(output, content)
+    write_whole(output, train(texts, arguments.vocabulary_size, arguments.special_tokens))
     tokenizer = open_tokenizer(str(output))
     print(
         f"{output}: {arguments.type}, vocabulary {tokenizer.vocabulary_size:,}, end of document "

@@ -112,7 +112,7 @@ def read_documents(piece: FileRange, keys: Sequence[str]) -> Iterator[Document]:
     if piece.format in ("parquet", "arrow", "dataset"):
         batches = {
             "parquet": lambda: parquet_batches(piece.path, piece.begin, piece.end, keys),
-            "arrow": lambda: arrow_batches(piece.path, piece.begin, piece.end, keys),
+            "arrow": lambda: arrow_batches(piece.path, piece.begin, piece.end),
             "dataset": lambda: dataset_batches(str(piece.path), piece.begin, piece.end),
         }[piece.format]()
         yield from rows_of(piece.path, piece.first_row, batches, keys)

@@ -15,13 +15,11 @@ from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file
 from megapipe.data.preprocess.tables import (
     DATASET_PREFIX,
+    TABLE_RANGES,
     DatasetName,
-    arrow_ranges,
     dataset_bytes,
     dataset_fingerprint,
-    dataset_ranges,
     is_saved_dataset,
-    parquet_ranges,
     with_options,
 )
 
@@ -222,15 +220,9 @@ def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
 
 
 def _cut_file(file: InputFile, part_bytes: int) -> Iterator[FileRange]:
-    if file.format == "parquet":
-        for group, (size, first_row) in enumerate(parquet_ranges(file.path)):
-            yield FileRange(file.path, group, group + 1, size, "parquet", first_row=first_row)
-    elif file.format == "arrow":
-        for begin, end, first_row in arrow_ranges(file.path):
-            yield FileRange(file.path, begin, end, end - begin, "arrow", first_row=first_row)
-    elif file.format == "dataset":
-        for begin, end, size in dataset_ranges(str(file.path), part_bytes):
-            yield FileRange(file.path, begin, end, size, "dataset", first_row=begin)
+    if file.format in TABLE_RANGES:
+        for begin, end, size, first_row in TABLE_RANGES[file.format](file.path, part_bytes):
+            yield FileRange(file.path, begin, end, size, file.format, first_row=first_row)
     elif file.is_whole:
         yield FileRange(file.path, 0, file.size, file.size, file.format, file.is_compressed)
     else:

@@ -65,10 +65,7 @@ def read_journal(path: Path, job: str) -> Journal | None:
         content = read_json(path, ValueError)
         if content.pop("format_version") != FORMAT_VERSION or content["job"] != job:
             return None
-        writers = [
-            WriterPosition(sequences, documents, tokens, tuple(checksums))
-            for sequences, documents, tokens, checksums in content.pop("writers")
-        ]
+        writers = [WriterPosition._make((*counts, tuple(checksums))) for *counts, checksums in content.pop("writers")]
         return Journal(**content, writers=writers)
     except (OSError, *DECODING_ERRORS):
         return None
@@ -161,14 +158,14 @@ def preprocess(
     *,
     workers: int = 1,
     on_start: Callable[[Journal], None] = lambda journal: None,
-    on_part: Callable[[TokenizedPart, ShardWriter], None] = lambda part, writer: None,
+    on_part: Callable[[TokenizedPart], None] = lambda part: None,
 ) -> list[ShardManifest]:
     """Write `<prefix>_<output>.{bin,idx,manifest.json}` for each output; return the manifests in their order.
 
     The bytes do not depend on `workers`. Workers write parts to `<prefix>.parts`, and this process joins them in
     order. A journal in the same folder records which parts have been joined and flushed. After a crash, the same call
     continues from the journal and removes all other files. `on_start` is called with the journal. `on_part` is called
-    after each part with the writer of the first output.
+    with each part.
 
     Raises DataError, and then leaves no files, for unusable input (unless the settings skip it) and for input without
     a document. Any other exception (a full disk, Ctrl-C) leaves the files that are needed to continue.
@@ -189,7 +186,7 @@ def preprocess(
                 tasks = ((part, str(folder / f"{index:08d}"), settings) for index, part in parts)
                 for part in stack.enter_context(closing(map_in_order(tokenize_part, tasks, workers))):
                     outputs.add(part)
-                    on_part(part, outputs.writers[0])
+                    on_part(part)
                     outputs.save_now_and_then()
                 manifests = outputs.commit(sources)
         except BaseException as error:
@@ -276,7 +273,6 @@ class _Outputs:
 
     def _commit(self, writer: ShardWriter, sources: dict[str, Any]) -> ShardManifest:
         settings, tokenizer, journal = self._settings, self._tokenizer, self.journal
-        stored = store_tokenizer(writer.prefix, settings.tokenizer)
         manifest = ShardManifest(
             tokenizer=settings.tokenizer,
             tokenizer_fingerprint=tokenizer.fingerprint,
@@ -294,8 +290,7 @@ class _Outputs:
             sources=sources,
             num_special_tokens_in_text=journal.num_special_tokens,
             special_tokens_in_text=settings.special_tokens_in_text,
-            tokenizer_copy=stored.name if stored else None,
-            tokenizer_files=stored.files if stored else None,
+            **store_tokenizer(writer.prefix, settings.tokenizer),
         )
         return writer.commit(manifest) or manifest
 

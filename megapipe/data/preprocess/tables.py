@@ -3,7 +3,7 @@
 import os
 import socket
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -61,15 +61,16 @@ class DocumentRow:
         return f"{self.path}, row {self.number}"
 
 
-def parquet_ranges(path: Path) -> Iterator[tuple[int, int]]:
-    """Yield (uncompressed bytes, number of the first row) of each row group. Raises DataError for a damaged file."""
+def parquet_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (number, end, uncompressed bytes, number of the first row) of each row group. Raises DataError for a
+    damaged file."""
     import pyarrow.parquet
 
     with _errors_named(path, "Parquet"):
         metadata = pyarrow.parquet.read_metadata(path)
         first_row = 0
         for group in range(metadata.num_row_groups):
-            yield metadata.row_group(group).total_byte_size, first_row
+            yield group, group + 1, metadata.row_group(group).total_byte_size, first_row
             first_row += metadata.row_group(group).num_rows
 
 
@@ -86,8 +87,8 @@ def parquet_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> It
         yield from file.iter_batches(_ROWS_AT_ONCE, range(begin, end), columns=list(keys), use_threads=False)
 
 
-def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
-    """Yield (first byte, end, number of the first row) of each record batch of an Arrow file or stream.
+def arrow_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first byte, end, bytes, number of the first row) of each record batch of an Arrow file or stream.
 
     Raises DataError for a damaged file, and for dictionary-encoded columns, whose batches need an earlier message.
     """
@@ -107,20 +108,17 @@ def arrow_ranges(path: Path) -> Iterator[tuple[int, int, int]]:
                     "strings"
                 )
             batch = pyarrow.ipc.read_record_batch(message, schema)
-            yield begin, source.tell(), first_row
+            yield begin, source.tell(), source.tell() - begin, first_row
             first_row += batch.num_rows
 
 
-def arrow_batches(path: Path, begin: int, end: int, keys: Sequence[str]) -> Iterator["pyarrow.RecordBatch"]:
-    """Yield the record batches in the bytes [begin, end) of an Arrow file or stream.
-
-    Raises DataError for a file that cannot be read or does not have all columns `keys`.
-    """
+def arrow_batches(path: Path, begin: int, end: int) -> Iterator["pyarrow.RecordBatch"]:
+    """Yield the record batches in the bytes [begin, end) of an Arrow file or stream. Raises DataError for a file that
+    cannot be read."""
     import pyarrow
 
     with _errors_named(path, "Arrow"), _mapped(path) as source:
         schema = pyarrow.ipc.read_schema(source)
-        check_columns(path, schema.names, keys)
         source.seek(begin)
         while source.tell() < end:
             yield pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(source), schema)
@@ -270,23 +268,28 @@ def dataset_bytes(spec: str) -> int:
     """Return the bytes of the rows in memory, about the size of their texts; 0 if the size of a stream is unknown."""
     if DatasetName.of(spec).stream:
         return int(_opened(spec).info.dataset_size or 0)
-    size: int = _open(spec).data.nbytes
-    return size
+    return _open(spec).data.nbytes
 
 
-def dataset_ranges(spec: str, range_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (first row, end, bytes) of ranges of about `range_bytes`. For a stream, yield numbers of files instead of
-    rows."""
+def dataset_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield (first row, end, bytes, first row) of ranges of about `range_bytes`. For a stream, yield numbers of files
+    instead of rows. path: name of the dataset."""
+    spec = str(path)
     if DatasetName.of(spec).stream:
         # With this size each file becomes one part, because a file can only be streamed from its beginning.
-        yield from ((number, number + 1, range_bytes) for number in range(_opened(spec).num_shards))
+        yield from ((number, number + 1, range_bytes, number) for number in range(_opened(spec).num_shards))
         return
     dataset = _open(spec)
     row_bytes = max(1, dataset.data.nbytes // max(1, len(dataset)))
     step = max(1, range_bytes // row_bytes)
     for begin in range(0, len(dataset), step):
         end = min(begin + step, len(dataset))
-        yield begin, end, (end - begin) * row_bytes
+        yield begin, end, (end - begin) * row_bytes, begin
+
+
+Ranges = Callable[[Path, int], Iterator[tuple[int, int, int, int]]]
+TABLE_RANGES: dict[str, Ranges] = {"parquet": parquet_ranges, "arrow": arrow_ranges, "dataset": dataset_ranges}
+"""For each format of tables, the function that cuts a table into ranges: (begin, end, bytes, first row)."""
 
 
 def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"]:

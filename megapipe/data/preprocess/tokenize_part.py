@@ -4,6 +4,7 @@ import importlib.metadata
 import re
 import sqlite3
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -181,13 +182,17 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
     skipped."""
     tokenizer = _opened(settings)
     dtype = token_dtype(tokenizer.vocabulary_size)
-    # The files need not be durable, because the parts of a killed run are removed.
-    writers = [ShardWriter(f"{prefix}_{n}", dtype, durable=False) for n in range(len(settings.output_names()))]
     skipped: list[str] = []
     digests = bytearray()
-    names = _names_of_special_tokens(tokenizer)
+    longest_first = sorted(tokenizer.special_tokens, key=len, reverse=True)
+    names = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
     num_special_tokens = 0
-    try:
+    with ExitStack() as stack:
+        # The files need not be durable, because the parts of a killed run are removed.
+        writers = [
+            stack.enter_context(ShardWriter(f"{prefix}_{number}", dtype, durable=False))
+            for number in range(len(settings.output_names()))
+        ]
         for piece in part.pieces:
             try:
                 for document in read_documents(piece, settings.json_keys):
@@ -212,17 +217,8 @@ def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> Tokeni
                 skipped.append(str(error))
         for writer in writers:
             writer.commit()
-    finally:
-        for writer in writers:
-            writer.close()
     prefixes = tuple(writer.prefix for writer in writers)
     return TokenizedPart(prefixes, part.size, tuple(skipped), bytes(digests), num_special_tokens)
-
-
-def _names_of_special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern of the names of special tokens, the longest first; None if there are none."""
-    names = sorted(tokenizer.special_tokens, key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, names))) if names else None
 
 
 def _count_special_tokens(

@@ -6,7 +6,7 @@ Byte-level BPE and WordPiece can also be learned from texts. A byte-level BPE ca
 import json
 import os
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard
 
@@ -55,8 +55,7 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def encode(self, text: str) -> list[int]:
         # The batch call does not compute character offsets, which take a third of the time.
-        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
-        return ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def encode_array(self, text: str) -> np.ndarray:
         if self.fast_core is not None:
@@ -72,17 +71,15 @@ class HuggingFaceTokenizer(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         kept = [int(token) for token in ids if token != self.end_of_document]
-        text: str = self._tokenizer.decode(kept, skip_special_tokens=False)
-        return text
+        return self._tokenizer.decode(kept, skip_special_tokens=False)
 
     def _find_end(self, name: str | None) -> int | None:
         candidates = [name] if name is not None else END_OF_DOCUMENT_NAMES
-        ids: list[int] = [
-            token for candidate in candidates if (token := self._tokenizer.token_to_id(candidate)) is not None
-        ]
-        if name is not None and not ids:
+        ids = map(self._tokenizer.token_to_id, candidates)
+        end: int | None = next((token for token in ids if token is not None), None)
+        if name is not None and end is None:
             raise DataError(f"{self.spec} has no token {name!r} to end documents with; name one that it has")
-        return ids[0] if ids else None
+        return end
 
 
 def open_tokenizer_json(path: Path, end: str | None) -> HuggingFaceTokenizer:
@@ -211,8 +208,7 @@ def _train_word_piece(
         vocab_size=vocabulary_size, special_tokens=list(first_tokens), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    vocabulary: dict[str, int] = tokenizer.get_vocab()
-    return vocabulary
+    return tokenizer.get_vocab()
 
 
 def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: str) -> bytes:
@@ -229,10 +225,15 @@ def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: 
 
 
 def _eos_token(config: Path) -> str | None:
-    """Return the eos_token of a tokenizer_config.json, which contains it as a string or as an object."""
-    token = _configuration(config).get("eos_token")
-    token = token.get("content") if isinstance(token, dict) else token
+    """Return the eos_token of a tokenizer_config.json."""
+    token = token_of_role(_configuration(config), "eos_token")
     return token if isinstance(token, str) else None
+
+
+def token_of_role(config: Mapping[str, Any], role: str) -> Any:
+    """Return the token that a tokenizer_config.json names for a role, as a string or as an object."""
+    token = config.get(role)
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _configuration(path: Path) -> dict[str, object]:
@@ -266,8 +267,7 @@ class FastCore:
         if self._left <= 0:
             self._renew()
         self._left -= len(text)
-        ids: np.ndarray = self._core.encode(text)
-        return ids
+        return self._core.encode(text)
 
     def _renew(self) -> None:
         # Use one thread, because several workers run in parallel.
@@ -297,7 +297,8 @@ def why_no_fast_core(tokenizer: HuggingFaceTokenizer, texts: Iterable[str]) -> s
         return f"it does not support this tokenizer ({error})"
     for text in (*_tricky_texts(tokenizer), *_limited(texts)):
         if core(text).tolist() != tokenizer.encode(text):
-            return f"its ids differ from those of the tokenizers library for {_shortened(text)}"
+            shown = text if len(text) <= 60 else text[:57] + "..."
+            return f"its ids differ from those of the tokenizers library for {shown!r}"
     return None
 
 
@@ -335,7 +336,3 @@ def _limited(texts: Iterable[str]) -> Iterator[str]:
         left -= len(text)
         if left <= 0:
             return
-
-
-def _shortened(text: str) -> str:
-    return repr(text if len(text) <= 60 else text[:57] + "...")

@@ -126,12 +126,10 @@ class SentencePieceTokenizer(Tokenizer):
             )
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._processor.encode(text)
-        return ids
+        return self._processor.encode(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        text: str = self._processor.decode([int(token) for token in ids if token != self.end_of_document])
-        return text
+        return self._processor.decode([int(token) for token in ids if token != self.end_of_document])
 
     @property
     def is_bpe(self) -> bool:
@@ -316,8 +314,7 @@ class TiktokenTokenizer:
         return self._encoding.encode(text, allowed_special=self._allowed, disallowed_special=())
 
     def encode_array(self, text: str) -> np.ndarray:
-        array: np.ndarray = self._encoding.encode_to_numpy(text, allowed_special=self._allowed, disallowed_special=())
-        return array
+        return self._encoding.encode_to_numpy(text, allowed_special=self._allowed, disallowed_special=())
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._encoding.decode([int(token) for token in ids if token != self.end_of_document])

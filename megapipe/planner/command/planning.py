@@ -11,7 +11,7 @@ from typing import Any, Final, Literal
 import yaml
 
 from megapipe.config import ConfigError
-from megapipe.config.command_line import DAY, HOUR, bytes_text, count_text, duration_text, seconds_text
+from megapipe.config.command_line import DAY, HOUR, aligned, bytes_text, count_text, duration_text, seconds_text
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Efficiency, Hardware, load_hardware, with_named_precision
@@ -126,11 +126,7 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: st
 
 def plain_table(columns: Sequence[str], rows: Sequence[Sequence[str]], title: str = "") -> str:
     """Return the table as text, with numbers aligned to the right."""
-    aligned = []
-    for name, *cells in zip(columns, *rows, strict=True):
-        width, side = max(map(len, [name, *cells])), ">" if _are_numbers(cells) else "<"
-        aligned.append([f"{cell:{side}{width}}" for cell in (name, *cells)])
-    lines = ["  ".join(line).rstrip() for line in zip(*aligned, strict=True)]
+    lines = aligned([columns, *rows], _are_numbers)
     return "\n".join([title, *lines] if title else lines)
 
 

@@ -11,9 +11,9 @@ from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.batches import MicrobatchSource, TokenBatch, microbatch_ordinals
 from megapipe.data.bert_samples import BertSamples, BlendedBertSamples, open_bert_samples
-from megapipe.data.manifest import ShardManifest, check_one_tokenizer
+from megapipe.data.manifest import check_one_tokenizer
 from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, samples_wanted
-from megapipe.data.mixing import BlendedSamples, BlendOrder, FillInTheMiddle, FillInTheMiddleRule
+from megapipe.data.mixing import BlendedSamples, BlendOrder, CorpusOrder, FillInTheMiddle, FillInTheMiddleRule
 from megapipe.data.samples import GptSamples, PackedSamples, SampleSet, SplitName
 from megapipe.engine.step import Counts, tensor_on
 from megapipe.layers.attention import block_lists, document_blocks
@@ -140,7 +140,15 @@ def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
     Raises DataError for unusable shards, shards of different tokenizers, and a split that is too small for one sample.
     """
     training = split == "train"
-    samples, manifests = _plain_samples(config, split)
+    corpora: Sequence[GptSamples | PackedSamples | MegatronSamples]
+    order: CorpusOrder | None
+    if training and config.data.order == "megatron":
+        corpora, order = _megatron_corpora(config)
+    else:
+        corpora = [_corpus(config, prefix, split) for prefix in config.data.prefixes]
+        order = BlendOrder(list(config.data.blend.values())) if config.data.blend else None
+    check_one_tokenizer(corpus.manifest for corpus in corpora)
+    samples = corpora[0] if order is None else BlendedSamples(corpora, order, repeats=training)
     if not (training and config.data.fim_tokens):
         return samples
     prefix, suffix, middle = config.data.fim_tokens
@@ -150,35 +158,18 @@ def split_samples(config: PretrainConfig, split: SplitName) -> SampleSet:
         prefix=prefix,
         suffix=suffix,
         middle=middle,
-        end_of_document=manifests[0].end_of_document if manifests else None,
+        end_of_document=next((each.manifest.end_of_document for each in corpora if each.manifest is not None), None),
     )
     return FillInTheMiddle(samples, rule, config.training.seed)
 
 
-def _plain_samples(config: PretrainConfig, split: SplitName) -> tuple[SampleSet, list[ShardManifest]]:
-    """Return the samples of a split, in Megatron-LM's order or in the project's own order."""
-    weights, prefixes = list(config.data.blend.values()), config.data.prefixes
-    megatron = split == "train" and config.data.order == "megatron"
+def _megatron_corpora(config: PretrainConfig) -> tuple[list[MegatronSamples], MegatronBlendOrder | None]:
+    """Return the training split of each shard in Megatron-LM's order, for the samples of the whole run, and the order
+    of their blend, if there is one."""
     num_samples = BatchPlan.of(config.batch).consumed_after(config.training.steps)
-    corpora: Sequence[GptSamples | PackedSamples | MegatronSamples] = (
-        _megatron_corpora(config, samples_wanted(weights, num_samples) if weights else [num_samples])
-        if megatron
-        else [_corpus(config, prefix, split) for prefix in prefixes]
-    )
-    manifests = [manifest for corpus in corpora for manifest in corpus.manifests]
-    check_one_tokenizer(manifests)
-    if not weights:
-        return corpora[0], manifests
-    order: BlendOrder | MegatronBlendOrder = BlendOrder(weights)
-    if megatron:
-        order = MegatronBlendOrder(weights, num_samples)
-        order.check_supply(prefixes, [len(corpus) for corpus in corpora])
-    return BlendedSamples(corpora, order, repeats=split == "train"), manifests
-
-
-def _megatron_corpora(config: PretrainConfig, wanted: Sequence[int]) -> list[MegatronSamples]:
-    """Return the shards in Megatron-LM's order, for the samples of the whole run. wanted: number from each shard."""
-    return [
+    weights = list(config.data.blend.values())
+    wanted = samples_wanted(weights, num_samples) if weights else [num_samples]
+    corpora = [
         MegatronSamples(
             prefix,
             split="train",
@@ -190,6 +181,11 @@ def _megatron_corpora(config: PretrainConfig, wanted: Sequence[int]) -> list[Meg
         )
         for prefix, each in zip(config.data.prefixes, wanted, strict=True)
     ]
+    if not weights:
+        return corpora, None
+    order = MegatronBlendOrder(weights, num_samples)
+    order.check_supply(config.data.prefixes, [len(corpus) for corpus in corpora])
+    return corpora, order
 
 
 def _corpus(config: PretrainConfig, prefix: str, split: SplitName) -> GptSamples | PackedSamples:

@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megapipe.checkpoint.storage import CheckpointError
-from megapipe.config import ConfigError
-from megapipe.data import DataError
+from megapipe.config import InputError
 from megapipe.engine.stage import WHOLE, SavedGraph, Stage, graph_nodes, unit_states
 from megapipe.engine.step import EngineError, StepState
 from megapipe.optim.scaling import LossScaleError
@@ -215,10 +213,7 @@ def _device_lines(device: torch.device) -> list[str]:
 
 
 _STATUSES: dict[type[Exception], ExitCode] = {
-    ConfigError: ExitCode.WRONG_INPUT,
-    DataError: ExitCode.WRONG_INPUT,
-    LaunchError: ExitCode.WRONG_INPUT,
-    CheckpointError: ExitCode.WRONG_INPUT,
+    InputError: ExitCode.WRONG_INPUT,
     LossScaleError: ExitCode.NOT_FINITE,
     NonFiniteError: ExitCode.NOT_FINITE,
     SpikeError: ExitCode.SPIKES,
