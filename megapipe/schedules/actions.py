@@ -130,27 +130,6 @@ def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
     return table[kinds]
 
 
-LETTERS: Final[dict[Kind, str]] = {
-    Kind.FORWARD: "F",
-    Kind.BACKWARD: "B",
-    Kind.BACKWARD_INPUT: "BI",
-    Kind.BACKWARD_WEIGHT: "BW",
-    Kind.RECOMPUTE: "R",
-    Kind.SEND_ACTIVATION: "SA",
-    Kind.RECV_ACTIVATION: "RA",
-    Kind.SEND_GRADIENT: "SG",
-    Kind.RECV_GRADIENT: "RG",
-    Kind.GATHER_WEIGHTS: "GW",
-    Kind.RELEASE_WEIGHTS: "LW",
-    Kind.REDUCE_GRADIENTS: "DG",
-    Kind.REDUCE_TIED: "DT",
-    Kind.REDUCE_COUNTS: "DC",
-    Kind.REDUCE_SCALARS: "DS",
-    Kind.OFFLOAD: "OF",
-    Kind.RELOAD: "RE",
-    Kind.UPDATE: "U",
-    Kind.SNAPSHOT: "SS",
-}
 _KINDS: Final = {kind.letters: kind for kind in Kind}
 _MARKS: Final = ("", "/", ".", ":", "@", "^")
 _WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?", re.ASCII)
