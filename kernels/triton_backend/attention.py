@@ -36,7 +36,6 @@ def resident_kernel(
     scores,
     mask,
     y,
-    num_rows,
     heads,
     queries,
     keys,
@@ -45,6 +44,7 @@ def resident_kernel(
     mask_query,
     window,
     scale,
+    num_rows,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASK: tl.constexpr,
@@ -146,7 +146,7 @@ def chunked_kernel(
 
 
 @triton.jit
-def resident_gradient_kernel(dy, y, dx, num_rows, keys, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def resident_gradient_kernel(dy, y, dx, keys, scale, num_rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the scores of ROWS whole rows: y (dy - sum(y dy)) scale."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, BLOCK)
@@ -191,26 +191,13 @@ def softmax_launch(
         if mask.stride(3) != 1 and keys > 1:
             mask = mask.contiguous()
         mask, strides = mask.view(torch.uint8), mask.stride()[:3]
-    arguments = {
-        "scores": scores,
-        "mask": mask,
-        "y": y,
-        "heads": heads,
-        "queries": queries,
-        "keys": keys,
-        "mask_batch": strides[0],
-        "mask_head": strides[1],
-        "mask_query": strides[2],
-        "window": window or 0,
-        "scale": scale,
-    }
-    return over_rows(resident_kernel, chunked_kernel, scores, arguments, constants)
+    values = (scores, mask, y, heads, queries, keys, *strides, window or 0, scale)
+    return over_rows(resident_kernel, chunked_kernel, scores, values, constants)
 
 
 def softmax_gradient_launch(dy: Tensor, y: Tensor, dx: Tensor, scale: float) -> Launch:
     """Return the launch that reads dy and y, and writes dx, all contiguous."""
-    arguments = {"dy": dy, "y": y, "dx": dx, "keys": y.shape[-1], "scale": scale}
-    return over_rows(resident_gradient_kernel, chunked_gradient_kernel, y, arguments, {})
+    return over_rows(resident_gradient_kernel, chunked_gradient_kernel, y, (dy, y, dx, y.shape[-1], scale), {})
 
 
 def _softmax_specimens() -> list[Specimen]:
@@ -307,20 +294,9 @@ def _rotary_launch(x: Tensor, cosine: Tensor, sine: Tensor, y: Tensor, interleav
     num_rows = x.numel() // width
     block = power_of_two(width // 2)
     rows = tile_of(2 * block, x.dtype).rows
-    arguments = {
-        "x": x,
-        "cosine": cosine,
-        "sine": sine,
-        "y": y,
-        "num_rows": num_rows,
-        "num_tokens": num_tokens,
-        "num_heads": num_heads,
-        "batch_stride": x.stride(0),
-        "token_stride": x.stride(1),
-        "head_stride": x.stride(2),
-    }
+    values = (x, cosine, sine, y, num_rows, num_tokens, num_heads, *x.stride()[:3])
     constants = {"PAIRS": width // 2, "INTERLEAVED": interleaved, "FORWARD": forward, "ROWS": rows, "BLOCK": block}
-    return Launch(_rotary_kernel, (ceiling_division(num_rows, rows),), arguments, constants, NUM_WARPS)
+    return Launch(_rotary_kernel, (ceiling_division(num_rows, rows),), values, constants, NUM_WARPS)
 
 
 def rotary_refusal(device: str, dtype: torch.dtype, width: int) -> str | None:

@@ -142,7 +142,7 @@ def _norm_operands(rows: int, width: int, center: bool, residual: bool, dtype: t
     spread = x.float() - mean if center else x.float()
     rstd = (spread.square().mean(1, keepdim=True) + 1e-5).rsqrt()
     weight = draw(width, seed="w")
-    return Operands(dy, x, mean if center else None, rstd, weight, other if residual else None)
+    return Operands(dy, x, other if residual else None, weight, mean if center else None, rstd)
 
 
 def _norm_backward(
@@ -157,15 +157,12 @@ def _norm_backward(
         groups = ceiling_division(rows, group)
         # The bias's parts start at a multiple of 16 bytes, as they do after the weight's of a large tensor.
         parts = torch.empty(1 + center, 4 * groups, width)[:, :groups]
-        if kind == "whole":
-            made = triton_norms_backward.whole_launch(operands, dx, parts)
-        elif kind == "dx":
-            made = triton_norms_backward.input_launch(operands, dx)
-        else:
-            made = triton_norms_backward.weight_launch(operands, parts)
+        wanted = None if kind == "weights" else dx, None if kind == "dx" else parts
+        (made,) = triton_norms_backward.launches(operands, *wanted)
         if "group" not in made.arguments:
             return made
-        return replace(made, arguments={**made.arguments, **numbers}, grid=(parts.shape[1], *made.grid[1:]))
+        values = tuple({**made.arguments, **numbers}.values())
+        return replace(made, values=values, grid=(parts.shape[1], *made.grid[1:]))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         dy, x = before.dy.double(), before.x.double()
@@ -223,7 +220,8 @@ def _softmax_rows(launch: Launch, rows: int, **tensors: Tensor) -> Launch:
     """The first rows of a launch over more rows than there is memory for."""
     count = launch.constants.get("ROWS", 1)
     numbers = {"num_rows": rows} if "num_rows" in launch.arguments else {}
-    return replace(launch, grid=(ceiling_division(rows, count),), arguments={**launch.arguments, **tensors, **numbers})
+    values = tuple({**launch.arguments, **tensors, **numbers}.values())
+    return replace(launch, grid=(ceiling_division(rows, count),), values=values)
 
 
 def _softmax_forward(
