@@ -11,6 +11,7 @@ from megapipe.spec.linear import (
     all_tokens,
     chunk_rows,
     gradient,
+    linear_op,
     linear_products,
     matrix,
     norm_weights,
@@ -88,14 +89,8 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
             norm(shape, "hidden_norm", hidden),
         )
     )
-    join = Op(
-        "projection",
-        weights=(projection,),
-        saves=(joined,),
-        weight_needs=(joined, gradient("projection", stream)),
-        flops=linear_flops(all_tokens(shape), projection.num_elements),
-        kernels=partial(linear_products, shape, projection, shape.tokens // shape.shards),
-    )
+    rows = shape.tokens // shape.shards
+    join = linear_op("projection", shape, (projection,), joined, gradient("projection", stream), rows=rows)
     block = [
         each._replace(weights=tuple(replace(spec, name=f"block.{spec.name}") for spec in each.weights))
         for each in block_ops(shape)
