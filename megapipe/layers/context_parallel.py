@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,22 +65,10 @@ class Ring:
         return narrowed(mixed.transpose(1, 2), channels)
 
 
-class RingPass(Protocol):
-    """The work of each rank of a group while keys and values pass around the ring once."""
-
-    @property
-    def group(self) -> Group:
-        """The ranks that hold the samples."""
-        ...
-
-    def work(self, key_rank: int, device: torch.device) -> Iterator[tuple[Piece, Seen, Weighing]]:
-        """Return the pieces that this rank computes with the keys of `key_rank`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Pass:
-    """A ring on one micro-batch. num_local: tokens of a sample on each rank."""
+    """The work of each rank of a ring on one micro-batch, while keys and values pass around once. num_local: tokens of
+    a sample on each rank."""
 
     ring: Ring
     context: MicrobatchContext
@@ -141,7 +129,9 @@ def _visible(attention: Attention, context: MicrobatchContext, piece: Piece, que
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: RingPass) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: "Pass | WholeSamples"
+    ) -> Tensor:
         # The memory layout that the output projection needs: tokens before heads.
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
@@ -163,7 +153,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, mixed, log_sum = ctx.saved_tensors
-        once: RingPass = ctx.once
+        once: Pass | WholeSamples = ctx.once
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         shape = (2, *key.shape)
         own, travelling = (torch.zeros(shape, dtype=log_sum.dtype, device=key.device) for _ in range(2))
