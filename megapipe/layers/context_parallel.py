@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -363,29 +364,17 @@ whole_attention = torch.ops.aten.scaled_dot_product_attention
 context ranks, from a layer's own call of torch's function."""
 
 
-class OutsideGraphs:
-    """A ring that torch.compile does not trace: a graph cannot express hops that run during products.
-
-    Ring.mix is not decorated itself, because the decorator imports the compiler and Triton, which takes seconds in
-    every run, and is too late for TRITON_INTERPRET.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self.mix = torch.compiler.disable(ring.mix)
-        self._ring = ring
-
-    @property
-    def share(self) -> Share:
-        """The tokens that this rank holds."""
-        return self._ring.share
-
-
 def keep_rings_out_of_graphs(module: nn.Module) -> bool:
-    """Prepare a module for torch.compile, and return whether it can still be one graph."""
+    """Prepare a module for torch.compile, and return whether it can still be one graph.
+
+    A graph cannot express hops that run during products, so torch.compile must not trace a ring. Ring.mix is not
+    decorated itself, because the decorator imports the compiler and Triton, which takes seconds in every run, and is
+    too late for TRITON_INTERPRET.
+    """
     whole = True
     for part in module.modules():
         for name in ("sharing", "in_pieces") if isinstance(part, Attention) else ():
             if isinstance(ring := getattr(part, name), Ring):
-                setattr(part, name, OutsideGraphs(ring))
+                setattr(part, name, SimpleNamespace(mix=torch.compiler.disable(ring.mix), share=ring.share))
                 whole = False
     return whole

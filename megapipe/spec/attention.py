@@ -16,6 +16,7 @@ from megapipe.spec.linear import (
     linear_op,
     matrix,
     norm_init,
+    over_tensor_ranks,
     pair_exchanges,
     residual_std,
     row_exchanges,
@@ -122,15 +123,9 @@ def _latent(shape: MicrobatchShape, source: Value, name: str, channels: int, nor
 
 def _shared_key(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
     """Return the exchanges of the key that all heads share, and of its gradient."""
-    if shape.tensor == 1 or not channels:
+    if not channels:
         return ()
-    elements = shape.tokens * channels
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
-    return (
-        Collective("tensor", "all_gather", elements, shape.width, 1),
-        Collective("tensor", "reduce_scatter", elements, shape.width, 0, 1),
-    )
+    return over_tensor_ranks(shape, channels, all_reduce=(0, 1), all_gather=(1,), reduce_scatter=(0, 1))
 
 
 def _per_head(shape: MicrobatchShape, path: str, rows: int, channels: int, source: Value) -> Op:

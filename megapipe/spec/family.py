@@ -260,11 +260,11 @@ class Family:
         """Return the fields of a config.json that do not affect logits: dropout, initial weights, longest sequence."""
         return {
             "family": self.model_type,
-            **{ours: config[key] for key, ours in self._run_keys.items() if key in config},
+            **{ours: config[key] for key, ours in self.run_keys.items() if key in config},
         }
 
     @property
-    def _run_keys(self) -> dict[str, str]:
+    def run_keys(self) -> dict[str, str]:
         """Keys of fields that do not affect logits -> our fields."""
         return {key: ours for key, ours in self.writes.items() if isinstance(ours, str) and ours in _OF_A_RUN}
 
@@ -285,7 +285,7 @@ class Family:
 
     def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
         fixed = {**_ALWAYS, **self.fixed}
-        known = self.known_keys | self.ignored | _WITHOUT_EFFECT | self._run_keys.keys()
+        known = self.known_keys | self.ignored | _WITHOUT_EFFECT | self.run_keys.keys()
         for key, value in config.items():
             if key in fixed:
                 # In Python, 0 equals False; in JSON, it does not.

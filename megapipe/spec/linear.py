@@ -94,27 +94,39 @@ def all_tokens(shape: MicrobatchShape) -> int:
     return shape.micro_size * shape.passing_length
 
 
+Calls = tuple[int, ...]
+"""Calls of a `Collective`: forward, backward, input_half, weight_half."""
+
+
+def over_tensor_ranks(
+    shape: MicrobatchShape, channels: int, *, all_reduce: Calls = (), chunks: int = 1, **sharded: Calls
+) -> tuple[Collective, ...]:
+    """Return the exchanges of a tensor of these channels over the tensor ranks.
+
+    all_reduce: its calls if every rank has all tokens. sharded: calls of each operation under sequence parallelism,
+    which exchanges one of the chunks.
+    """
+    if shape.tensor == 1:
+        return ()
+    elements = shape.tokens * channels
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, *all_reduce),) if all_reduce else ()
+    made = ((name, elements // chunks, shape.width, *calls) for name, calls in sharded.items())
+    return tuple(Collective("tensor", *each) for each in made)  # type: ignore[arg-type]  # names of operations
+
+
 def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
     """Return the exchanges around a pair of matrices: before the one whose rows and after the one whose columns the
     tensor ranks shard. Each sends the residual stream: 8 b s h (t - 1) / t elements per block (Narayanan et al. 2021,
     arXiv 2104.04473, section 3.2)."""
-    elements = shape.tokens * shape.model.hidden_size
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1, 1),)
-    return (
-        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks, chunks),
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks, chunks),
-    )
+    both, hidden = (chunks, chunks), shape.model.hidden_size
+    return over_tensor_ranks(shape, hidden, all_reduce=(1, 1), all_gather=both, reduce_scatter=both, chunks=chunks)
 
 
 def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the gather of a product's input for its weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
     section 4.2.2). The weight half of a split backward gathers the gradient of the sum a second time too."""
-    if shape.tensor == 1 or not shape.sequence_parallel:
-        return ()
-    return (Collective("tensor", "all_gather", shape.tokens * shape.model.hidden_size, shape.width, 0, 1, 0, 2),)
+    return over_tensor_ranks(shape, shape.model.hidden_size, all_gather=(0, 1, 0, 2))
 
 
 def pair_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
@@ -124,29 +136,19 @@ def pair_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
 
 def column_exchanges(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
     """Return the exchanges of the input of a matrix whose rows tensor ranks shard. channels: of the input."""
-    elements, chunks = shape.tokens * channels, shape.sequence_chunks
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
+    n = shape.sequence_chunks
     return (
-        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks),
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, 0, chunks),
-        Collective("tensor", "all_gather", elements, shape.width, 0, 1, 0, 1),
+        *over_tensor_ranks(shape, channels, all_reduce=(0, 1), all_gather=(n,), reduce_scatter=(0, n), chunks=n),
+        *over_tensor_ranks(shape, channels, all_gather=(0, 1, 0, 1)),
     )
 
 
 def row_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the exchanges of the output of a matrix whose columns tensor ranks shard, the residual stream."""
-    elements, chunks = shape.tokens * shape.model.hidden_size, shape.sequence_chunks
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    hidden, n = shape.model.hidden_size, shape.sequence_chunks
     return (
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks),
-        Collective("tensor", "all_gather", elements // chunks, shape.width, 0, chunks),
-        Collective("tensor", "all_gather", elements, shape.width, 0, 0, 0, 1),
+        *over_tensor_ranks(shape, hidden, all_reduce=(1,), reduce_scatter=(n,), all_gather=(0, n), chunks=n),
+        *over_tensor_ranks(shape, hidden, all_gather=(0, 0, 0, 1)),
     )
 
 

@@ -25,6 +25,7 @@ from megapipe.spec.linear import (
     linear_op,
     matrix,
     norm_weights,
+    over_tensor_ranks,
     pair_exchanges,
     residual_std,
     scales,
@@ -425,15 +426,8 @@ def shared_word_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 def word_collectives(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the exchanges of word embeddings, whose rows tensor ranks shard."""
-    elements = shape.tokens * shape.model.hidden_size
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
-    return (
-        Collective("tensor", "reduce_scatter", elements, shape.width, 1),
-        Collective("tensor", "all_gather", elements, shape.width, 0, 1),
-    )
+    hidden = shape.model.hidden_size
+    return over_tensor_ranks(shape, hidden, all_reduce=(1,), reduce_scatter=(1,), all_gather=(0, 1))
 
 
 def _projection(shape: MicrobatchShape) -> Op:
