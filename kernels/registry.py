@@ -59,36 +59,30 @@ class Implementation(SimpleNamespace):
     """The functions of one op by one backend, under the names that `KernelOp.functions` lists."""
 
 
+@dataclass(frozen=True, eq=False)
 class Backend:
     """One implementation of an op: a module of functions, and a rule for the tensors that it supports.
 
-    name: `reference`, `triton`, `cuda` or `apex`. module: the module or its full name, by which it is imported at its
+    name: `reference`, `triton`, `cuda` or `apex`. source: the module or its full name, by which it is imported at its
     first use. unavailable: device type -> why the backend supports no tensors there, or None; called before that
     import. only_requested: chosen only if the configuration names it, because some calls have arguments that it
     refuses.
     """
 
-    def __init__(
-        self,
-        name: str,
-        module: ModuleType | str,
-        unavailable: Callable[[str], str | None] | None = None,
-        only_requested: bool = False,
-    ) -> None:
-        self.name = name
-        self.only_requested = only_requested
-        self._source = module
-        self._unavailable = unavailable
+    name: str
+    source: ModuleType | str
+    unavailable: Callable[[str], str | None] | None = None
+    only_requested: bool = False
 
     @cached_property
     def module(self) -> ModuleType:
         """The module, which is imported at the first use. Raises ImportError."""
-        return importlib.import_module(self._source) if isinstance(self._source, str) else self._source
+        return importlib.import_module(self.source) if isinstance(self.source, str) else self.source
 
     @property
     def at_hand(self) -> bool:
         """Whether the module is available without an import."""
-        return not isinstance(self._source, str)
+        return not isinstance(self.source, str)
 
     def refusal(self, op: str, device: str, dtype: torch.dtype, width: int) -> str | None:
         """Return why an op's tensors of this device type, dtype and last axis are refused; None if they are supported.
@@ -96,7 +90,7 @@ class Backend:
         The rule is the op's entry in the module's table `REFUSALS` or, without one, the module's function `refusal`; a
         module with neither supports everything. A module that cannot be imported supports nothing.
         """
-        reason = None if self._unavailable is None else self._unavailable(device)
+        reason = None if self.unavailable is None else self.unavailable(device)
         if reason is not None:
             return reason
         try:

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference.optimizer import Coefficients, Elements
+from megapipe.kernels.reference.optimizer import Buffers, Coefficients, Elements
 from megapipe.kernels.registry import Implementation
 
 from .case import Case, Draw, Entry, Size, Work, grid
@@ -25,7 +25,7 @@ def _buffers(size: Size, draw: Draw) -> list[Tensor]:
 
 def _adamw(op: Implementation) -> Entry:
     def step(master: Tensor, gradient: Tensor, first: Tensor, second: Tensor, parameter: Tensor) -> None:
-        op.step(master, gradient, first, second, UPDATE, parameter=parameter)
+        op.step(Buffers(master, gradient, first, second, parameter), UPDATE)
 
     return Entry(step)
 

@@ -206,51 +206,32 @@ def _norm_forward(
     return y, *total, *(statistic.view(*x.shape[:-1], 1) for statistic in statistics)
 
 
-@dataclass(frozen=True)
-class ApexNormBackward:
-    """Operands of a norm's gradients, checked. apex cannot split a backward, so each half drops a result."""
-
-    op: str
-    dy: Tensor
-    x: Tensor
-    statistics: tuple[Tensor, ...]
-    weight: Tensor
-    dx: Tensor | None
-
-    @classmethod
-    def of(
-        cls, op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx: Tensor | None
-    ) -> "ApexNormBackward":
-        """Return the checked operands. Raises ValueError if a shape or dtype does not match x."""
-        x, dy, weight = operands(op, x, {"dy": dy}, {"weight": weight})
-        return cls(op, dy, x, tuple(statistic.float().flatten() for statistic in statistics), weight, dx)
-
-    def input_gradient(self) -> Tensor:
-        """Return the gradient of x, including dx."""
-        return self.gradients()[0]
-
-    def weight_gradients(self) -> list[Tensor]:
-        """Return the gradients of weight and, for layer_norm, bias."""
-        return self._gradients()[1:]
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of x, including dx, of weight and, for layer_norm, of bias."""
-        through, *others = self._gradients()
-        return [through if self.dx is None else through + self.dx, *others]
-
-    def _gradients(self) -> list[Tensor]:
-        if not self.x.numel():
-            return [result_of(self.x), *(torch.zeros_like(self.weight) for _ in self.statistics)]
-        shape = self.x.shape[-1:]
-        # Bias, epsilon and the last flag matter only to builds that can recompute x from the result; not asked here.
-        if self.op == "layer_norm":
-            weights = (self.weight, self.weight)
-            return list(LAYER_NORM_BACKWARD(self.dy, *self.statistics, self.x, shape, *weights, 0.0, False))
-        return list(RMS_NORM_BACKWARD(self.dy, *self.statistics, self.x, shape, self.weight, 0.0, False))
+def _norm_gradients(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Sequence[Tensor],
+    weight: Tensor,
+    dx_beside: Tensor | None,
+    of_x: bool,
+    of_parameters: bool,
+) -> list[Tensor]:
+    """Compute all gradients and return the wanted ones. Raises ValueError if a shape or dtype does not match x."""
+    x, dy, weight = operands(op, x, {"dy": dy}, {"weight": weight})
+    given = dy, *(statistic.float().flatten() for statistic in statistics), x, x.shape[-1:], weight
+    # Bias, epsilon and the last flag matter only to builds that can recompute x from the result; not asked here.
+    if not x.numel():
+        dx, *gradients = result_of(x), *(torch.zeros_like(weight) for _ in statistics)
+    elif op == "layer_norm":
+        dx, *gradients = LAYER_NORM_BACKWARD(*given, weight, 0.0, False)
+    else:
+        dx, *gradients = RMS_NORM_BACKWARD(*given, 0.0, False)
+    through = [dx if dx_beside is None else dx + dx_beside] if of_x else []
+    return [*through, *(gradients if of_parameters else [])]
 
 
-layer_norm = norm_functions("layer_norm", "apex", _norm_forward, ApexNormBackward.of)
-rms_norm = norm_functions("rms_norm", "apex", _norm_forward, ApexNormBackward.of)
+layer_norm = norm_functions("layer_norm", "apex", _norm_forward, _norm_gradients)
+rms_norm = norm_functions("rms_norm", "apex", _norm_forward, _norm_gradients)
 
 
 _MOST_KEYS = 16_384

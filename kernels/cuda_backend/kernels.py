@@ -8,7 +8,6 @@ are not aligned to 16 bytes; GPUs with clusters (compute capability 9.0 and abov
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -45,56 +44,29 @@ def operands(name: str, x: Tensor, beside: dict[str, Tensor | None], parameters:
     return [x.contiguous(), *(tensor.contiguous() for tensor, _ in expected.values())]
 
 
-@dataclass(frozen=True)
-class CudaNormBackward:
-    """Operands of a norm's gradients, checked.
-
-    op: `layer_norm` or `rms_norm`. statistics: mean (of layer_norm) and reciprocal deviation. dx: the part of the
-    gradient of x that does not come through the norm, or None.
-    """
-
-    op: str
-    dy: Tensor
-    x: Tensor
-    statistics: tuple[Tensor, ...]
-    weight: Tensor
-    dx: Tensor | None
-
-    @classmethod
-    def of(
-        cls, op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx: Tensor | None = None
-    ) -> "CudaNormBackward":
-        """Return the checked operands. Raises ValueError if a shape or dtype does not match x."""
-        x, dy, *rest = operands(op, x, {"dy": dy, "dx": dx}, {"weight": weight})
-        # torch.compile narrows the statistics to the dtype of x.
-        wide = tuple(statistic.float().contiguous() for statistic in statistics)
-        return cls(op, dy, x, wide, rest[-1], rest[0] if dx is not None else None)
-
-    def input_gradient(self) -> Tensor:
-        """Return the gradient of x, including dx."""
-        dx = torch.empty_like(self.x)
-        self._launch(dx, None, [None for _ in self.statistics])
-        return dx
-
-    def weight_gradients(self) -> list[Tensor]:
-        """Return the gradients of weight and, for layer_norm, bias."""
-        return self._with_weights(None)
-
-    def gradients(self) -> list[Tensor]:
-        """Return the gradients of x, including dx, of weight and, for layer_norm, of bias, in one pass, with the bits
-        of both halves."""
-        dx = torch.empty_like(self.x)
-        return [dx, *self._with_weights(dx)]
-
-    def _with_weights(self, dx: Tensor | None) -> list[Tensor]:
-        slabs = library.current().norm_slabs(*sizes(self.x)[:2])
-        gradients = [torch.empty_like(self.weight) for _ in self.statistics]
-        self._launch(dx, self.x.new_empty(len(gradients), slabs, self.x.shape[-1], dtype=torch.float32), gradients)
-        return gradients
-
-    def _launch(self, dx: Tensor | None, partial: Tensor | None, gradients: Sequence[Tensor | None]) -> None:
-        tensors = (self.dy, self.x, *self.statistics, self.weight, self.dx, dx, partial, *gradients)
-        library.current().launch(f"{self.op}_backward", *tensors, *sizes(self.x))
+def _norm_gradients(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Sequence[Tensor],
+    weight: Tensor,
+    dx_beside: Tensor | None,
+    of_x: bool,
+    of_parameters: bool,
+) -> list[Tensor]:
+    """Return gradients in one pass. Raises ValueError if a shape or dtype does not match x."""
+    x, dy, *beside, weight = operands(op, x, {"dy": dy, "dx": dx_beside}, {"weight": weight})
+    # torch.compile narrows the statistics to the dtype of x.
+    wide = [statistic.float().contiguous() for statistic in statistics]
+    dx, partial = torch.empty_like(x) if of_x else None, None
+    gradients: list[Tensor | None] = [None for _ in wide]
+    if of_parameters:
+        slabs = library.current().norm_slabs(*sizes(x)[:2])
+        partial = x.new_empty(len(wide), slabs, x.shape[-1], dtype=torch.float32)
+        gradients = [torch.empty_like(weight) for _ in wide]
+    tensors = (dy, x, *wide, weight, *(beside or (None,)), dx, partial, *gradients)
+    library.current().launch(f"{op}_backward", *tensors, *sizes(x))
+    return [gradient for gradient in (dx, *gradients) if gradient is not None]
 
 
 def _norm_forward(
@@ -110,8 +82,8 @@ def _norm_forward(
     return tuple(tensor for tensor in (y, total, *statistics) if tensor is not None)
 
 
-layer_norm = norm_functions("layer_norm", "cuda", _norm_forward, CudaNormBackward.of)
-rms_norm = norm_functions("rms_norm", "cuda", _norm_forward, CudaNormBackward.of)
+layer_norm = norm_functions("layer_norm", "cuda", _norm_forward, _norm_gradients)
+rms_norm = norm_functions("rms_norm", "cuda", _norm_forward, _norm_gradients)
 
 
 def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
@@ -151,21 +123,9 @@ def _spread(mask: Tensor | None, scores: Tensor) -> tuple[Tensor | None, tuple[i
 
 def _adamw(buffers: Buffers, coefficients: Coefficients) -> None:
     *flat, gradient_scale, skip = buffers
-    library.current().launch(
-        "adamw",
-        *flat,
-        buffers.master.numel(),
-        coefficients.decay,
-        coefficients.beta2,
-        1 - coefficients.beta1,
-        1 - coefficients.beta2,
-        coefficients.step_size,
-        coefficients.root_correction,
-        coefficients.epsilon,
-        gradient_scale,
-        skip,
-        int(buffers.first.dtype == torch.bfloat16),
-    )
+    numbers = buffers.master.numel(), *coefficients.of_kernels()
+    half = int(buffers.first.dtype == torch.bfloat16)
+    library.current().launch("adamw", *flat, *numbers, gradient_scale, skip, half)
 
 
 adamw_step = adamw_operator(_adamw)

@@ -17,6 +17,7 @@ gradient is that of the logits before the cap.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -122,29 +123,36 @@ def linear_cross_entropy_statistics(
     num_columns: int,
     bias: Tensor | None = None,
     cap: float | None = None,
+    softmax: Tensor | None = None,
 ) -> Tensor:
-    """Return the statistics [3, n] of the logits, which the docstring of this module describes."""
-    return _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, None, bias, cap)
+    """Return the statistics [3, n] of the logits, which the docstring of this module describes.
 
-
-def _linear_cross_entropy_fake_statistics_and_gradient(
-    x: Tensor,
-    weight: Tensor,
-    columns: Tensor,
-    owned: Tensor,
-    num_columns: int,
-    alone: bool,
-    cap: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    return x.new_empty(3, x.shape[0], dtype=wide), x.new_empty(x.shape[0], weight.shape[0])
+    softmax: if present, [n, stored], receives this rank's softmax of the logits, times the derivative of the cap.
+    """
+    pieces = [x.new_empty(2, 0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)]
+    for first in range(0, x.shape[0], CHUNK_ROWS):
+        chunk = slice(first, first + CHUNK_ROWS)
+        logits = projected(x[chunk], weight, bias)[:, :num_columns]
+        result = None if softmax is None else softmax[chunk, :num_columns]
+        if cap is not None:
+            logits, slope = softcapped(logits, cap)
+            exact = None if result is None else torch.empty_like(logits)
+            pieces.append(torch.stack(cross_entropy_row_statistics(logits, columns[chunk], owned[chunk], exact)))
+            if result is not None and exact is not None:
+                result.copy_(exact.mul_(slope))
+            continue
+        pieces.append(torch.stack(cross_entropy_row_statistics(logits, columns[chunk], owned[chunk], result)))
+    return with_sums(*torch.cat(pieces, dim=1))
 
 
 # Opaque, like the functions below: a graph would unroll all chunks that are written in place.
 @opaque(
     "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
     "bool alone, float? cap=None) -> (Tensor, Tensor)",
-    _linear_cross_entropy_fake_statistics_and_gradient,
+    lambda x, weight, *_, cap=None: (
+        x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32)),
+        x.new_empty(x.shape[0], weight.shape[0]),
+    ),
 )
 def linear_cross_entropy_statistics_and_gradient(
     x: Tensor,
@@ -162,7 +170,7 @@ def linear_cross_entropy_statistics_and_gradient(
     """
     gradient = x.new_empty(x.shape[0], weight.shape[0])
     gradient[:, num_columns:].zero_()
-    statistics = _linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, gradient, cap=cap)
+    statistics = linear_cross_entropy_statistics(x, weight, columns, owned, num_columns, None, cap, gradient)
     if alone:
         cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, None, slope_at(statistics[2], cap))
     return statistics, gradient
@@ -190,7 +198,9 @@ def linear_cross_entropy_complete_gradient(
     cross_entropy_logit_gradient(gradient[:, :num_columns], columns, owned, share, slope_at(own[2], cap))
 
 
-def linear_cross_entropy_backward(
+def backward_by(
+    gradient: Callable[..., None],
+    step: int,
     x: Tensor,
     weight: Tensor,
     columns: Tensor,
@@ -204,28 +214,9 @@ def linear_cross_entropy_backward(
     """Return the gradients of the losses' weighted sum: for x [n, h] in its dtype, and in the dtype of log_sum_exp for
     weight [stored, h] and, if there is one, for bias [stored].
 
-    scale: [n] in log_sum_exp's dtype, each row's weight. Recomputes the logits.
+    gradient: the `cross_entropy_gradient` of a backend. step: number of rows at a time, whose logits are recomputed.
+    scale: [n] in log_sum_exp's dtype, each row's weight.
     """
-    return backward_by(
-        cross_entropy_gradient, CHUNK_ROWS, x, weight, columns, owned, num_columns, log_sum_exp, scale, bias, cap
-    )
-
-
-def backward_by(
-    gradient: Callable[..., None],
-    step: int,
-    x: Tensor,
-    weight: Tensor,
-    columns: Tensor,
-    owned: Tensor,
-    num_columns: int,
-    log_sum_exp: Tensor,
-    scale: Tensor,
-    bias: Tensor | None,
-    cap: float | None = None,
-) -> list[Tensor]:
-    """Return the results of `linear_cross_entropy_backward`. gradient: the `cross_entropy_gradient` of a backend.
-    step: number of rows at a time."""
     parameters = [weight] if bias is None else [weight, bias]
     dx, sums = torch.empty_like(x), [each.new_zeros(each.shape, dtype=log_sum_exp.dtype) for each in parameters]
     used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
@@ -245,6 +236,10 @@ def backward_by(
     return [dx, *sums]
 
 
+linear_cross_entropy_backward = partial(backward_by, cross_entropy_gradient, CHUNK_ROWS)
+"""The op's backward."""
+
+
 def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return logits [n, v] for x [n, h], weight [v, h], and bias [v]."""
     return x @ weight.t() if bias is None else torch.addmm(bias, x, weight.t())
@@ -259,34 +254,6 @@ def softcapped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
 def slope_at(target: Tensor, cap: float | None) -> Tensor | None:
     """Return the derivative of the cap where its result is the target's logit."""
     return None if cap is None else 1 - (target / cap).square()
-
-
-def _linear_cross_entropy_statistics(
-    x: Tensor,
-    weight: Tensor,
-    columns: Tensor,
-    owned: Tensor,
-    num_columns: int,
-    softmax: Tensor | None,
-    bias: Tensor | None = None,
-    cap: float | None = None,
-) -> Tensor:
-    """Return the statistics [3, n]. softmax: if present, [n, stored], receives this rank's softmax of the logits,
-    times the derivative of the cap."""
-    pieces = [x.new_empty(2, 0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)]
-    for first in range(0, x.shape[0], CHUNK_ROWS):
-        chunk = slice(first, first + CHUNK_ROWS)
-        logits = projected(x[chunk], weight, bias)[:, :num_columns]
-        result = None if softmax is None else softmax[chunk, :num_columns]
-        if cap is not None:
-            logits, slope = softcapped(logits, cap)
-            exact = None if result is None else torch.empty_like(logits)
-            pieces.append(torch.stack(cross_entropy_row_statistics(logits, columns[chunk], owned[chunk], exact)))
-            if result is not None and exact is not None:
-                result.copy_(exact.mul_(slope))
-            continue
-        pieces.append(torch.stack(cross_entropy_row_statistics(logits, columns[chunk], owned[chunk], result)))
-    return with_sums(*torch.cat(pieces, dim=1))
 
 
 softcapped_linear_cross_entropy = Implementation(

@@ -9,7 +9,7 @@ reciprocal root of the mean square: it has the same number of statistics and par
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -220,24 +220,13 @@ layer_norm_without_bias = without_bias(layer_norm)
 rms_norm_unit_offset = unit_offset(rms_norm)
 
 
-class NormBackward(Protocol):
-    """Operands of a norm's gradients. The two halves compute the same bits as the whole backward."""
-
-    def input_gradient(self) -> Tensor:
-        """Return the gradient of x, including the part that does not come through the norm."""
-
-    def weight_gradients(self) -> Sequence[Tensor]:
-        """Return the gradients of weight and, for a layer norm, bias."""
-
-    def gradients(self) -> Sequence[Tensor]:
-        """Return the gradients of x, weight and, for a layer norm, bias."""
-
-
 Forward = Callable[[str, Tensor, Tensor | None, Sequence[Tensor], float], tuple[Tensor, ...]]
 """(op, x, residual, parameters, epsilon) -> (normalised, the sum if there is a residual, statistics)."""
 
-Operands = Callable[[str, Tensor, Tensor, tuple[Tensor, ...], Tensor, Tensor | None], NormBackward]
-"""(op, dy, x, statistics, weight, the part of dx that does not come through the norm) -> operands."""
+Gradients = Callable[[str, Tensor, Tensor, Sequence[Tensor], Tensor, Tensor | None, bool, bool], list[Tensor]]
+"""(op, dy, x, statistics, weight, the part of dx that does not come through the norm, whether the gradient of x is
+wanted, whether those of the parameters are) -> the wanted ones of the gradients of x, including that part, of weight
+and, for a layer norm, of bias. A gradient has the same bits whether or not others are wanted."""
 
 
 def statistic_of(x: Tensor) -> Tensor:
@@ -250,7 +239,7 @@ def result_of(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def norm_functions(op: str, backend: str, launch: Forward, operands: Operands) -> Implementation:
+def norm_functions(op: str, backend: str, launch: Forward, gradients: Gradients) -> Implementation:
     """Return the functions of `op`, with the arguments of `megapipe.kernels.reference.norms`, as operators.
 
     The gradients of weight and bias are sums over all axes but the last.
@@ -263,32 +252,32 @@ def norm_functions(op: str, backend: str, launch: Forward, operands: Operands) -
         arguments = ", ".join([*(f"Tensor {name}" for name in tensors), *([last] if last else [])])
         return f"{op}_{backend}{suffix}({arguments}) -> {result}"
 
-    def of(dy: Tensor, x: Tensor, others: Sequence[Tensor | None]) -> NormBackward:
-        """Return the operands. others: statistics, weight and, if present, the part of dx that does not come through
-        the norm."""
+    def wanted(dy: Tensor, x: Tensor, others: Sequence[Any], of_x: bool, of_parameters: bool) -> list[Tensor]:
+        """Return gradients. others: statistics, weight and, if present, the part of dx that does not come through the
+        norm."""
         *statistics, weight, dx = [*others, None][: count + 2]
-        return operands(op, dy, x, tuple(statistics), weight, dx)  # type: ignore[arg-type]
+        return gradients(op, dy, x, statistics, weight, dx, of_x, of_parameters)
 
     @opaque(
         schema("_input_gradient", saved, "Tensor? dx=None", "Tensor"),
         lambda dy, x, *_: result_of(x),
     )
     def input_gradient(dy: Tensor, x: Tensor, *others: Tensor | None) -> Tensor:
-        return of(dy, x, others).input_gradient()
+        return wanted(dy, x, others, True, False)[0]
 
     @opaque(
         schema("_weight_gradient", saved, "", "Tensor[]"),
         lambda dy, x, *others: [result_of(others[-1]) for _ in parameters],
     )
     def weight_gradients(dy: Tensor, x: Tensor, *others: Tensor) -> list[Tensor]:
-        return list(of(dy, x, others).weight_gradients())
+        return wanted(dy, x, others, False, True)
 
     @opaque(
         schema("_backward", saved, "Tensor? dx=None", "Tensor[]"),
         lambda dy, x, *others: [result_of(x), *(result_of(others[count]) for _ in parameters)],
     )
     def backward(dy: Tensor, x: Tensor, *others: Tensor | None) -> list[Tensor]:
-        return list(of(dy, x, others).gradients())
+        return wanted(dy, x, others, True, True)
 
     def forward(adds: bool) -> Callable[..., tuple[Tensor, ...]]:
         """Return the forward. adds: the inputs are x and a residual; their sum is returned after the normalised

@@ -65,20 +65,31 @@ class Coefficients:
         """Square root of the second moment's bias."""
         return (1 - self.beta2**self.step) ** 0.5
 
+    def of_kernels(self) -> tuple[float, ...]:
+        """Return the numbers that kernels take, in their order."""
+        first, second = self.betas
+        return self.decay, second, 1 - first, 1 - second, self.step_size, self.root_correction, self.epsilon
+
 
 class Buffers(NamedTuple):
-    """The tensors of one step of AdamW, as `adamw_step` takes them."""
+    """The tensors of one step of AdamW. All but the last two are flat, contiguous and equally long.
+
+    master, gradient: fp32 (in the reference fp64 too); backends other than the reference may leave the scaled gradient
+    in its buffer. first, second: moments, both in the master's dtype or both in bf16, rounded to nearest after their
+    use. parameter: bf16, overwritten by the rounded master. gradient_scale: one fp32 number that multiplies every
+    gradient first (clipping, 1 / loss scale). skip: one fp32 number; if it is not 0, nothing changes.
+    """
 
     master: Tensor
     gradient: Tensor
     first: Tensor
     second: Tensor
-    parameter: Tensor | None
-    gradient_scale: Tensor | None
-    skip: Tensor | None
+    parameter: Tensor | None = None
+    gradient_scale: Tensor | None = None
+    skip: Tensor | None = None
 
     def check(self, *masters: torch.dtype) -> None:
-        """Raise ValueError, naming the tensor, unless shapes and dtypes are those that `adamw_step` describes.
+        """Raise ValueError, naming the tensor, unless shapes and dtypes are as described above.
 
         masters: dtypes that the master may have.
         """
@@ -112,27 +123,13 @@ def check_moments(coefficients: Coefficients, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def adamw_step(
-    master: Tensor,
-    gradient: Tensor,
-    first: Tensor,
-    second: Tensor,
-    coefficients: Coefficients,
-    *,
-    parameter: Tensor | None = None,
-    gradient_scale: Tensor | None = None,
-    skip: Tensor | None = None,
-) -> None:
-    """Update the master and both moments in place. All buffers are flat, contiguous and equally long.
+def adamw_step(buffers: Buffers, coefficients: Coefficients) -> None:
+    """Update the master and both moments in place.
 
-    master, gradient: fp32 (here fp64 too); other backends may leave the scaled gradient in its buffer. first, second:
-    moments, both in the master's dtype or both in bf16, rounded to nearest after their use.
-    parameter: bf16, overwritten by the rounded master. gradient_scale: one fp32 number that multiplies every gradient
-    first (clipping, 1 / loss scale). skip: one fp32 number; if it is not 0, nothing changes. Raises ValueError if a
-    buffer breaks these rules, or bf16 moments could not decay (`check_moments`).
+    Raises ValueError if a buffer breaks the rules of `Buffers`, or bf16 moments could not decay (`check_moments`).
     """
-    buffers = Buffers(master, gradient, first, second, parameter, gradient_scale, skip)
     buffers.check(torch.float32, torch.float64)
+    master, gradient, first, second, parameter, gradient_scale, skip = buffers
     check_moments(coefficients, first.dtype)
     if skip is not None and skip.item():
         return
@@ -156,22 +153,11 @@ def adamw_operator(launch: Callable[[Buffers, Coefficients], None]) -> Callable[
     """Return `adamw_step` of a backend whose master is fp32. launch: takes checked buffers that are not empty."""
 
     @torch.no_grad()
-    def adamw_step(
-        master: Tensor,
-        gradient: Tensor,
-        first: Tensor,
-        second: Tensor,
-        coefficients: Coefficients,
-        *,
-        parameter: Tensor | None = None,
-        gradient_scale: Tensor | None = None,
-        skip: Tensor | None = None,
-    ) -> None:
+    def adamw_step(buffers: Buffers, coefficients: Coefficients) -> None:
         """Update the master and both moments in place, as the reference does; nothing waits for the host."""
-        buffers = Buffers(master, gradient, first, second, parameter, gradient_scale, skip)
         buffers.check(torch.float32)
-        check_moments(coefficients, first.dtype)
-        if master.numel():
+        check_moments(coefficients, buffers.first.dtype)
+        if buffers.master.numel():
             launch(buffers, coefficients)
 
     return adamw_step

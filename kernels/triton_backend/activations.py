@@ -10,7 +10,7 @@ from torch import Tensor
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import Launch, Specimen, meta
-from megapipe.kernels.triton_backend.tiles import NUM_WARPS, num_rows_of, tile_indices, tile_of
+from megapipe.kernels.triton_backend.tiles import over_tiles, tile_indices
 
 _ROOT_HALF = tl.constexpr(0.7071067811865476)
 _DENSITY = tl.constexpr(0.3989422804014327)
@@ -66,20 +66,12 @@ def _gelu_backward_kernel(
     tl.store(dx + offset, (gradient * derivative).to(dx.dtype.element_ty), mask=mask)
 
 
-def _gelu_launch(kernel: Any, tensors: dict[str, Tensor | None], like: Tensor, approximate: str) -> Launch:
-    width, num_rows = like.shape[-1], num_rows_of(like)
-    tile = tile_of(width, like.dtype)
-    arguments = {**tensors, "num_rows": num_rows, "width": width}
-    constants = {"TANH": approximate == "tanh", **tile.constants()}
-    return Launch(kernel, tile.grid(num_rows, width), arguments, constants, NUM_WARPS)
-
-
 def _gelu_forward_launch(x: Tensor, bias: Tensor | None, y: Tensor, approximate: str) -> Launch:
-    return _gelu_launch(_gelu_forward_kernel, {"x": x, "bias": bias, "y": y}, x, approximate)
+    return over_tiles(_gelu_forward_kernel, (x, bias, y), x, TANH=approximate == "tanh")
 
 
 def _gelu_backward_launch(dy: Tensor, x: Tensor, bias: Tensor | None, dx: Tensor, approximate: str) -> Launch:
-    return _gelu_launch(_gelu_backward_kernel, {"dy": dy, "x": x, "bias": bias, "dx": dx}, x, approximate)
+    return over_tiles(_gelu_backward_kernel, (dy, x, bias, dx), x, TANH=approximate == "tanh")
 
 
 @opaque(
@@ -171,19 +163,12 @@ def _swiglu_backward_kernel(dy, gate_up, dgate_up, num_rows, width, ROWS: tl.con
     tl.store(dgate_up + offset + width, (gradient * gate * share).to(dgate_up.dtype.element_ty), mask=mask)
 
 
-def _swiglu_launch(kernel: Any, tensors: dict[str, Tensor], gate_up: Tensor) -> Launch:
-    width, num_rows = gate_up.shape[-1] // 2, num_rows_of(gate_up)
-    tile = tile_of(width, gate_up.dtype)
-    arguments = {**tensors, "num_rows": num_rows, "width": width}
-    return Launch(kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
-
-
 def _swiglu_forward_launch(gate_up: Tensor, y: Tensor) -> Launch:
-    return _swiglu_launch(_swiglu_forward_kernel, {"gate_up": gate_up, "y": y}, gate_up)
+    return over_tiles(_swiglu_forward_kernel, (gate_up, y), y)
 
 
 def _swiglu_backward_launch(dy: Tensor, gate_up: Tensor, dgate_up: Tensor) -> Launch:
-    return _swiglu_launch(_swiglu_backward_kernel, {"dy": dy, "gate_up": gate_up, "dgate_up": dgate_up}, gate_up)
+    return over_tiles(_swiglu_backward_kernel, (dy, gate_up, dgate_up), dy)
 
 
 @opaque(

@@ -36,7 +36,6 @@ def resident_kernel(
     scores,
     mask,
     y,
-    num_rows,
     heads,
     queries,
     keys,
@@ -45,6 +44,7 @@ def resident_kernel(
     mask_query,
     window,
     scale,
+    num_rows,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASK: tl.constexpr,
@@ -146,7 +146,7 @@ def chunked_kernel(
 
 
 @triton.jit
-def resident_gradient_kernel(dy, y, dx, num_rows, keys, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def resident_gradient_kernel(dy, y, dx, keys, scale, num_rows, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Gradient of the scores of ROWS whole rows: y (dy - sum(y dy)) scale."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     key = tl.arange(0, BLOCK)
@@ -191,26 +191,13 @@ def softmax_launch(
         if mask.stride(3) != 1 and keys > 1:
             mask = mask.contiguous()
         mask, strides = mask.view(torch.uint8), mask.stride()[:3]
-    arguments = {
-        "scores": scores,
-        "mask": mask,
-        "y": y,
-        "heads": heads,
-        "queries": queries,
-        "keys": keys,
-        "mask_batch": strides[0],
-        "mask_head": strides[1],
-        "mask_query": strides[2],
-        "window": window or 0,
-        "scale": scale,
-    }
-    return over_rows(resident_kernel, chunked_kernel, scores, arguments, constants)
+    values = (scores, mask, y, heads, queries, keys, *strides, window or 0, scale)
+    return over_rows(resident_kernel, chunked_kernel, scores, values, constants)
 
 
 def softmax_gradient_launch(dy: Tensor, y: Tensor, dx: Tensor, scale: float) -> Launch:
     """Return the launch that reads dy and y, and writes dx, all contiguous."""
-    arguments = {"dy": dy, "y": y, "dx": dx, "keys": y.shape[-1], "scale": scale}
-    return over_rows(resident_gradient_kernel, chunked_gradient_kernel, y, arguments, {})
+    return over_rows(resident_gradient_kernel, chunked_gradient_kernel, y, (dy, y, dx, y.shape[-1], scale), {})
 
 
 def _softmax_specimens() -> list[Specimen]:
@@ -267,7 +254,6 @@ def _rotary_kernel(
     token_stride,
     head_stride,
     PAIRS: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
     FORWARD: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -278,49 +264,28 @@ def _rotary_kernel(
     source = (token // num_tokens).to(tl.int64) * batch_stride + position.to(tl.int64) * token_stride
     source += (row % num_heads).to(tl.int64) * head_stride
     goal = row.to(tl.int64) * (2 * PAIRS)
-    inside = (row < num_rows)[:, None]
     pair = tl.arange(0, BLOCK)
-    mask = inside & (pair < PAIRS)[None, :]
+    mask = (row < num_rows)[:, None] & (pair < PAIRS)[None, :]
     angle = position[:, None] * PAIRS + pair[None, :]
     cosines = tl.load(cosine + angle, mask=mask, other=0.0).to(tl.float32)
     sines = tl.load(sine + angle, mask=mask, other=0.0).to(tl.float32)
-    if INTERLEAVED:
-        channel = tl.arange(0, 2 * BLOCK)[None, :]
-        both = inside & (channel < 2 * PAIRS)
-        value = tl.load(x + source[:, None] + channel, mask=both, other=0.0).to(tl.float32)
-        first, second = tl.split(tl.reshape(value, (ROWS, BLOCK, 2)))
-        first, second = _rotate(first, second, cosines, sines, FORWARD)
-        result = tl.reshape(tl.join(first, second), (ROWS, 2 * BLOCK))
-        tl.store(y + goal[:, None] + channel, result.to(y.dtype.element_ty), mask=both)
-    else:
-        start = x + source[:, None] + pair[None, :]
-        first = tl.load(start, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(start + PAIRS, mask=mask, other=0.0).to(tl.float32)
-        first, second = _rotate(first, second, cosines, sines, FORWARD)
-        end = y + goal[:, None] + pair[None, :]
-        tl.store(end, first.to(y.dtype.element_ty), mask=mask)
-        tl.store(end + PAIRS, second.to(y.dtype.element_ty), mask=mask)
+    start = x + source[:, None] + pair[None, :]
+    first = tl.load(start, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(start + PAIRS, mask=mask, other=0.0).to(tl.float32)
+    first, second = _rotate(first, second, cosines, sines, FORWARD)
+    end = y + goal[:, None] + pair[None, :]
+    tl.store(end, first.to(y.dtype.element_ty), mask=mask)
+    tl.store(end + PAIRS, second.to(y.dtype.element_ty), mask=mask)
 
 
-def _rotary_launch(x: Tensor, cosine: Tensor, sine: Tensor, y: Tensor, interleaved: bool, forward: bool) -> Launch:
+def _rotary_launch(x: Tensor, cosine: Tensor, sine: Tensor, y: Tensor, forward: bool) -> Launch:
     _, num_tokens, num_heads, width = x.shape
     num_rows = x.numel() // width
     block = power_of_two(width // 2)
     rows = tile_of(2 * block, x.dtype).rows
-    arguments = {
-        "x": x,
-        "cosine": cosine,
-        "sine": sine,
-        "y": y,
-        "num_rows": num_rows,
-        "num_tokens": num_tokens,
-        "num_heads": num_heads,
-        "batch_stride": x.stride(0),
-        "token_stride": x.stride(1),
-        "head_stride": x.stride(2),
-    }
-    constants = {"PAIRS": width // 2, "INTERLEAVED": interleaved, "FORWARD": forward, "ROWS": rows, "BLOCK": block}
-    return Launch(_rotary_kernel, (ceiling_division(num_rows, rows),), arguments, constants, NUM_WARPS)
+    values = (x, cosine, sine, y, num_rows, num_tokens, num_heads, *x.stride()[:3])
+    constants = {"PAIRS": width // 2, "FORWARD": forward, "ROWS": rows, "BLOCK": block}
+    return Launch(_rotary_kernel, (ceiling_division(num_rows, rows),), values, constants, NUM_WARPS)
 
 
 def rotary_refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
@@ -328,58 +293,56 @@ def rotary_refusal(device: str, dtype: torch.dtype, width: int) -> str | None:
     return refusal(device, dtype, width) or (f"a head of {width} channels has no pairs" if width % 2 else None)
 
 
-def _rotary_fake(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forward: bool) -> Tensor:
+def _rotary_fake(x: Tensor, cosine: Tensor, sine: Tensor, forward: bool) -> Tensor:
     return x.new_empty(x.shape)
 
 
 def _rotary_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, cosine, sine, ctx.interleaved, ctx.forward = inputs
+    _, cosine, sine, ctx.forward = inputs
     ctx.save_for_backward(cosine, sine)
 
 
-def _rotary_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+def _rotary_backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
     cosine, sine = ctx.saved_tensors
-    return rotated(gradient, cosine, sine, ctx.interleaved, not ctx.forward), None, None, None, None
+    return rotated(gradient, cosine, sine, not ctx.forward), None, None, None
 
 
 @opaque(
-    "rotary_triton(Tensor x, Tensor cosine, Tensor sine, bool interleaved, bool forward) -> Tensor",
+    "rotary_triton(Tensor x, Tensor cosine, Tensor sine, bool forward) -> Tensor",
     _rotary_fake,
     _rotary_setup_context,
     _rotary_backward,
 )
-def rotated(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool, forward: bool) -> Tensor:
+def rotated(x: Tensor, cosine: Tensor, sine: Tensor, forward: bool) -> Tensor:
     """Return x [b, s, heads, d] with its channel pairs rotated by the angles; backwards if `forward` is false."""
     x = x if x.stride(-1) == 1 else x.contiguous()
-    y = _rotary_fake(x, cosine, sine, interleaved, forward)
-    _rotary_launch(x, cosine.contiguous(), sine.contiguous(), y, interleaved, forward).run()
+    y = _rotary_fake(x, cosine, sine, forward)
+    _rotary_launch(x, cosine.contiguous(), sine.contiguous(), y, forward).run()
     return y
 
 
-def rotary(x: Tensor, cosine: Tensor, sine: Tensor, interleaved: bool = False) -> Tensor:
+def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Rotate channel pairs of x [b, s, heads, d] by the angles of cosine and sine [s, d/2].
 
-    Pair i is channels i and i + d/2 (Llama, GPT-NeoX), or 2i and 2i + 1 if interleaved (the paper, GPT-J).
+    Pair i is channels i and i + d/2 (as in Llama and GPT-NeoX).
     """
-    return rotated(x, cosine, sine, interleaved, True)
+    return rotated(x, cosine, sine, True)
 
 
 def _rotary_specimens() -> list[Specimen]:
     """Return launches for queries of usual widths, which are views of a joint tensor, and two tables of angles."""
     return [
-        _rotary_specimen(128, torch.bfloat16, interleaved=False, forward=True),
-        _rotary_specimen(128, torch.bfloat16, interleaved=True, forward=False),
-        _rotary_specimen(80, torch.bfloat16, interleaved=False, forward=False),
-        _rotary_specimen(64, torch.float32, interleaved=True, forward=True),
+        _rotary_specimen(128, torch.bfloat16, forward=True),
+        _rotary_specimen(80, torch.bfloat16, forward=False),
+        _rotary_specimen(64, torch.float32, forward=True),
     ]
 
 
-def _rotary_specimen(width: int, dtype: torch.dtype, *, interleaved: bool, forward: bool) -> Specimen:
+def _rotary_specimen(width: int, dtype: torch.dtype, *, forward: bool) -> Specimen:
     joint, y = meta(2, 4096, 48, width, dtype=dtype), meta(2, 4096, 32, width, dtype=dtype)
     angles = meta(4096, width // 2)
-    launch = _rotary_launch(joint[:, :, :32], angles, angles, y, interleaved, forward)
-    name = f"rotary {'interleaved' if interleaved else 'half'} {dtype} {width}"
-    return Specimen(name, launch, loads=3 if interleaved else 4, stores=1 if interleaved else 2)
+    launch = _rotary_launch(joint[:, :, :32], angles, angles, y, forward)
+    return Specimen(f"rotary {dtype} {width}", launch, loads=4, stores=2)
 
 
 def specimens() -> list[Specimen]:

@@ -14,6 +14,8 @@ NaN among the logits makes the sum NaN. TAIL: the width is not a multiple of 16,
 columns after the last multiple are read separately, so that all others still move 16 bytes at a time.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -24,7 +26,7 @@ from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradien
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import Launch, Specimen, ceiling_division, meta, power_of_two
-from megapipe.kernels.triton_backend.tiles import NUM_WARPS, tile_indices, tile_of
+from megapipe.kernels.triton_backend.tiles import over_tiles, tile_indices
 from megapipe.spec.linear import chunk_rows
 
 
@@ -264,32 +266,19 @@ def _has_tail(logits: Tensor) -> bool:
     return logits.shape[1] % 16 != 0
 
 
-def _arguments(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -> dict[str, Tensor | int]:
-    return {
-        "logits": logits,
-        "columns": columns,
-        "owned": owned,
-        "statistics": result,
-        "num_rows": logits.shape[0],
-        "width": logits.shape[1],
-        "row_stride": logits.stride(0),
-    }
-
-
 def _statistics_launch(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -> Launch:
     block = min(power_of_two(max(logits.shape[1], 1)), _STREAMED)
-    arguments = _arguments(logits, columns, owned, result)
-    return Launch(
-        statistics_kernel, (logits.shape[0],), arguments, {"BLOCK": block, "TAIL": _has_tail(logits)}, _warps(block)
-    )
+    values = (logits, columns, owned, result, *logits.shape, logits.stride(0))
+    constants = {"BLOCK": block, "TAIL": _has_tail(logits)}
+    return Launch(statistics_kernel, (logits.shape[0],), values, constants, _warps(block))
 
 
 def _whole_row_launch(logits: Tensor, columns: Tensor, owned: Tensor, result: Tensor) -> Launch:
     resident = logits.shape[1] <= RESIDENT
     block = power_of_two(max(logits.shape[1], 1)) if resident else _WHOLE
-    arguments = _arguments(logits, columns, owned, result)
+    values = (logits, columns, owned, result, *logits.shape, logits.stride(0))
     constants = {"RESIDENT": resident, "BLOCK": block, "TAIL": _has_tail(logits)}
-    return Launch(whole_row_kernel, (logits.shape[0],), arguments, constants, _warps(block))
+    return Launch(whole_row_kernel, (logits.shape[0],), values, constants, _warps(block))
 
 
 def _gradient_launch(
@@ -300,35 +289,22 @@ def _gradient_launch(
     scale: Tensor | None,
     result: Tensor,
 ) -> Launch:
-    num_rows, width = logits.shape
-    tile = tile_of(max(width, 1), logits.dtype)
-    arguments = {
-        "logits": logits,
-        "columns": columns,
-        "owned": owned,
-        "log_sum_exp": log_sum_exp,
-        "scale": scale,
-        "result": result,
-        "num_rows": num_rows,
-        "width": width,
-        "row_stride": logits.stride(0),
-        "result_stride": result.stride(0),
-    }
-    constants = {**tile.constants(), "TAIL": _has_tail(logits)}
-    return Launch(gradient_kernel, tile.grid(num_rows, width), arguments, constants, NUM_WARPS)
+    tensors = (logits, columns, owned, log_sum_exp, scale, result)
+    strides = logits.stride(0), result.stride(0)
+    return over_tiles(gradient_kernel, tensors, logits, *strides, TAIL=_has_tail(logits))
 
 
 def _rows(logits: Tensor) -> Tensor:
     return logits if logits.stride(-1) == 1 else logits.contiguous()
 
 
-def _cross_entropy_fake_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
-    return logits.new_empty(3, logits.shape[0], dtype=torch.float32)
+def _empty_statistics(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(3, x.shape[0], dtype=torch.float32)
 
 
 @opaque(
     "cross_entropy_statistics_triton(Tensor logits, Tensor columns, Tensor owned) -> Tensor",
-    _cross_entropy_fake_statistics,
+    _empty_statistics,
 )
 def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
     """Return [3, n] in fp32 for logits [n, v]: the largest logit, the sum of exp(logit - largest), and the target's
@@ -336,20 +312,20 @@ def cross_entropy_statistics(logits: Tensor, columns: Tensor, owned: Tensor) -> 
 
     columns: int64 [n], each row's label. owned: bool [n], whether that column is on this rank.
     """
-    result = _cross_entropy_fake_statistics(logits, columns, owned)
+    result = _empty_statistics(logits)
     _statistics_launch(_rows(logits), columns.contiguous(), owned.contiguous(), result).run()
     return result
 
 
 @opaque(
     "cross_entropy_whole_rows_triton(Tensor(a!) logits, Tensor columns, Tensor owned) -> Tensor",
-    _cross_entropy_fake_statistics,
+    _empty_statistics,
 )
 def cross_entropy_statistics_and_gradient(logits: Tensor, columns: Tensor, owned: Tensor) -> Tensor:
     """Return the `statistics` of a rank that has the whole vocabulary, and turn the logits into the gradient of each
     row's loss."""
     rows = _rows(logits)
-    result = _cross_entropy_fake_statistics(logits, columns, owned)
+    result = _empty_statistics(logits)
     _whole_row_launch(rows, columns.contiguous(), owned.contiguous(), result).run()
     if rows is not logits:
         logits.copy_(rows)
@@ -421,22 +397,16 @@ def _loss_specimens(width: int, dtype: torch.dtype, name: str, resident: bool) -
     ]
 
 
-def _linear_cross_entropy_fake_statistics(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
-) -> Tensor:
-    return x.new_empty(3, x.shape[0], dtype=torch.float32)
-
-
 @opaque(
     "linear_cross_entropy_statistics_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
     "SymInt num_columns, Tensor? bias=None) -> Tensor",
-    _linear_cross_entropy_fake_statistics,
+    _empty_statistics,
 )
 def linear_cross_entropy_statistics(
     x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, bias: Tensor | None = None
 ) -> Tensor:
     """Return the statistics of the logits [3, n], which `megapipe.kernels.reference.cross_entropy` describes."""
-    result = _linear_cross_entropy_fake_statistics(x, weight, columns, owned, num_columns)
+    result = _empty_statistics(x)
     used, added = weight[:num_columns], None if bias is None else bias[:num_columns]
     step = chunk_rows(num_columns, x.dtype.itemsize)
     for first in range(0, x.shape[0], step):
@@ -445,18 +415,10 @@ def linear_cross_entropy_statistics(
     return result
 
 
-def _linear_cross_entropy_fake_statistics_and_gradient(
-    x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
-) -> tuple[Tensor, Tensor]:
-    return _linear_cross_entropy_fake_statistics(x, weight, columns, owned, num_columns), x.new_empty(
-        x.shape[0], weight.shape[0]
-    )
-
-
 @opaque(
     "linear_cross_entropy_gradient_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
     "SymInt num_columns, bool alone) -> (Tensor, Tensor)",
-    _linear_cross_entropy_fake_statistics_and_gradient,
+    lambda x, weight, *_: (_empty_statistics(x), x.new_empty(x.shape[0], weight.shape[0])),
 )
 def linear_cross_entropy_statistics_and_gradient(
     x: Tensor, weight: Tensor, columns: Tensor, owned: Tensor, num_columns: int, alone: bool
@@ -489,24 +451,13 @@ def linear_cross_entropy_complete_gradient(
     cross_entropy_gradient(gradient[:, :num_columns], columns, owned, log_sum_exp, None)
 
 
-def _linear_cross_entropy_fake_backward(
-    x: Tensor,
-    weight: Tensor,
-    columns: Tensor,
-    owned: Tensor,
-    num_columns: int,
-    log_sum_exp: Tensor,
-    scale: Tensor,
-    bias: Tensor | None = None,
-) -> list[Tensor]:
-    parameters = [weight] if bias is None else [weight, bias]
-    return [x.new_empty(x.shape), *(each.new_empty(each.shape, dtype=torch.float32) for each in parameters)]
-
-
 @opaque(
     "linear_cross_entropy_backward_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
     "Tensor log_sum_exp, Tensor scale, Tensor? bias=None) -> Tensor[]",
-    _linear_cross_entropy_fake_backward,
+    lambda x, weight, columns, owned, num_columns, log_sum_exp, scale, bias=None: [
+        x.new_empty(x.shape),
+        *(each.new_empty(each.shape, dtype=torch.float32) for each in (weight, bias) if each is not None),
+    ],
 )
 def linear_cross_entropy_backward(
     x: Tensor,

@@ -17,7 +17,7 @@ from torch import Tensor
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import Launch, Specimen, meta
-from megapipe.kernels.triton_backend.tiles import NUM_WARPS, kept, num_rows_of, signed_threshold, tile_indices, tile_of
+from megapipe.kernels.triton_backend.tiles import kept, over_tiles, signed_threshold, tile_indices
 
 
 @triton.jit
@@ -58,32 +58,13 @@ def _dropout_kernel(
 
 
 def _dropout_launch(x: Tensor, keys: Tensor, channels: Tensor, y: Tensor, probability: float) -> Launch:
-    width, num_rows = x.shape[-1], num_rows_of(x)
     outer, middle, inner = math.prod(x.shape[:-3]), *(1, 1, *x.shape[:-1])[-2:]
     # Views, unless x has more than four axes.
     keys = keys.expand(*x.shape[:-1], 1).reshape(outer, middle, inner, 1)
-    channels = channels.expand(x.shape).reshape(outer, middle, inner, width)
-    tile = tile_of(width, x.dtype)
-    arguments = {
-        "x": x,
-        "keys": keys,
-        "channels": channels,
-        "y": y,
-        "num_rows": num_rows,
-        "width": width,
-        "threshold": signed_threshold(probability),
-        "scale": 1.0 / (1.0 - probability),
-        "middle": middle,
-        "inner": inner,
-        "key_outer": keys.stride(0),
-        "key_middle": keys.stride(1),
-        "key_inner": keys.stride(2),
-        "channel_outer": channels.stride(0),
-        "channel_middle": channels.stride(1),
-        "channel_inner": channels.stride(2),
-        "channel_column": channels.stride(3),
-    }
-    return Launch(_dropout_kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
+    channels = channels.expand(x.shape).reshape(outer, middle, inner, x.shape[-1])
+    strides = (*keys.stride()[:3], *channels.stride())
+    threshold, scale = signed_threshold(probability), 1.0 / (1.0 - probability)
+    return over_tiles(_dropout_kernel, (x, keys, channels, y), x, threshold, scale, middle, inner, *strides)
 
 
 def _dropout_setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -148,20 +129,8 @@ def _bias_dropout_residual_kernel(
 def _bias_dropout_residual_launch(
     x: Tensor, bias: Tensor | None, residual: Tensor | None, keys: Tensor, y: Tensor, probability: float
 ) -> Launch:
-    width, num_rows = x.shape[-1], num_rows_of(x)
-    tile = tile_of(width, x.dtype)
-    arguments = {
-        "x": x,
-        "bias": bias,
-        "residual": residual,
-        "keys": keys,
-        "y": y,
-        "num_rows": num_rows,
-        "width": width,
-        "threshold": signed_threshold(probability),
-        "scale": 1.0 / (1.0 - probability),
-    }
-    return Launch(_bias_dropout_residual_kernel, tile.grid(num_rows, width), arguments, tile.constants(), NUM_WARPS)
+    threshold, scale = signed_threshold(probability), 1.0 / (1.0 - probability)
+    return over_tiles(_bias_dropout_residual_kernel, (x, bias, residual, keys, y), x, threshold, scale)
 
 
 @opaque(

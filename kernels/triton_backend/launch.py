@@ -20,21 +20,27 @@ OPTIONS = {"enable_fp_fusion": True}
 class Launch:
     """One launch of a kernel.
 
-    kernel: decorated with `triton.jit`. grid: programs along each axis. arguments: by name, tensors and numbers that
-    may differ from launch to launch. constants: by name, what the kernel is compiled for. num_warps: of a program.
+    kernel: decorated with `triton.jit`. grid: programs along each axis. values: the kernel's first arguments in order,
+    tensors and numbers that may differ from launch to launch. constants: by name, what the kernel is compiled for.
+    num_warps: of a program.
     """
 
     kernel: Any
     grid: tuple[int, ...]
-    arguments: Mapping[str, Any]
+    values: tuple[Any, ...]
     constants: Mapping[str, Any]
     num_warps: int
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The values by name."""
+        return dict(zip(self.kernel.arg_names, self.values, strict=False))
 
     def run(self) -> None:
         """Launch on the device of the arguments, on its current stream. A grid without programs does nothing."""
         if 0 in self.grid:
             return
-        device = next(value.device for value in self.arguments.values() if isinstance(value, Tensor))
+        device = next(value.device for value in self.values if isinstance(value, Tensor))
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 self._run()
@@ -42,7 +48,7 @@ class Launch:
             self._run()
 
     def _run(self) -> None:
-        self.kernel[self.grid](**self.arguments, **self.constants, num_warps=self.num_warps, **OPTIONS)
+        self.kernel[self.grid](*self.values, **self.constants, num_warps=self.num_warps, **OPTIONS)
 
 
 def stays_on_chip(width: int, longest: int, longest_unaligned: int) -> bool:
@@ -59,22 +65,21 @@ RESIDENT, RESIDENT_UNALIGNED = 16384, 8192
 _TILE, _CHUNK, ELEMENTS_PER_WARP = 4096, 4096, 512
 
 
-def over_rows(
-    resident: Any, chunked: Any, x: Tensor, arguments: dict[str, Any], constants: Mapping[str, int]
-) -> Launch:
+def over_rows(resident: Any, chunked: Any, x: Tensor, values: tuple[Any, ...], constants: Mapping[str, int]) -> Launch:
     """Return a launch over the rows of x: several whole rows per program in registers, or one row in chunks.
 
-    resident, chunked: the kernels of both forms. The first one also takes num_rows, and the constant ROWS.
+    resident, chunked: the kernels of both forms. The first one also takes num_rows after the values, and the constant
+    ROWS.
     """
     width, num_rows = x.shape[-1], x.shape[:-1].numel()
     if not stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
-        return Launch(chunked, (num_rows,), arguments, {**constants, "BLOCK": _CHUNK}, _CHUNK // ELEMENTS_PER_WARP)
+        return Launch(chunked, (num_rows,), values, {**constants, "BLOCK": _CHUNK}, _CHUNK // ELEMENTS_PER_WARP)
     block = power_of_two(max(width, 1))
     rows = max(1, _TILE // block)
     return Launch(
         resident,
         (ceiling_division(num_rows, rows),),
-        arguments | {"num_rows": num_rows},
+        (*values, num_rows),
         {**constants, "ROWS": rows, "BLOCK": block},
         rows * block // ELEMENTS_PER_WARP,
     )

@@ -17,7 +17,7 @@ from torch import Tensor
 from megapipe.kernels.reference.norms import norm_functions, statistic_of, unit_offset, without_bias
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import RESIDENT, RESIDENT_UNALIGNED, Launch, Specimen, meta, over_rows
-from megapipe.kernels.triton_backend.norms_backward import Operands
+from megapipe.kernels.triton_backend.norms_backward import norm_gradients
 from megapipe.kernels.triton_backend.tiles import product
 
 
@@ -31,9 +31,9 @@ def _resident_kernel(
     total,
     mean,
     rstd,
-    num_rows,
     width,
     epsilon,
+    num_rows,
     CENTER: tl.constexpr,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
@@ -131,20 +131,9 @@ def forward_launch(
 ) -> Launch:
     """Return the launch that reads x and residual, and writes y, total, mean and rstd. Without bias and mean it is an
     rms norm."""
-    arguments = {
-        "x": x,
-        "residual": residual,
-        "weight": weight,
-        "bias": bias,
-        "y": y,
-        "total": total,
-        "mean": mean,
-        "rstd": rstd,
-        "width": x.shape[-1],
-        "epsilon": epsilon,
-    }
+    values = (x, residual, weight, bias, y, total, mean, rstd, x.shape[-1], epsilon)
     constants = {"CENTER": mean is not None, "ADD": residual is not None}
-    return over_rows(_resident_kernel, _chunked_kernel, x, arguments, constants)
+    return over_rows(_resident_kernel, _chunked_kernel, x, values, constants)
 
 
 def specimens() -> list[Specimen]:
@@ -192,7 +181,7 @@ def _forward(
     return tuple(tensor for tensor in (y, total, mean, rstd) if tensor is not None)
 
 
-layer_norm = norm_functions("layer_norm", "triton", _forward, Operands.contiguous)
-rms_norm = norm_functions("rms_norm", "triton", _forward, Operands.contiguous)
+layer_norm = norm_functions("layer_norm", "triton", _forward, norm_gradients)
+rms_norm = norm_functions("rms_norm", "triton", _forward, norm_gradients)
 layer_norm_without_bias = without_bias(layer_norm)
 rms_norm_unit_offset = unit_offset(rms_norm)

@@ -10,6 +10,7 @@ kernel for each half.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -215,58 +216,44 @@ _MOST_GROUPS, _LEAST_TILES = 256, 4
 _COLUMNS, _PARTS, _WEIGHT_CHUNK = 64, 64, 2048
 
 
-@dataclass(frozen=True)
-class Operands:
-    """Inputs of the backward: dy and x [..., h], the statistics, the weight, and the other part of dx.
+class Operands(NamedTuple):
+    """Inputs of the backward: dy and x [..., h], the other part of dx, the weight, and the statistics.
 
     mean is None for the rms norm. Everything is contiguous.
     """
 
     dy: Tensor
     x: Tensor
+    dx_beside: Tensor | None
+    weight: Tensor
     mean: Tensor | None
     rstd: Tensor
-    weight: Tensor
-    dx_beside: Tensor | None = None
 
-    @staticmethod
-    def contiguous(
-        op: str, dy: Tensor, x: Tensor, statistics: tuple[Tensor, ...], weight: Tensor, dx_beside: Tensor | None = None
-    ) -> "Operands":
-        """Return the operands for tensors with any strides."""
-        mean = statistics[0] if op == "layer_norm" else None
-        tensors = (dy, x, mean, statistics[-1], weight, dx_beside)
-        return Operands(*(None if tensor is None else tensor.contiguous() for tensor in tensors))  # type: ignore[arg-type]
 
-    def input_gradient(self) -> Tensor:
-        """Return the gradient of x."""
-        dx = torch.empty_like(self.x)
-        input_launch(self, dx).run()
-        return dx
-
-    def weight_gradients(self) -> tuple[Tensor, ...]:
-        """Return the gradients of the weight and, for the layer norm, of the bias."""
-        parts = self._empty_parts()
-        weight_launch(self, parts).run()
-        return self._sums(parts)
-
-    def gradients(self) -> tuple[Tensor, ...]:
-        """Return the gradients of x, weight and bias, in one pass if rows stay in registers."""
-        if not _is_resident(self):
-            return self.input_gradient(), *self.weight_gradients()
-        dx, parts = torch.empty_like(self.x), self._empty_parts()
-        whole_launch(self, dx, parts).run()
-        return dx, *self._sums(parts)
-
-    def _empty_parts(self) -> Tensor:
-        partition = RowTiling.of(self.x)
-        num_gradients = 1 if self.mean is None else 2
-        return self.x.new_empty(num_gradients, partition.num_groups, partition.width, dtype=torch.float32)
-
-    def _sums(self, parts: Tensor) -> tuple[Tensor, ...]:
-        gradients = tuple(torch.empty_like(self.weight) for _ in parts)
+def norm_gradients(
+    op: str,
+    dy: Tensor,
+    x: Tensor,
+    statistics: Sequence[Tensor],
+    weight: Tensor,
+    dx_beside: Tensor | None,
+    of_x: bool,
+    of_parameters: bool,
+) -> list[Tensor]:
+    """Return gradients of a norm, as `megapipe.kernels.reference.norms.Gradients` describes, for any strides."""
+    mean = statistics[0] if op == "layer_norm" else None
+    tensors = (dy, x, dx_beside, weight, mean, statistics[-1])
+    operands = Operands(*(None if tensor is None else tensor.contiguous() for tensor in tensors))  # type: ignore[arg-type]
+    tiling = RowTiling.of(x)
+    dx, parts, gradients = torch.empty_like(operands.x) if of_x else None, None, list[Tensor]()
+    if of_parameters:
+        parts = x.new_empty(len(statistics), tiling.num_groups, tiling.width, dtype=torch.float32)
+        gradients = [torch.empty_like(operands.weight) for _ in statistics]
+    for launch in launches(operands, dx, parts):
+        launch.run()
+    if parts is not None:
         add_parts_launch(parts, gradients).run()
-        return gradients
+    return gradients if dx is None else [dx, *gradients]
 
 
 @dataclass(frozen=True)
@@ -291,86 +278,42 @@ class RowTiling:
         return RowTiling(num_rows, width, block, rows, tiles * rows, ceiling_division(num_rows, tiles * rows))
 
 
-def input_launch(operands: Operands, dx: Tensor) -> Launch:
-    """Return the launch that writes the gradient of x."""
-    if _is_resident(operands):
-        return whole_launch(operands, dx, None)
-    partition = RowTiling.of(operands.x)
-    arguments = vars(operands) | {"dx": dx, "width": partition.width}
-    constants = {"CENTER": operands.mean is not None, "BESIDE": operands.dx_beside is not None, "BLOCK": _CHUNK}
-    warps = _CHUNK // _ELEMENTS_PER_WARP
-    return Launch(chunked_input_kernel, (partition.num_rows,), arguments, constants, warps)
-
-
-def weight_launch(operands: Operands, parts: Tensor) -> Launch:
-    """Return the launch that writes each group's part of the gradients of the weight and, for the layer norm, of the
-    bias.
+def launches(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> list[Launch]:
+    """Return the launches that write dx and each group's parts of the gradients of the weight and, for the layer norm,
+    of the bias, without those that are None. It is one launch for rows that stay on chip.
 
     parts: fp32 [1 or 2, groups, h].
     """
-    if _is_resident(operands):
-        return whole_launch(operands, None, parts)
-    partition = RowTiling.of(operands.x)
-    arguments = {
-        "dy": operands.dy,
-        "x": operands.x,
-        "mean": operands.mean,
-        "rstd": operands.rstd,
-        "num_rows": partition.num_rows,
-        "width": partition.width,
-        "group": partition.group,
-        **_named(parts),
-    }
-    constants = {"CENTER": operands.mean is not None, "BLOCK": _WEIGHT_CHUNK}
-    grid = (partition.num_groups, ceiling_division(partition.width, _WEIGHT_CHUNK))
-    return Launch(chunked_weight_kernel, grid, arguments, constants, _WEIGHT_CHUNK // 256)
-
-
-def whole_launch(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> Launch:
-    """Return the launch that writes dx and parts, without those that are None, for rows that stay on chip."""
-    partition = RowTiling.of(operands.x)
-    arguments = {
-        **vars(operands),
-        "dx": dx,
-        "num_rows": partition.num_rows,
-        "width": partition.width,
-        "group": partition.group,
-        **_named(parts),
-    }
-    constants = {
-        "CENTER": operands.mean is not None,
-        "BESIDE": operands.dx_beside is not None,
-        "INPUT": dx is not None,
-        "WEIGHT": parts is not None,
-        "ROWS": partition.rows,
-        "BLOCK": partition.block,
-    }
-    aligned = partition.width % 16 == 0
-    warps = partition.rows * partition.block // (_ELEMENTS_PER_WARP if aligned else _UNALIGNED_PER_WARP)
-    return Launch(resident_kernel, (partition.num_groups,), arguments, constants, warps)
-
-
-def _is_resident(operands: Operands) -> bool:
-    return stays_on_chip(operands.x.shape[-1], RESIDENT, RESIDENT_UNALIGNED)
-
-
-def _named(parts: Tensor | None) -> dict[str, Tensor | None]:
-    weight_parts, bias_parts = (None, None) if parts is None else (parts[0], parts[1] if len(parts) > 1 else None)
-    return {"weight_parts": weight_parts, "bias_parts": bias_parts}
+    tiling = RowTiling.of(operands.x)
+    width = tiling.width
+    rows = tiling.num_rows, width, tiling.group
+    by_parameter = (*(() if parts is None else parts), None, None)[:2]
+    constants: dict[str, int] = {"CENTER": operands.mean is not None, "BESIDE": operands.dx_beside is not None}
+    if stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
+        constants |= {"INPUT": dx is not None, "WEIGHT": parts is not None}
+        constants |= {"ROWS": tiling.rows, "BLOCK": tiling.block}
+        warps = tiling.rows * tiling.block // (_ELEMENTS_PER_WARP if width % 16 == 0 else _UNALIGNED_PER_WARP)
+        values = (*operands, dx, *by_parameter, *rows)
+        return [Launch(resident_kernel, (tiling.num_groups,), values, constants, warps)]
+    found = []
+    if dx is not None:
+        warps = _CHUNK // _ELEMENTS_PER_WARP
+        constants["BLOCK"] = _CHUNK
+        found.append(Launch(chunked_input_kernel, rows[:1], (*operands, dx, width), constants, warps))
+    if parts is not None:
+        grid = (tiling.num_groups, ceiling_division(width, _WEIGHT_CHUNK))
+        values = (operands.dy, operands.x, operands.mean, operands.rstd, *by_parameter, *rows)
+        centered = {"CENTER": operands.mean is not None, "BLOCK": _WEIGHT_CHUNK}
+        found.append(Launch(chunked_weight_kernel, grid, values, centered, _WEIGHT_CHUNK // 256))
+    return found
 
 
 def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
     """Return the launch that writes the sums of the parts."""
     num_gradients, num_parts, width = parts.shape
-    arguments = {
-        "parts": parts,
-        "weight_gradient": gradients[0],
-        "bias_gradient": gradients[1] if num_gradients > 1 else None,
-        "num_parts": num_parts,
-        "width": width,
-    }
+    values = (parts, *(*gradients, None)[:2], num_parts, width)
     constants = {"CENTER": num_gradients > 1, "PARTS": _PARTS, "COLUMNS": _COLUMNS}
-    return Launch(add_parts_kernel, (ceiling_division(width, _COLUMNS), num_gradients), arguments, constants, 8)
+    return Launch(add_parts_kernel, (ceiling_division(width, _COLUMNS), num_gradients), values, constants, 8)
 
 
 def specimens() -> list[Specimen]:
@@ -378,28 +321,30 @@ def specimens() -> list[Specimen]:
     registers, and for chunks."""
     typical, long = _operands(4096, center=True, beside=True), _operands(2 * RESIDENT, center=True, beside=True)
     parts, weight = meta(2, 256, 4096), meta(4096, dtype=torch.bfloat16)
+    (inputs,), (weights,) = launches(typical, typical.x, None), launches(typical, None, parts)
+    long_inputs, long_weights = launches(long, long.x, meta(2, 256, 16384))
     return [
         _whole(768, center=True, beside=True),
         _whole(4096, center=True, beside=False),
         _whole(4096, center=False, beside=True),
         _whole(RESIDENT, center=True, beside=True),
         _whole(RESIDENT_UNALIGNED - 1, center=True, beside=True),
-        Specimen("layer norm, dx alone, bf16 4096", input_launch(typical, typical.x), loads=4, stores=1),
-        Specimen("layer norm, weights alone, bf16 4096", weight_launch(typical, parts), loads=2, stores=2),
-        Specimen("layer norm, dx alone, bf16 16384", input_launch(long, long.x), loads=4, stores=1),
-        Specimen("layer norm, weights alone, bf16 16384", weight_launch(long, meta(2, 256, 16384)), 2, 2),
+        Specimen("layer norm, dx alone, bf16 4096", inputs, loads=4, stores=1),
+        Specimen("layer norm, weights alone, bf16 4096", weights, loads=2, stores=2),
+        Specimen("layer norm, dx alone, bf16 16384", long_inputs, loads=4, stores=1),
+        Specimen("layer norm, weights alone, bf16 16384", long_weights, loads=2, stores=2),
         Specimen("layer norm, sum of parts, 4096", add_parts_launch(parts, [weight, weight]), loads=1, stores=0),
     ]
 
 
 def _operands(width: int, center: bool, beside: bool) -> Operands:
     x, statistic = meta(8192, width, dtype=torch.bfloat16), meta(8192, 1)
-    return Operands(x, x, statistic if center else None, statistic, meta(width), x if beside else None)
+    return Operands(x, x, x if beside else None, meta(width), statistic if center else None, statistic)
 
 
 def _whole(width: int, center: bool, beside: bool) -> Specimen:
     operands = _operands(width, center, beside)
-    launch = whole_launch(operands, operands.x, meta(1 + center, 256, width))
+    (launch,) = launches(operands, operands.x, meta(1 + center, 256, width))
     name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
     if width % 16:
         return Specimen(name, launch, loads=0, stores=0)

@@ -70,19 +70,9 @@ def _adamw_step_kernel(
 
 def _adamw_launch(buffers: Buffers, coefficients: Coefficients) -> Launch:
     count = buffers.master.numel()
-    arguments = {
-        **buffers._asdict(),
-        "count": count,
-        "decay": coefficients.decay,
-        "beta2": coefficients.beta2,
-        "take_first": 1 - coefficients.beta1,
-        "take_second": 1 - coefficients.beta2,
-        "step_size": coefficients.step_size,
-        "root_correction": coefficients.root_correction,
-        "epsilon": coefficients.epsilon,
-    }
+    values = (*buffers, count, *coefficients.of_kernels())
     grid = (ceiling_division(count, _ADAMW_BLOCK),)
-    return Launch(_adamw_step_kernel, grid, arguments, {"BLOCK": _ADAMW_BLOCK}, _ADAMW_NUM_WARPS)
+    return Launch(_adamw_step_kernel, grid, values, {"BLOCK": _ADAMW_BLOCK}, _ADAMW_NUM_WARPS)
 
 
 adamw_step = adamw_operator(lambda buffers, coefficients: _adamw_launch(buffers, coefficients).run())
@@ -122,10 +112,8 @@ def _block_sums_kernel(values, sums, count, BLOCK: tl.constexpr, PIECE: tl.const
 
 
 def _gradient_norm_launch(values: Tensor, sums: Tensor) -> Launch:
-    arguments = {"values": values, "sums": sums, "count": values.numel()}
-    return Launch(
-        _block_sums_kernel, (sums.numel(),), arguments, {"BLOCK": BLOCK, "PIECE": _PIECE}, _GRADIENT_NORM_NUM_WARPS
-    )
+    given, constants = (values, sums, values.numel()), {"BLOCK": BLOCK, "PIECE": _PIECE}
+    return Launch(_block_sums_kernel, (sums.numel(),), given, constants, _GRADIENT_NORM_NUM_WARPS)
 
 
 @opaque(
@@ -149,8 +137,8 @@ def _gradient_norm_specimens() -> list[Specimen]:
     return [Specimen(f"squared norm {dtype}", launch, loads=1, stores=0) for dtype, launch in launches.items()]
 
 
-_STOCHASTIC_ROUNDING_BLOCK = 1024
-_STOCHASTIC_ROUNDING_NUM_WARPS = 4
+_ROUNDING_BLOCK = 1024
+_ROUNDING_NUM_WARPS = 4
 _CHANNEL, _TOKEN = tl.constexpr(CHANNEL), tl.constexpr(TOKEN)
 _DISCARDED, _INFINITY, _MAGNITUDE, _QUIET = (tl.constexpr(bits) for bits in (0xFFFF, 0x7F800000, 0x7FFFFFFF, 0x40))
 
@@ -184,23 +172,11 @@ def stochastic_rounding(target: Tensor, source: Tensor, key: int, elements: Elem
 
 
 def _stochastic_rounding_launch(target: Tensor, source: Tensor, key: int, elements: Elements) -> Launch:
-    arguments = {
-        "target": target.view(torch.int16),
-        "source": source,
-        "key": key,
-        "first": elements.first,
-        "run": elements.run,
-        "stride": elements.stride,
-        "skipped": elements.skipped,
-        "count": source.numel(),
-    }
-    return Launch(
-        _stochastic_rounding_kernel,
-        (ceiling_division(source.numel(), _STOCHASTIC_ROUNDING_BLOCK),),
-        arguments,
-        {"BLOCK": _STOCHASTIC_ROUNDING_BLOCK},
-        _STOCHASTIC_ROUNDING_NUM_WARPS,
-    )
+    count = source.numel()
+    place = elements.first, elements.run, elements.stride, elements.skipped
+    values = (target.view(torch.int16), source, key, *place, count)
+    grid, constants = (ceiling_division(count, _ROUNDING_BLOCK),), {"BLOCK": _ROUNDING_BLOCK}
+    return Launch(_stochastic_rounding_kernel, grid, values, constants, _ROUNDING_NUM_WARPS)
 
 
 def _stochastic_rounding_specimens() -> list[Specimen]:

@@ -1,13 +1,13 @@
 """Parts of elementwise kernels: tiles of tensors seen as [rows, width], and the random words of dropout."""
 
-from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from megapipe.kernels.triton_backend.launch import ceiling_division, power_of_two
+from megapipe.kernels.triton_backend.launch import Launch, ceiling_division, power_of_two
 from megapipe.random.bits import CHANNEL, keep_threshold
 
 _BYTES = 8192
@@ -16,8 +16,7 @@ _BYTES = 8192
 NUM_WARPS = 8
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """The numbers of rows and columns that one program processes, both powers of two."""
 
     rows: int
@@ -28,10 +27,6 @@ class Tile:
         `tile_indices`)."""
         return (ceiling_division(num_rows, self.rows) * ceiling_division(width, self.columns),)
 
-    def constants(self) -> dict[str, int]:
-        """Return the constants that kernels take."""
-        return {"ROWS": self.rows, "COLUMNS": self.columns}
-
 
 def tile_of(width: int, dtype: torch.dtype) -> Tile:
     """Return the tile for rows of `width` elements."""
@@ -40,9 +35,15 @@ def tile_of(width: int, dtype: torch.dtype) -> Tile:
     return Tile(elements // columns, columns)
 
 
-def num_rows_of(x: Tensor) -> int:
-    """Return the product of all axes but the last."""
-    return x.numel() // x.shape[-1]
+def over_tiles(kernel: Any, tensors: tuple[Any, ...], like: Tensor, *numbers: float, **constants: int) -> Launch:
+    """Return a launch over the tiles of `like` [..., width].
+
+    The kernel takes the tensors, num_rows, width, the numbers, the constants, ROWS and COLUMNS.
+    """
+    width = like.shape[-1]
+    num_rows, tile = like.numel() // max(width, 1), tile_of(max(width, 1), like.dtype)
+    constants |= {"ROWS": tile.rows, "COLUMNS": tile.columns}
+    return Launch(kernel, tile.grid(num_rows, width), (*tensors, num_rows, width, *numbers), constants, NUM_WARPS)
 
 
 @triton.jit

@@ -18,7 +18,8 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -65,22 +66,10 @@ class Ring:
         return narrowed(mixed.transpose(1, 2), channels)
 
 
-class RingPass(Protocol):
-    """The work of each rank of a group while keys and values pass around the ring once."""
-
-    @property
-    def group(self) -> Group:
-        """The ranks that hold the samples."""
-        ...
-
-    def work(self, key_rank: int, device: torch.device) -> Iterator[tuple[Piece, Seen, Weighing]]:
-        """Return the pieces that this rank computes with the keys of `key_rank`."""
-        ...
-
-
 @dataclass(frozen=True)
 class Pass:
-    """A ring on one micro-batch. num_local: tokens of a sample on each rank."""
+    """The work of each rank of a ring on one micro-batch, while keys and values pass around once. num_local: tokens of
+    a sample on each rank."""
 
     ring: Ring
     context: MicrobatchContext
@@ -141,7 +130,9 @@ def _visible(attention: Attention, context: MicrobatchContext, piece: Piece, que
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: RingPass) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: "Pass | WholeSamples"
+    ) -> Tensor:
         # The memory layout that the output projection needs: tokens before heads.
         wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
@@ -163,7 +154,7 @@ class _Ring(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, sinks, mixed, log_sum = ctx.saved_tensors
-        once: RingPass = ctx.once
+        once: Pass | WholeSamples = ctx.once
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         shape = (2, *key.shape)
         own, travelling = (torch.zeros(shape, dtype=log_sum.dtype, device=key.device) for _ in range(2))
@@ -373,29 +364,17 @@ whole_attention = torch.ops.aten.scaled_dot_product_attention
 context ranks, from a layer's own call of torch's function."""
 
 
-class OutsideGraphs:
-    """A ring that torch.compile does not trace: a graph cannot express hops that run during products.
-
-    Ring.mix is not decorated itself, because the decorator imports the compiler and Triton, which takes seconds in
-    every run, and is too late for TRITON_INTERPRET.
-    """
-
-    def __init__(self, ring: Ring) -> None:
-        self.mix = torch.compiler.disable(ring.mix)
-        self._ring = ring
-
-    @property
-    def share(self) -> Share:
-        """The tokens that this rank holds."""
-        return self._ring.share
-
-
 def keep_rings_out_of_graphs(module: nn.Module) -> bool:
-    """Prepare a module for torch.compile, and return whether it can still be one graph."""
+    """Prepare a module for torch.compile, and return whether it can still be one graph.
+
+    A graph cannot express hops that run during products, so torch.compile must not trace a ring. Ring.mix is not
+    decorated itself, because the decorator imports the compiler and Triton, which takes seconds in every run, and is
+    too late for TRITON_INTERPRET.
+    """
     whole = True
     for part in module.modules():
         for name in ("sharing", "in_pieces") if isinstance(part, Attention) else ():
             if isinstance(ring := getattr(part, name), Ring):
-                setattr(part, name, OutsideGraphs(ring))
+                setattr(part, name, SimpleNamespace(mix=torch.compiler.disable(ring.mix), share=ring.share))
                 whole = False
     return whole

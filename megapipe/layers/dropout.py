@@ -60,9 +60,7 @@ class Dropout(nn.Module, OnShards):
     ) -> Tensor:
         """Drop attention weights [b, heads, rows, columns] as `drop_attention` does, for some queries and keys: int64
         positions in samples of `length` tokens."""
-        if context.ordinals is None:
-            raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
-        rows = token_keys(context.seed, context.ordinals, self.site, queries)[:, None, :, None]
+        rows = self._keys(context, queries)[:, None, :, None]
         heads = torch.arange(first_head, first_head + weights.shape[1], device=keys.device).view(-1, 1, 1)
         return self._drop(weights, rows, (heads * length + keys).to(torch.int32))
 
@@ -70,10 +68,12 @@ class Dropout(nn.Module, OnShards):
         """Return the random-number keys of the tokens whose hidden states are x [b, s, h]."""
         return own_tokens(self._keys(context, num_tokens(x, self.sequence)), self.sequence)
 
-    def _keys(self, context: MicrobatchContext, num_tokens: int) -> Tensor:
+    def _keys(self, context: MicrobatchContext, tokens: int | Tensor) -> Tensor:
+        """Return the random-number keys of tokens: their positions in samples, or the number of this rank's tokens."""
         if context.ordinals is None:
             raise ValueError("dropout needs the samples' ordinals: pass ordinals in the context, or training=False")
-        tokens = num_tokens if context.token_numbers is None else context.token_numbers
+        if isinstance(tokens, int) and context.token_numbers is not None:
+            tokens = context.token_numbers
         return token_keys(context.seed, context.ordinals, self.site, tokens)
 
     def _drop(self, x: Tensor, keys: Tensor, channels: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape
 from megapipe.parallel.collectives import reduce_from_group, scatter_sum
 from megapipe.parallel.groups import Group
-from megapipe.spec.token_order import Share, TokenOrder
+from megapipe.spec.token_order import Share
 
 
 @opaque(
@@ -280,39 +280,30 @@ class RotaryAngles:
         On the device of `like`, in fp32 (fp64 for fp64).
         """
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if share is None:
-            return _tables(self._key, num_tokens, dtype, like.device)
-        return _held_tables(self._key, num_tokens, dtype, like.device, share.order, share.rank, share.size)
+        held = () if share is None else (share.order, share.rank, share.size)
+        return _tables(self._key, num_tokens, dtype, like.device, *held)
 
 
 @constant_when_compiled
-def _tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return _cached_tables(key, num_tokens, dtype, device)
-
-
-@constant_when_compiled
-def _held_tables(
-    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, order: TokenOrder, rank: int, size: int
+def _tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, *share: Any
 ) -> tuple[Tensor, Tensor]:
-    return _cached_held_tables(key, num_tokens, dtype, device, Share(order, rank, size))
+    return _cached_tables(key, num_tokens, dtype, device, *share)
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_held_tables(
-    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, share: Share
+@functools.lru_cache(maxsize=16)
+def _cached_tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, *share: Any
 ) -> tuple[Tensor, Tensor]:
-    numbers = torch.from_numpy(share.numbers(num_tokens)).to(device)
-    with torch.inference_mode(False):
-        cosine, sine = _cached_tables(key, num_tokens, dtype, device)
-        return cosine[numbers], sine[numbers]
-
-
-@functools.lru_cache(maxsize=8)
-def _cached_tables(key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    channels, theta, *fields = key
-    scaling = RopeScaling(**dict(fields))
+    """Return cosine and sine of all tokens, or of those that a rank holds. share: the fields of a `Share`, or none."""
     # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
+        if share:
+            numbers = torch.from_numpy(Share(*share).numbers(num_tokens)).to(device)
+            cosine, sine = _cached_tables(key, num_tokens, dtype, device)
+            return cosine[numbers], sine[numbers]
+        channels, theta, *fields = key
+        scaling = RopeScaling(**dict(fields))
         positions = torch.arange(num_tokens, dtype=torch.float64, device="cpu")
         angles = torch.outer(positions, inverse_frequencies(channels, theta, scaling, num_tokens))
         factor = attention_factor(scaling)

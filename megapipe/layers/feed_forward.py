@@ -22,8 +22,11 @@ from megapipe.config.model import ModelConfig
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import (
     ColumnParallelLinear,
+    FusedLinear,
     Linear,
     OnShards,
+    ProbedLinear,
+    Products,
     RowParallelLinear,
     Shapes,
     as_matrix,
@@ -31,7 +34,7 @@ from megapipe.layers.linear import (
     empty_parameter,
     within,
 )
-from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitModule, SplitTape
 from megapipe.parallel.collectives import (
     copy_to_group,
     gather_tokens,
@@ -76,12 +79,12 @@ class Router(SplitModule, OnShards):
         score_bias = self.score_bias
         record = None
         if tape is None:
-            scores = _FusedRouter.apply(x, self.weight, score_bias, rerun)
+            scores = FusedLinear.apply(x, self.weight, score_bias, True, rerun, _WIDE)
         else:
             record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
             record.keep_input(x, rerun)
             bias = None if score_bias is None else score_bias.detach()
-            scores = _ProbedRouter.apply(x, record.probe, self.weight.detach(), bias)
+            scores = ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, _WIDE)
         experts = self._choices(scores.detach())
         if self.bias is not None:
             load = self._load(experts)
@@ -129,7 +132,7 @@ class Router(SplitModule, OnShards):
         return shares if self.model.router_scale == 1 else shares * self.model.router_scale
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        yield self.weight, _weight_gradient(saved[0], gradient)
+        yield self.weight, _WIDE.weight_gradient(saved[0], gradient)
         if self.score_bias is not None:
             yield self.score_bias, bias_gradient(gradient)
         if self.bias is not None:
@@ -147,18 +150,21 @@ def _wide(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _scores(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    scores = x.to(_wide(x)) @ weight.to(_wide(x)).t()
-    return scores if bias is None else scores.add_(bias)
+class _WideProducts(Products):
+    """Products in fp32 (fp64 for fp64) of operands of one dtype. The weight's gradient is as wide as gradient sums."""
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        scores = x.to(_wide(x)) @ weight.to(_wide(x)).t()
+        return scores if bias is None else scores.add_(bias)
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return (dy @ weight.to(dy.dtype)).to(weight.dtype)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        return dy.flatten(0, -2).t() @ x.to(dy.dtype).flatten(0, -2)
 
 
-def _input_gradient(dtype: torch.dtype, weight: Tensor, dscores: Tensor) -> Tensor:
-    return (dscores @ weight.to(dscores.dtype)).to(dtype)
-
-
-def _weight_gradient(x: Tensor, dscores: Tensor) -> Tensor:
-    """Return the weight's gradient in the dtype of the scores, which is as wide as the dtype of gradient sums."""
-    return dscores.flatten(0, -2).t() @ x.to(dscores.dtype).flatten(0, -2)
+_WIDE = _WideProducts()
 
 
 class _Loaded(torch.autograd.Function):
@@ -173,41 +179,6 @@ class _Loaded(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
         (load,) = ctx.saved_tensors
         return gradient, load.to(gradient.dtype), None
-
-
-class _FusedRouter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, rerun: Rerun | None) -> Tensor:
-        save_input(ctx, x, rerun, weight)
-        ctx.dtype = x.dtype
-        return _scores(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        dx = _input_gradient(ctx.dtype, weight, dscores) if needs_x else None
-        dweight = None
-        if needs_weight:
-            dweight = _weight_gradient(saved_input(ctx, kept), dscores)
-        return dx, dweight, bias_gradient(dscores) if needs_bias else None, None
-
-
-class _ProbedRouter(torch.autograd.Function):
-    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the scores'
-    gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.dtype = x.dtype
-        return _scores(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
-        (weight,) = ctx.saved_tensors
-        dx = _input_gradient(ctx.dtype, weight, dscores) if ctx.needs_input_grad[0] else None
-        return dx, dscores, None, None
 
 
 @dataclass(frozen=True)
@@ -252,12 +223,12 @@ def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
 
 def pick_rows(tokens: Tensor, assignment: Assignment) -> Tensor:
     """Return the rows [n, h] for tokens [tokens, h]; a token's gradient is the sum of its rows' gradients."""
-    return _Pick.apply(tokens, assignment.pairs, assignment.rows, assignment.choices)
+    return _Rows.apply(tokens, assignment.pairs, assignment.rows, assignment.choices, True)
 
 
 def sum_rows(rows: Tensor, assignment: Assignment) -> Tensor:
     """Return, for every token, the sum [tokens, h] of its rows among [n, h]; zeros for a token without rows."""
-    return _Sum.apply(rows, assignment.pairs, assignment.rows, assignment.choices)
+    return _Rows.apply(rows, assignment.pairs, assignment.rows, assignment.choices, False)
 
 
 def _picked(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
@@ -270,34 +241,67 @@ def _summed(values: Tensor, rows: Tensor, choices: int) -> Tensor:
     return by_choice.view(-1, choices, values.shape[-1]).sum(1)
 
 
-class _Pick(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tokens: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.choices = choices
-        return _picked(tokens, pairs, choices)
+class _Rows(torch.autograd.Function):
+    """Pick the rows of tokens, or sum them: each is the gradient of the other."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
-        return _summed(gradient, rows, ctx.choices), None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor, choices: int) -> Tensor:
-        ctx.save_for_backward(pairs)
-        ctx.choices = choices
-        return _summed(values, rows, choices)
+    def forward(ctx: Any, values: Tensor, pairs: Tensor, rows: Tensor, choices: int, picks: bool) -> Tensor:
+        ctx.save_for_backward(rows if picks else pairs)
+        ctx.choices, ctx.picks = choices, picks
+        return _picked(values, pairs, choices) if picks else _summed(values, rows, choices)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (pairs,) = ctx.saved_tensors
-        return _picked(gradient, pairs, ctx.choices), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        (places,) = ctx.saved_tensors
+        transposed = _summed if ctx.picks else _picked
+        return transposed(gradient, places, ctx.choices), None, None, None, None
 
 
-Counts = Sequence[int]
-"""Rows of each expert, in order; they may be 0."""
+class GroupedProducts(Products):
+    """Products of rows with the matrices of their experts. counts: rows of each expert, in order; they may be 0.
+
+    x: [n, in]. dy: [n, out]. Weights are [experts, ..., in], biases [experts, ...]; an expert without rows has a
+    gradient of zeros.
+    """
+
+    def __init__(self, counts: Sequence[int]) -> None:
+        self.counts = counts
+
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = x.new_empty(len(x), weight[0].numel() // weight.shape[-1])
+        for expert, rows in self._spans():
+            matrix = as_matrix(weight[expert]).t()
+            if bias is None:
+                torch.mm(x[rows], matrix, out=y[rows])
+            else:
+                torch.addmm(bias[expert].flatten(), x[rows], matrix, out=y[rows])
+        return y
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        dx = dy.new_empty(len(dy), weight.shape[-1])
+        for expert, rows in self._spans():
+            torch.mm(dy[rows], as_matrix(weight[expert]), out=dx[rows])
+        return dx
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        gradients = x.new_zeros(len(self.counts), dy.shape[-1], x.shape[-1])
+        for expert, rows in self._spans():
+            torch.mm(dy[rows].t(), x[rows], out=gradients[expert])
+        return gradients
+
+    def bias_gradient(self, dy: Tensor) -> Tensor:
+        gradients = dy.new_zeros(len(self.counts), dy.shape[-1])
+        for expert, rows in self._spans():
+            torch.sum(dy[rows], 0, out=gradients[expert])
+        return gradients
+
+    def _spans(self) -> Iterator[tuple[int, slice]]:
+        """Yield each expert that has rows, with their range."""
+        start = 0
+        for expert, count in enumerate(self.counts):
+            if count:
+                yield expert, slice(start, start + count)
+            start += count
 
 
 class GroupedLinear(SplitModule):
@@ -312,110 +316,28 @@ class GroupedLinear(SplitModule):
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
 
-    def forward(self, x: Tensor, counts: Counts, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, products: GroupedProducts, tape: SplitTape | None, rerun: Rerun | None = None
+    ) -> Tensor:
         """Map rows [n, in] to [n, out], with output axes flattened into one.
 
         rerun: recomputes x for the gradient of W, so that x is not saved.
         """
         if tape is None:
-            return _FusedGroupedLinear.apply(x, self.weight, self.bias, counts, rerun)
+            return FusedLinear.apply(x, self.weight, self.bias, True, rerun, products)
         width = self.weight[0].numel() // self.weight.shape[-1]
         record = tape.record(self, (len(x), width), x)
         record.keep_input(x, rerun)
-        record.beside = (torch.tensor(counts),)
+        record.beside = (torch.tensor(products.counts),)
         bias = None if self.bias is None else self.bias.detach()
-        return _ProbedGroupedLinear.apply(x, record.probe, self.weight.detach(), bias, counts)
+        return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, products)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         x, counts = saved
-        yield self.weight, weight_gradients(x, gradient, counts.tolist()).view(self.weight.shape)
+        products = GroupedProducts(counts.tolist())
+        yield self.weight, products.weight_gradient(x, gradient).view(self.weight.shape)
         if self.bias is not None:
-            yield self.bias, bias_gradients(gradient, counts.tolist()).view(self.bias.shape)
-
-
-def outputs(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
-    """Return outputs [n, out] for rows x [n, in], weight [experts, ..., in] and bias [experts, ...]."""
-    y = x.new_empty(len(x), weight[0].numel() // weight.shape[-1])
-    for expert, rows in _spans(counts):
-        matrix = as_matrix(weight[expert]).t()
-        if bias is None:
-            torch.mm(x[rows], matrix, out=y[rows])
-        else:
-            torch.addmm(bias[expert].flatten(), x[rows], matrix, out=y[rows])
-    return y
-
-
-def input_gradients(dy: Tensor, weight: Tensor, counts: Counts) -> Tensor:
-    """Return input gradients [n, in] for output gradients dy [n, out]."""
-    dx = dy.new_empty(len(dy), weight.shape[-1])
-    for expert, rows in _spans(counts):
-        torch.mm(dy[rows], as_matrix(weight[expert]), out=dx[rows])
-    return dx
-
-
-def weight_gradients(x: Tensor, dy: Tensor, counts: Counts) -> Tensor:
-    """Return gradients [experts, out, in]; zeros for an expert without rows."""
-    gradients = x.new_zeros(len(counts), dy.shape[-1], x.shape[-1])
-    for expert, rows in _spans(counts):
-        torch.mm(dy[rows].t(), x[rows], out=gradients[expert])
-    return gradients
-
-
-def bias_gradients(dy: Tensor, counts: Counts) -> Tensor:
-    """Return gradients [experts, out]; zeros for an expert without rows."""
-    gradients = dy.new_zeros(len(counts), dy.shape[-1])
-    for expert, rows in _spans(counts):
-        torch.sum(dy[rows], 0, out=gradients[expert])
-    return gradients
-
-
-def _spans(counts: Counts) -> Iterator[tuple[int, slice]]:
-    """Yield each expert that has rows, with their range."""
-    start = 0
-    for expert, count in enumerate(counts):
-        if count:
-            yield expert, slice(start, start + count)
-        start += count
-
-
-class _FusedGroupedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts, rerun: Rerun | None
-    ) -> Tensor:
-        save_input(ctx, x, rerun, weight)
-        ctx.counts = counts
-        ctx.bias_shape = None if bias is None else bias.shape
-        return outputs(x, weight, bias, counts)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = input_gradients(dy, weight, ctx.counts) if needs_x else None
-        dweight = None
-        if needs_weight:
-            x = saved_input(ctx, kept)
-            dweight = weight_gradients(x, dy, ctx.counts).view(weight.shape)
-        dbias = bias_gradients(dy, ctx.counts).view(ctx.bias_shape) if needs_bias else None
-        return dx, dweight, dbias, None, None
-
-
-class _ProbedGroupedLinear(torch.autograd.Function):
-    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
-    gradient dy of the output."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, counts: Counts) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.counts = counts
-        return outputs(x, weight, bias, counts)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        dx = input_gradients(dy, weight, ctx.counts) if ctx.needs_input_grad[0] else None
-        return dx, dy, None, None, None
+            yield self.bias, products.bias_gradient(gradient).view(self.bias.shape)
 
 
 class Experts(nn.Module, OnShards):
@@ -460,10 +382,11 @@ class Experts(nn.Module, OnShards):
         else:
             assignment = assign(chosen, self.group.rank * num_experts, num_experts)
         rows = pick_rows(x.flatten(0, -2), assignment)
-        inner = self.up(rows, assignment.counts, tape)
+        products = GroupedProducts(assignment.counts)
+        inner = self.up(rows, products, tape)
         activate = self._activation(inner)
         rerun_activation = Rerun(activate, (inner.detach(),)) if self.recompute else None
-        rows = self.down(activate(inner), assignment.counts, tape, rerun_activation)
+        rows = self.down(activate(inner), products, tape, rerun_activation)
         weights = shares.flatten().index_select(0, assignment.pairs).unsqueeze(-1)
         y = sum_rows(rows * weights.to(rows.dtype), assignment).view(x.shape)
         y = reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
@@ -513,7 +436,7 @@ class MLP(nn.Module):
             if op is not self.kernels.reference(kind.biased):
                 if self.recompute and tape is not None:  # sharded weights may be released before the weight half
                     bias = bias.clone()
-                return self.up.without_bias(x, tape, rerun), lambda inner: op.apply(inner, bias, *arguments)
+                return self.up.forward(x, tape, rerun, add_bias=False), lambda inner: op.apply(inner, bias, *arguments)
             # Without a fused kernel, adding the bias within the product is cheapest.
             alone = self.kernels.reference(kind.op)
             return self.up(x, tape, rerun), lambda inner: alone.apply(inner, *arguments)

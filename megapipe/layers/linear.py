@@ -137,7 +137,12 @@ def as_matrix(weight: Tensor) -> Tensor:
 
 
 class Products:
-    """The three matrix products of a linear layer, in the dtype of its operands. x: [..., in]. dy: [..., out]."""
+    """The three matrix products of a linear layer, in the dtype of its operands, and the gradient of its bias.
+
+    x: [..., in]. dy: [..., out].
+    """
+
+    bias_gradient = staticmethod(bias_gradient)
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output [..., out]."""
@@ -193,11 +198,13 @@ def use_products(layer: nn.Module, products: Products) -> None:
 
 def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
     """Return x W^T + b [..., out] of x [..., in], multiplied by `products` forward and backward."""
-    output: Tensor = _FusedLinear.apply(x, weight, bias, bias is not None, None, products)
+    output: Tensor = FusedLinear.apply(x, weight, bias, bias is not None, None, products)
     return output
 
 
-class _FusedLinear(torch.autograd.Function):
+class FusedLinear(torch.autograd.Function):
+    """The forward and the whole backward of x W^T + b. The bias gets its gradient here even if it is added later."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -223,11 +230,11 @@ class _FusedLinear(torch.autograd.Function):
         if needs_weight:
             x = saved_input(ctx, kept)
             dweight = ctx.products.gradient(x, dy, weight, ctx.accumulator)
-        dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
+        dbias = ctx.products.bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None, None
 
 
-class _ProbedLinear(torch.autograd.Function):
+class ProbedLinear(torch.autograd.Function):
     """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
     gradient dy of the output."""
 
@@ -267,12 +274,12 @@ class Linear(SplitModule):
         rerun: recomputes x for the gradient of W, so that x is not saved.
         """
         if tape is None:
-            return _FusedLinear.apply(x, self.weight, self.bias, add_bias, rerun, self.products)
+            return FusedLinear.apply(x, self.weight, self.bias, add_bias, rerun, self.products)
         width = self.weight.numel() // self.weight.shape[-1]
         record = tape.record(self, (*x.shape[:-1], width), x)
         record.keep_input(x, rerun)
         bias = self.bias.detach() if self.bias is not None and add_bias else None
-        return _ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
+        return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         yield from self.weight_gradients(saved[0], gradient)
@@ -292,23 +299,18 @@ class ColumnParallelLinear(Linear, OnShards):
     Under sequence parallelism a rank has only its own tokens of x, which are gathered first.
     """
 
-    def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
-        """Map [..., in] to this rank's [..., out / size], with output axes flattened. rerun: as in `local_product`."""
-        return self._shared_product(x, tape, add_bias=True, rerun=rerun)
-
-    def without_bias(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
-        """Return the result of `forward` without the bias. The caller adds the detached bias, whose gradient is
-        computed here."""
-        return self._shared_product(x, tape, add_bias=False, rerun=rerun)
-
-    def _shared_product(self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None) -> Tensor:
+    def forward(
+        self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None, *, add_bias: bool = True
+    ) -> Tensor:
+        """Map [..., in] to this rank's [..., out / size], with output axes flattened. rerun: as in `local_product`.
+        add_bias: if false, the caller adds the detached bias, whose gradient is computed here."""
         if self.sequence is not None:
             return self.sequence.column(self, x, tape, add_bias=add_bias, rerun=rerun)
         return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, rerun=rerun)
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         if self.sequence is not None:
-            return self.sequence.column_weight_half(self, saved[0], gradient)
+            return self.sequence.weight_half(self, saved[0], gradient, column=True)
         return super().weight_half(saved, gradient)
 
 
@@ -332,7 +334,7 @@ class RowParallelLinear(Linear, OnShards):
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
         if self.sequence is not None:
-            return self.sequence.row_weight_half(self, saved[0], gradient)
+            return self.sequence.weight_half(self, saved[0], gradient, column=False)
         return super().weight_half(saved, gradient)
 
 

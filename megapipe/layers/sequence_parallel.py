@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.layers.linear import Linear, Products, SequenceShards, bias_gradient
-from megapipe.layers.split import Rerun, SplitTape, save_input, saved_input
+from megapipe.layers.linear import FusedLinear, Linear, ProbedLinear, Products, SequenceShards, bias_gradient
+from megapipe.layers.split import Rerun, SplitTape, saved_input
 from megapipe.parallel.collectives import by_rank, joined, start_gather, start_scatter
 
 Multiply = Callable[[Tensor], Tensor]
@@ -31,44 +31,36 @@ class SequenceProducts(SequenceShards):
     ) -> Tensor:
         """Map x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in
         `local_product`."""
+        products = _ColumnProducts(self, linear.products)
         if tape is None:
-            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, rerun, self, linear.products)
+            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, rerun, products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] * self.group.size, width), x)
         record.keep_input(x, rerun)
         bias = linear.bias.detach() if linear.bias is not None and add_bias else None
-        return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, self, linear.products)
+        return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, products)
 
     def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, rerun: Rerun | None) -> Tensor:
         """Map this rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
+        products = _RowProducts(self, linear.products)
         if tape is None:
-            return _RowFused.apply(x, linear.weight, linear.bias, rerun, self, linear.products)
+            return _RowFused.apply(x, linear.weight, linear.bias, False, rerun, products)
         width = linear.weight.numel() // linear.weight.shape[-1]
         record = tape.record(linear, (x.shape[0], x.shape[1] // self.group.size, width), x)
         record.keep_input(x, rerun)
-        return _RowProbed.apply(x, record.probe, linear.weight.detach(), self, linear.products)
+        return ProbedLinear.apply(x, record.probe, linear.weight.detach(), None, products)
 
-    def column_weight_half(
-        self, linear: Linear, shard: Tensor, gradient: Tensor
+    def weight_half(
+        self, linear: Linear, x: Tensor, gradient: Tensor, *, column: bool
     ) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """Return what `SplitModule.weight_half` returns. shard: of the input. gradient: of the output, for all
-        tokens."""
-        gathered = start_gather(shard, self.group)
+        """Return what `SplitModule.weight_half` returns. x: the input. gradient: of the output. column: x has this
+        rank's shard of the tokens, and the gradient all of them; otherwise the reverse."""
+        gathered = start_gather(x if column else gradient, self.group)
         if linear.bias is not None:
             yield linear.bias, bias_gradient(gradient)
         tokens = joined(gathered())
         del gathered  # it refers to the tensor of which `tokens` may be a copy
-        yield from linear.weight_gradients(tokens, gradient)
-
-    def row_weight_half(self, linear: Linear, x: Tensor, shard: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        """Return what `SplitModule.weight_half` returns. x: the input, for all tokens. shard: of the output's
-        gradient."""
-        gathered = start_gather(shard, self.group)
-        if linear.bias is not None:
-            yield linear.bias, bias_gradient(shard)
-        tokens = joined(gathered())
-        del gathered
-        yield from linear.weight_gradients(x, tokens)
+        yield from linear.weight_gradients(tokens, gradient) if column else linear.weight_gradients(x, tokens)
 
     def gathered(self, x: Tensor, multiply: Multiply, *, keep: bool) -> tuple[Tensor, Tensor | None]:
         """Return the product [b, s, out] of all ranks' tokens x [b, s / t, in] and, if `keep`, the tokens [b, s,
@@ -101,117 +93,67 @@ class SequenceProducts(SequenceShards):
         return lambda: torch.cat([finish() for finish in under_way], dim=1)
 
 
-class _ColumnFused(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        add_bias: bool,
-        rerun: Rerun | None,
-        sequence: SequenceProducts,
-        products: Products,
-    ) -> Tensor:
-        save_input(ctx, x, rerun, weight)
-        ctx.sequence, ctx.products = sequence, products
-        ctx.accumulator = products.accumulator_of(weight)
-        ctx.bias_shape = None if bias is None else bias.shape
-        multiply = partial(products.output, weight=weight, bias=bias if add_bias else None)
-        return sequence.gathered(x, multiply, keep=False)[0]
+class _OverShards(Products):
+    """Products over sharded tokens. inner: the products of a rank."""
 
+    def __init__(self, sequence: SequenceProducts, inner: Products) -> None:
+        self.sequence, self.inner = sequence, inner
+
+    def accumulator_of(self, weight: Tensor) -> Tensor | None:
+        return self.inner.accumulator_of(weight)
+
+
+class _ColumnProducts(_OverShards):
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.sequence.gathered(x, partial(self.inner.output, weight=weight, bias=bias), keep=False)[0]
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return self.sequence.start_scattered(dy, partial(self.inner.input_gradient, weight=weight))()
+
+
+class _RowProducts(_OverShards):
+    def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.sequence.start_scattered(x, partial(self.inner.output, weight=weight, bias=bias))()
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        return self.sequence.gathered(dy, partial(self.inner.input_gradient, weight=weight), keep=False)[0]
+
+
+class _ColumnFused(FusedLinear):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        sequence, inner = ctx.products.sequence, ctx.products.inner
         dx = dweight = gathered = scattered = None
         dy = dy.contiguous()
         if needs_weight:
-            gathered = start_gather(saved_input(ctx, kept), ctx.sequence.group)
+            gathered = start_gather(saved_input(ctx, kept), sequence.group)
         if needs_x:
-            scattered = ctx.sequence.start_scattered(dy, partial(ctx.products.input_gradient, weight=weight))
+            scattered = sequence.start_scattered(dy, partial(inner.input_gradient, weight=weight))
         if gathered is not None:
-            dweight = ctx.products.gradient(joined(gathered()), dy, weight, ctx.accumulator)
+            dweight = inner.gradient(joined(gathered()), dy, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         if scattered is not None:
             dx = scattered()
-        return dx, dweight, dbias, None, None, None, None
+        return dx, dweight, dbias, None, None, None
 
 
-class _ColumnProbed(torch.autograd.Function):
-    """The forward and the input half of a split backward. Weight and bias are detached; the probe receives the
-    gradient dy of the output."""
-
+class _ColumnProbed(ProbedLinear):
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        probe: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        sequence: SequenceProducts,
-        products: Products,
-    ) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.sequence, ctx.products = sequence, products
-        return sequence.gathered(x, partial(products.output, weight=weight, bias=bias), keep=False)[0]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        dy = dy.contiguous()
-        multiply = partial(ctx.products.input_gradient, weight=weight)
-        dx = ctx.sequence.start_scattered(dy, multiply)() if ctx.needs_input_grad[0] else None
-        return dx, dy, None, None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        return ProbedLinear.backward(ctx, dy.contiguous())
 
 
-class _RowFused(torch.autograd.Function):
-    """The bias's gradient is computed here; the bias is added later."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rerun: Rerun | None,
-        sequence: SequenceProducts,
-        products: Products,
-    ) -> Tensor:
-        save_input(ctx, x, rerun, weight)
-        ctx.sequence, ctx.products = sequence, products
-        ctx.accumulator = products.accumulator_of(weight)
-        ctx.bias_shape = None if bias is None else bias.shape
-        return sequence.start_scattered(x, partial(products.output, weight=weight, bias=None))()
-
+class _RowFused(FusedLinear):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         weight, *kept = ctx.saved_tensors
         _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        multiply = partial(ctx.products.input_gradient, weight=weight)
-        dx, everything = ctx.sequence.gathered(dy, multiply, keep=needs_weight)
+        sequence, inner = ctx.products.sequence, ctx.products.inner
+        dx, everything = sequence.gathered(dy, partial(inner.input_gradient, weight=weight), keep=needs_weight)
         dweight = None
         if everything is not None:
-            x = saved_input(ctx, kept)
-            dweight = ctx.products.gradient(x, everything, weight, ctx.accumulator)
+            dweight = inner.gradient(saved_input(ctx, kept), everything, weight, ctx.accumulator)
         dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
         return dx, dweight, dbias, None, None, None
-
-
-class _RowProbed(torch.autograd.Function):
-    """The forward and the input half of a split backward. The weight is detached; the probe receives the gradient dy
-    of the output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, sequence: SequenceProducts, products: Products
-    ) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.sequence, ctx.products = sequence, products
-        return sequence.start_scattered(x, partial(products.output, weight=weight, bias=None))()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        multiply = partial(ctx.products.input_gradient, weight=weight)
-        return ctx.sequence.gathered(dy, multiply, keep=False)[0], dy, None, None, None

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import BidirectionalAttention
 from megapipe.layers.context import BertContext, token_numbers
@@ -17,10 +16,9 @@ from megapipe.layers.cross_entropy import MaskedTokenHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
 from megapipe.layers.linear import OnShards, OwnTokensLinear, ReplicatedLinear, Shapes, within
-from megapipe.models.gpt import Block, check_declared, make_norm
+from megapipe.models.gpt import Block, make_norm
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
-from megapipe.spec.parameters import LayerSpec
 
 
 class BertEmbedding(nn.Module):
@@ -128,28 +126,6 @@ class BertHead(nn.Module, OnShards):
             return None
         pooled = torch.tanh(self.pooler(hidden[:, 0].contiguous(), context.tape))
         return self.sentence(pooled, context.tape)
-
-
-def build_layer(
-    spec: LayerSpec,
-    model: BertModelConfig,
-    tensor_group: Group,
-    alignment: int = 1,
-    kernels: Registry = OPS,
-    recompute_logits: bool = False,
-) -> nn.Module:
-    """Return the module of a BERT's layer. Arguments and errors are those of models.gpt.build_layer."""
-    shapes = {path: entry.local_shape(tensor_group.size, alignment) for path, entry in spec.parameters.items()}
-    model = model.of_kind(spec.variant)
-    module: nn.Module
-    if spec.kind == "embedding":
-        module = BertEmbedding(model, shapes, tensor_group, kernels)
-    elif spec.kind == "block":
-        module = BertBlock(model, shapes, tensor_group, kernels, spec.index)
-    else:
-        module = BertHead(model, shapes, tensor_group, kernels, recompute_logits)
-    check_declared(module, spec, model, shapes)
-    return module
 
 
 def _sentence_loss(logits: Tensor, context: BertContext) -> Tensor:

@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from megapipe.config.memory import RecomputedPart
 from megapipe.config.model import ModelConfig
-from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention, MultiLatentAttention
 from megapipe.layers.context import MicrobatchContext, token_numbers
@@ -18,13 +17,11 @@ from megapipe.layers.cross_entropy import SharedHead, VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
 from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding, scaled
 from megapipe.layers.feed_forward import MLP, Experts
-from megapipe.layers.linear import OwnTokensLinear, Shapes, partial_parameters, within
+from megapipe.layers.linear import OwnTokensLinear, Shapes, within
 from megapipe.layers.norms import Norm
 from megapipe.layers.split import Rerun, SplitTape
 from megapipe.parallel.groups import Group
-from megapipe.spec.layers import layer_ops
-from megapipe.spec.ops import ContextAttention, MicrobatchShape, partial_weights
-from megapipe.spec.parameters import LayerSpec
+from megapipe.spec.ops import ContextAttention
 
 
 class Positions(nn.Module):
@@ -197,15 +194,34 @@ class PredictionDepth(nn.Module):
         return self.norm(hidden, tape)
 
 
-class Head(nn.Module):
+class LastNorm(nn.Module):
+    """The last norm of a GPT, by itself where all pipeline ranks share the output matrix."""
+
+    def __init__(self, model: ModelConfig, shapes: Shapes, kernels: Registry) -> None:
+        super().__init__()
+        self.norm = make_norm(model, within(shapes, "norm"), kernels)
+        self.logit_scale = model.logit_scale
+
+    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
+        """Map hidden [b, s, h] to (input of the output matrix [b, s, h],)."""
+        return (self.normalised(hidden, context.tape),)
+
+    def normalised(self, hidden: Tensor, tape: SplitTape | None) -> Tensor:
+        """Return the input of the output projection."""
+        return self._scaled(self.norm(hidden, tape))
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """Return hidden states whose logits are scaled."""
+        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
+
+
+class Head(LastNorm):
     """Final norm and output projection, with the loss, and the prediction of further tokens."""
 
     def __init__(
         self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool
     ) -> None:
-        super().__init__()
-        self.norm = make_norm(model, within(shapes, "norm"), kernels)
-        self.logit_scale = model.logit_scale
+        super().__init__(model, shapes, kernels)
         self.output = VocabParallelHead(
             within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
         )
@@ -247,32 +263,10 @@ class Head(nn.Module):
             losses.append(depth.output.loss_sum(self._scaled(hidden), labels, weights, context.tape))
         return torch.stack(losses).sum() * self.mtp_weight
 
-    def normalised(self, hidden: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return the input of the output projection."""
-        return self._scaled(self.norm(hidden, tape))
-
-    def _scaled(self, hidden: Tensor) -> Tensor:
-        """Return hidden states whose logits are scaled."""
-        return hidden if self.logit_scale == 1 else hidden * self.logit_scale
-
 
 def _shifted(per_token: Tensor) -> Tensor:
     """Return for each token the next token's entry of per_token [b, s]; 0 for the last token."""
     return functional.pad(per_token[:, 1:], (0, 1))
-
-
-class LastNorm(nn.Module):
-    """The last norm of a GPT whose output matrix all pipeline ranks share."""
-
-    def __init__(self, model: ModelConfig, shapes: Shapes, kernels: Registry) -> None:
-        super().__init__()
-        self.norm = make_norm(model, within(shapes, "norm"), kernels)
-        self.logit_scale = model.logit_scale
-
-    def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
-        """Map hidden [b, s, h] to (input of the output matrix [b, s, h],)."""
-        hidden = self.norm(hidden, context.tape)
-        return (hidden if self.logit_scale == 1 else hidden * self.logit_scale,)
 
 
 class OutputShard(nn.Module):
@@ -289,65 +283,6 @@ class OutputShard(nn.Module):
         backward."""
         assert context.labels is not None
         return (self.output.loss_sum(hidden, context.labels, context.loss_mask, context.tape),)
-
-
-def build_layer(
-    spec: LayerSpec,
-    model: ModelConfig,
-    tensor_group: Group,
-    alignment: int = 1,
-    kernels: Registry = OPS,
-    recompute_logits: bool = False,
-) -> nn.Module:
-    """Return the module of one layer as a tensor rank stores it, with unbound parameters on the meta device.
-
-    alignment: rows of padded parameters are rounded up to a multiple of it. kernels: which backends run the ops.
-    recompute_logits: the head recomputes its logits in the backward instead of saving their gradient.
-    Raises ValueError if the module's parameters differ from the spec's, or the group does not divide them evenly.
-    """
-    shapes = {
-        path: entry.local_shape(tensor_group.size // entry.shards, alignment)
-        for path, entry in spec.parameters.items()
-    }
-    model = model.of_kind(spec.variant)
-    module: nn.Module
-    if spec.kind == "embedding":
-        module = Embedding(model, shapes, tensor_group, kernels)
-    elif spec.kind == "block":
-        module = Block(model, shapes, tensor_group, kernels, spec.index)
-    elif spec.kind == "positions":
-        module = Positions(model, shapes, kernels)
-    elif spec.kind == "words":
-        module = WordShard(model, shapes, tensor_group)
-    elif spec.kind == "norm":
-        module = LastNorm(model, shapes, kernels)
-    elif spec.kind == "output":
-        module = OutputShard(model, shapes, tensor_group, kernels)
-    else:
-        module = Head(model, shapes, tensor_group, kernels, recompute_logits)
-    check_declared(module, spec, model, shapes)
-    return module
-
-
-def check_declared(module: nn.Module, spec: LayerSpec, model: ModelConfig, shapes: Shapes) -> None:
-    """Raise ValueError unless a module has exactly the parameters that the ops of its layer declare, and, under
-    sequence parallelism, applies exactly the declared ones only to the rank's own tokens."""
-    built = {path: tuple(parameter.shape) for path, parameter in module.named_parameters()}
-    if built != shapes:
-        wrong = sorted({path for path, _ in built.items() ^ shapes.items()})
-        raise ValueError(
-            f"layer {spec.name}: module and declaration differ in {', '.join(wrong)}: "
-            f"built {built}, declared {shapes}. "
-            "The specs in megapipe.spec must name every parameter of the module and no other"
-        )
-    declared = {each.name for each in partial_weights(layer_ops(spec.kind, MicrobatchShape(model)))}
-    partial = set(partial_parameters(module))
-    if partial != declared:
-        raise ValueError(
-            f"layer {spec.name}: module and ops differ in what they apply to their own tokens alone: the module names "
-            f"{sorted(partial - declared)} in `partial`, the ops {sorted(declared - partial)}. Set Op.gathered or "
-            "OnShards.partial"
-        )
 
 
 def make_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:

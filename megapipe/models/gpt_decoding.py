@@ -132,7 +132,7 @@ class DecodingBlock:
     def __init__(self, block: Block, rows: int, capacity: int, slots: Mapping[Reach, int]) -> None:
         self._block = block
         attention, held = block.attention, slots[block.attention.reach]
-        self._attend: CachedAttention
+        self._attend: LatentCache | KeyValueCache
         if isinstance(attention, MultiLatentAttention):
             self._attend = LatentCache(attention, rows, capacity, held)
         else:
@@ -142,14 +142,6 @@ class DecodingBlock:
         """Map hidden states [b, s, h] to (hidden states [b, s, h],)."""
         (hidden,) = inputs
         return (self._block.around(lambda x, _: self._attend(x, context), hidden, None),)
-
-
-class CachedAttention(Protocol):
-    """The attention of a block to all tokens so far."""
-
-    def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
-        """Map hidden states [b, s, h] of new tokens to [b, s, h]."""
-        ...
 
 
 class KeyValueCache:
@@ -163,6 +155,7 @@ class KeyValueCache:
         self._values = attention.qkv.weight.new_zeros(shape)
 
     def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
+        """Map hidden states [b, s, h] of new tokens to [b, s, h]."""
         attention = self._attention
         batch, new, _ = x.shape
         groups, heads, width = attention.kv_groups, attention.heads_per_group, attention.head_dim
@@ -191,6 +184,7 @@ class LatentCache:
         self._latents = attention.kv_down.weight.new_zeros((rows, 1, slots, channels))
 
     def __call__(self, x: Tensor, context: DecodingContext) -> Tensor:
+        """Map hidden states [b, s, h] of new tokens to [b, s, h]."""
         attention, capacity = self._attention, self._capacity
         up = attention.kv_up.weight.unflatten(0, (attention.kv_groups, -1))
         of_keys, of_values = up.split([up.shape[1] - attention.value_dim, attention.value_dim], dim=1)

@@ -27,7 +27,7 @@ from torch.optim.adamw import adamw
 
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.kernels.ops import OPS
-from megapipe.kernels.reference.optimizer import Coefficients, Elements
+from megapipe.kernels.reference.optimizer import Buffers, Coefficients, Elements
 from megapipe.kernels.registry import Registry
 from megapipe.parallel.segments import Segment
 from megapipe.parallel.unit_state import UnitState
@@ -254,8 +254,8 @@ def adamw_step(
         whole, lists = _cut(lists)
         _fused(whole, update, gradient_scale)
     for buffers in blocks(lists) if is_reference else zip(*lists, strict=True):
-        bf16 = buffers[4] if copies else None
-        kernel.step(*buffers[:4], update, parameter=bf16, gradient_scale=gradient_scale)
+        master, gradient, first, second, *bf16 = buffers
+        kernel.step(Buffers(master, gradient, first, second, bf16[0] if copies else None, gradient_scale), update)
 
 
 def _cut(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
@@ -299,7 +299,7 @@ def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None) -> None:
         maximize=False,
     )
     for rounded, parameter in zip(*copies, parameters, strict=True) if copies else ():
-        rounded.copy_(parameter)
+        rounded.bf16(parameter)
 
 
 class FlatAdamW(FlatOptimizer):

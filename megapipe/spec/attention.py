@@ -11,19 +11,18 @@ from functools import partial
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.linear import (
-    all_tokens,
     column_exchanges,
-    entering,
-    gathered_again,
     gradient,
-    linear_bias,
-    linear_products,
+    linear_op,
     matrix,
     norm_init,
+    over_tensor_ranks,
+    pair_exchanges,
     residual_std,
     row_exchanges,
     scales,
     vector,
+    with_bias,
 )
 from megapipe.spec.moments import attention_moments
 from megapipe.spec.ops import (
@@ -37,7 +36,6 @@ from megapipe.spec.ops import (
     Op,
     Precision,
     Value,
-    linear_flops,
     passes,
 )
 from megapipe.spec.parameters import Init, ParameterSpec
@@ -54,41 +52,24 @@ def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[
     a ring (keys and values pass around it, in the backward with their gradients in fp32), or exchange heads for
     tokens.
     """
-    model, tensor = shape.model, shape.tensor
+    model = shape.model
     latent = model.kv_latent_size is not None
-    yield from latent_projections(shape, source) if latent else _projection(shape, source)
+    yield from latent_projections(shape, source) if latent else [_projection(shape, source)]
     core, result = _heads(shape)
     yield core
     columns = model.num_heads * model.value_dim
     output = matrix("attention.output.weight", (model.hidden_size, columns), 1, residual_std(model))
-    mixed = shape.tokens * columns * shape.width // tensor
-    yield Op(
-        "output",
-        weights=(output, *linear_bias(model, "attention.output.bias", (model.hidden_size,), None)),
-        saves=(result,),
-        weight_needs=(Value("attention result", mixed), handed),
-        flops=linear_flops(all_tokens(shape), output.num_elements),
-        collectives=(*(row_exchanges(shape) if latent else ()), *scales(shape)),
-        kernels=partial(linear_products, shape, output, shape.tokens),
-    )
+    collectives = (*(row_exchanges(shape) if latent else ()), *scales(shape))
+    yield linear_op("output", shape, with_bias(model, output), result, handed, collectives=collectives)
 
 
-def _projection(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
-    """Yield the projection to queries, keys and values."""
-    model, tensor = shape.model, shape.tensor
-    hidden, head_dim = model.hidden_size, model.head_dim
-    rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, head_dim)
+def _projection(shape: MicrobatchShape, source: Value) -> Op:
+    """Return the projection to queries, keys and values."""
+    model, hidden = shape.model, shape.model.hidden_size
+    rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, model.head_dim)
     qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
-    projected = qkv.num_elements // hidden
-    yield Op(
-        "qkv",
-        weights=(qkv, *linear_bias(model, "attention.qkv.bias", rows, 0)),
-        saves=(source,),
-        weight_needs=(source, gradient("qkv", shape.tokens * projected * shape.width // tensor)),
-        flops=linear_flops(all_tokens(shape), qkv.num_elements),
-        collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
-        kernels=partial(linear_products, shape, qkv, shape.tokens),
-    )
+    handed = gradient("qkv", shape.tokens * (qkv.num_elements // hidden) * shape.width // shape.tensor)
+    return linear_op("qkv", shape, with_bias(model, qkv), source, handed, collectives=pair_exchanges(shape))
 
 
 def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
@@ -117,19 +98,19 @@ def _latent(shape: MicrobatchShape, source: Value, name: str, channels: int, nor
     `normalised` ones. The other outputs are the shared key; ranks exchange it, because the heads of every rank need
     it."""
     model = shape.model
-    path, norm, moved = f"attention.{name}_down", f"{name}_latent_norm", _own(shape, normalised)
-    down = matrix(f"{path}.weight", (channels, model.hidden_size), None, model.init_std)
-    latent, statistics = Value(f"{name} latent", _own(shape, channels)), _own_rows(shape) * FULL_BYTES
-    yield Op(
+    norm, moved = f"{name}_latent_norm", _own(shape, normalised)
+    down = matrix(f"attention.{name}_down.weight", (channels, model.hidden_size), None, model.init_std)
+    latent, rows = Value(f"{name} latent", _own(shape, channels)), shape.tokens // shape.shards
+    yield linear_op(
         f"{name}_down",
-        weights=(down, *linear_bias(model, f"{path}.bias", (channels,), None)),
-        saves=(source,),
-        weight_needs=(source, gradient(latent.name, latent.bytes)),
-        flops=linear_flops(all_tokens(shape), down.num_elements),
+        shape,
+        with_bias(model, down),
+        source,
+        gradient(latent.name, latent.bytes),
+        rows=rows,
         collectives=_shared_key(shape, channels - normalised),
-        kernels=partial(linear_products, shape, down, _own_rows(shape)),
     )
-    kept = latent, Value(f"{norm} statistics", statistics)
+    kept = latent, Value(f"{norm} statistics", rows * FULL_BYTES)
     yield Op(
         norm,
         weights=(vector(f"attention.{norm}.weight", (normalised,), None, norm_init(model.head_norm_kind)),),
@@ -140,35 +121,18 @@ def _latent(shape: MicrobatchShape, source: Value, name: str, channels: int, nor
     )
 
 
-def _own_rows(shape: MicrobatchShape) -> int:
-    return shape.tokens // shape.shards
-
-
 def _shared_key(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
     """Return the exchanges of the key that all heads share, and of its gradient."""
-    if shape.tensor == 1 or not channels:
+    if not channels:
         return ()
-    elements = shape.tokens * channels
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
-    return (
-        Collective("tensor", "all_gather", elements, shape.width, 1),
-        Collective("tensor", "reduce_scatter", elements, shape.width, 0, 1),
-    )
+    return over_tensor_ranks(shape, channels, all_reduce=(0, 1), all_gather=(1,), reduce_scatter=(0, 1))
 
 
 def _per_head(shape: MicrobatchShape, path: str, rows: int, channels: int, source: Value) -> Op:
     """Return the op of a matrix whose rows belong to heads, which tensor ranks shard."""
     weight = matrix(f"attention.{path}.weight", (rows, channels), 0, shape.model.init_std)
-    return Op(
-        path,
-        weights=(weight,),
-        saves=(source,),
-        weight_needs=(source, gradient(path, shape.tokens * rows * shape.width // shape.tensor)),
-        flops=linear_flops(all_tokens(shape), weight.num_elements),
-        collectives=column_exchanges(shape, channels),
-        kernels=partial(linear_products, shape, weight, shape.tokens),
-    )
+    handed = gradient(path, shape.tokens * rows * shape.width // shape.tensor)
+    return linear_op(path, shape, (weight,), source, handed, collectives=column_exchanges(shape, channels))
 
 
 def operand_elements(model: ModelConfig, rows: int, *, unfused: bool, copied: bool) -> int:

@@ -33,6 +33,16 @@ ROUTER_OUTPUT = keys("output_router_logits router_aux_loss_coef")
 UNUSED_BIASES = ("rotary_emb.inv_freq", "e_score_correction_bias")
 """Ends of names of tensors that a model may leave unused: frequencies of rotary positions, and biases of experts if
 every token uses all experts."""
+
+
+def gated_names(ours: str, theirs: str) -> dict[str, str | Tensors]:
+    """Return the names of an MLP with a gate, whose matrix is apart from that of `up`."""
+    return {
+        f"{ours}.up": Tensors((f"{theirs}.gate_proj", f"{theirs}.up_proj"), ("stacked",)),
+        f"{ours}.down": f"{theirs}.down_proj",
+    }
+
+
 _ATTENTION = "model.layers.{layer}.self_attn"
 QKV = Tensors((f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"), ("query_key_value",))
 NAMES: Mapping[str, str | Tensors] = {
@@ -43,8 +53,7 @@ NAMES: Mapping[str, str | Tensors] = {
     "blocks.attention.key_norm": f"{_ATTENTION}.k_norm",
     "blocks.attention.output": f"{_ATTENTION}.o_proj",
     "blocks.mlp_norm": "model.layers.{layer}.post_attention_layernorm",
-    "blocks.mlp.up": Tensors(("model.layers.{layer}.mlp.gate_proj", "model.layers.{layer}.mlp.up_proj"), ("stacked",)),
-    "blocks.mlp.down": "model.layers.{layer}.mlp.down_proj",
+    **gated_names("blocks.mlp", "model.layers.{layer}.mlp"),
     "head.norm": "model.norm",
     "head.output": "lm_head",
 }
@@ -202,6 +211,11 @@ def listed_layers(config: Mapping[str, Any], default: Callable[[Mapping[str, Any
     return list(kinds[:number])
 
 
+def alternating(config: Mapping[str, Any]) -> list[str]:
+    """Return types of layers of which every second one, from the first on, has a window."""
+    return [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]
+
+
 def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> tuple[Fields, Fields]:
     """Return the fields of rotary positions of a model, and the fields that its layers with a window have instead.
 
@@ -306,9 +320,9 @@ BIASES: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": lambda model: model.has_
 """Keys to write for models with biases."""
 
 
-def with_additions(entries: Mapping[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return entries of a family, each merged with the entry of the same name in `changes`, which is removed there."""
-    return {name: each | changes.pop(name, type(each)()) for name, each in entries.items()}
+def with_additions(entries: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the changes, and entries of a family merged with the changes of the same names."""
+    return {**changes, **{name: each | changes.get(name, type(each)()) for name, each in entries.items()}}
 
 
 def decoder(
@@ -348,7 +362,7 @@ def decoder(
         },
         "ignored": keys(
             # pretraining_tp splits matrix products as they were split in Llama's training; the results are the same.
-            "attention_dropout pretraining_tp max_sequence_length is_decoder"
+            "pretraining_tp max_sequence_length is_decoder"
         ),
         "fixed": {"attention_bias": (False, None), "mlp_bias": (False, None)},
         "defaults": {"num_key_value_heads": None, head_key: None, activation: "silu", epsilon_key: 1e-6},
@@ -356,5 +370,5 @@ def decoder(
     }
     merged = with_additions(entries, changes)
     merged["fixed"] = {key: values for key, values in merged["fixed"].items() if key not in merged["reads"]}
-    others = {"words": GATED, "more": (rotary_fields,), **changes}
-    return Family(model_type=model_type, kind="gpt", activation=activation, **merged, **others)
+    usual = {"words": GATED, "more": (rotary_fields,)}
+    return Family(model_type=model_type, kind="gpt", activation=activation, **usual | merged)

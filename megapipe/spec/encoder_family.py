@@ -5,7 +5,7 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import SIZES, TIED, UNGATED, with_additions
-from megapipe.spec.family import Family, FamilyError, Tensors, keys, known_word
+from megapipe.spec.family import Family, FamilyError, Tensors, known_word
 
 _LAYER = "encoder.layer.{layer}"
 POST_NORMS = {
@@ -77,7 +77,6 @@ def encoder(
             "attention_probs_dropout_prob": "attention_dropout",
             "initializer_range": "init_std",
         },
-        "ignored": keys("hidden_dropout_prob attention_probs_dropout_prob"),
         "fixed": {"position_embedding_type": ("absolute",), "is_decoder": (False,)},
         "defaults": {
             "hidden_act": "gelu",
@@ -99,6 +98,5 @@ def encoder(
         body=body,
         # Names in TensorFlow, which the published files of BERT use.
         old_ends={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-        **with_additions(entries, changes),
-        **{"more": (token_types, same_activation), **changes},
+        **{"more": (token_types, same_activation)} | with_additions(entries, changes),
     )

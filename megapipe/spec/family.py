@@ -164,7 +164,7 @@ class Family:
             cannot.
         writes: further key -> one of our fields, a function of the model, or a value to write. OMITTED values are not
             written.
-        ignored: keys that do not affect logits.
+        ignored: keys that do not affect logits, without those that `writes` says are fields that do not.
         fixed: key -> the values that our model configuration can express.
         defaults: values that transformers uses for missing keys; other keys are required.
         tensors: module of ours -> module of theirs or `Tensors`. A path that starts with `blocks.` has no number; a
@@ -258,8 +258,15 @@ class Family:
 
     def run_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json that do not affect logits: dropout, initial weights, longest sequence."""
-        both = {key: ours for key, ours in self.writes.items() if isinstance(ours, str) and ours in _OF_A_RUN}
-        return {"family": self.model_type, **{ours: config[key] for key, ours in both.items() if key in config}}
+        return {
+            "family": self.model_type,
+            **{ours: config[key] for key, ours in self.run_keys.items() if key in config},
+        }
+
+    @property
+    def run_keys(self) -> dict[str, str]:
+        """Keys of fields that do not affect logits -> our fields."""
+        return {key: ours for key, ours in self.writes.items() if isinstance(ours, str) and ours in _OF_A_RUN}
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return a config.json for a model. The caller must compare its `model_fields` with the model, which may not
@@ -278,6 +285,7 @@ class Family:
 
     def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
         fixed = {**_ALWAYS, **self.fixed}
+        known = self.known_keys | self.ignored | _WITHOUT_EFFECT | self.run_keys.keys()
         for key, value in config.items():
             if key in fixed:
                 # In Python, 0 equals False; in JSON, it does not.
@@ -286,7 +294,7 @@ class Family:
                         f"{key} is {_shown(value)}, which the model configuration cannot express; it can be "
                         f"{' or '.join(map(_shown, fixed[key]))}"
                     )
-            elif key not in self.known_keys | self.ignored | _WITHOUT_EFFECT and value is not None:
+            elif key not in known and value is not None:
                 if key == "quantization_config":
                     raise FamilyError(f"{key} is {_shown(value)}: {_how_to_convert(value)}")
                 raise FamilyError(

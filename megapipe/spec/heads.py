@@ -11,9 +11,11 @@ from megapipe.spec.linear import (
     all_tokens,
     chunk_rows,
     gradient,
+    linear_op,
     linear_products,
     matrix,
     norm_weights,
+    over_tensor_ranks,
     table,
     vector,
 )
@@ -88,14 +90,8 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
             norm(shape, "hidden_norm", hidden),
         )
     )
-    join = Op(
-        "projection",
-        weights=(projection,),
-        saves=(joined,),
-        weight_needs=(joined, gradient("projection", stream)),
-        flops=linear_flops(all_tokens(shape), projection.num_elements),
-        kernels=partial(linear_products, shape, projection, shape.tokens // shape.shards),
-    )
+    rows = shape.tokens // shape.shards
+    join = linear_op("projection", shape, (projection,), joined, gradient("projection", stream), rows=rows)
     block = [
         each._replace(weights=tuple(replace(spec, name=f"block.{spec.name}") for spec in each.weights))
         for each in block_ops(shape)
@@ -136,16 +132,8 @@ def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
 
 def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
     """Return the op of a GPT's output matrix with its loss. normalised: its input. scale: gradient of the loss."""
-    model, tokens, tensor = shape.model, shape.tokens, shape.tensor
-    collectives = _loss_collectives(shape, tokens)
-    elements = tokens * model.hidden_size
-    if tensor > 1 and shape.sequence_parallel:
-        collectives += (
-            Collective("tensor", "all_gather", elements, shape.width, 1, 1),
-            Collective("tensor", "reduce_scatter", elements, shape.width, 0, 1),
-        )
-    elif tensor > 1:
-        collectives += (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
+    model, tokens = shape.model, shape.tokens
+    hidden = over_tensor_ranks(shape, model.hidden_size, all_reduce=(0, 1), all_gather=(1, 1), reduce_scatter=(0, 1))
     columns = _columns(shape)
     logits = Value("gradient of logits", tokens * columns * shape.width)
     return Op(
@@ -154,7 +142,7 @@ def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
         saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
         weight_needs=(normalised, logits, scale),
         flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
-        collectives=collectives,
+        collectives=(*_loss_collectives(shape, tokens), *hidden),
         kernels=partial(_output_kernels, shape),
         uses=(_loss_use(shape, tokens),),
         moments=partial(output_moments, shape, columns),

@@ -1,7 +1,9 @@
 """Matrix products whose weights tensor ranks shard: their parameters, exchanges and kernels."""
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
 
 from megapipe.config.model import ModelConfig, NormKind
 from megapipe.spec.ops import (
@@ -9,7 +11,10 @@ from megapipe.spec.ops import (
     Collective,
     Kernel,
     MicrobatchShape,
+    Moment,
+    Op,
     Value,
+    linear_flops,
     linear_kernels,
 )
 from megapipe.spec.parameters import Init, ParameterSpec
@@ -57,9 +62,15 @@ def residual_std(model: ModelConfig) -> float:
     return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
 
 
-def linear_bias(model: ModelConfig, path: str, shape: tuple[int, ...], axis: int | None) -> tuple[ParameterSpec, ...]:
-    """Return the bias of a linear layer, if the model has one."""
-    return (vector(path, shape, axis, ZEROS),) if model.has_bias(path) else ()
+def with_bias(model: ModelConfig, weight: ParameterSpec) -> tuple[ParameterSpec, ...]:
+    """Return the matrix of a linear layer and, if the model has one, its bias."""
+    if not model.has_bias(weight.name):
+        return (weight,)
+    *outputs, inputs = range(len(weight.shape))
+    axis = None if weight.partition_axis == inputs else weight.partition_axis
+    path = weight.name.removesuffix("weight") + "bias"
+    bias = vector(path, weight.shape[: len(outputs)], axis, ZEROS)
+    return weight, bias if weight.state_unit == "layer" else replace(bias, state_unit=weight.state_unit)
 
 
 OUTPUT_GRADIENT = "gradient of the layer's output"
@@ -83,54 +94,61 @@ def all_tokens(shape: MicrobatchShape) -> int:
     return shape.micro_size * shape.passing_length
 
 
+Calls = tuple[int, ...]
+"""Calls of a `Collective`: forward, backward, input_half, weight_half."""
+
+
+def over_tensor_ranks(
+    shape: MicrobatchShape, channels: int, *, all_reduce: Calls = (), chunks: int = 1, **sharded: Calls
+) -> tuple[Collective, ...]:
+    """Return the exchanges of a tensor of these channels over the tensor ranks.
+
+    all_reduce: its calls if every rank has all tokens. sharded: calls of each operation under sequence parallelism,
+    which exchanges one of the chunks.
+    """
+    if shape.tensor == 1:
+        return ()
+    elements = shape.tokens * channels
+    if not shape.sequence_parallel:
+        return (Collective("tensor", "all_reduce", elements, shape.width, *all_reduce),) if all_reduce else ()
+    made = ((name, elements // chunks, shape.width, *calls) for name, calls in sharded.items())
+    return tuple(Collective("tensor", *each) for each in made)  # type: ignore[arg-type]  # names of operations
+
+
 def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
     """Return the exchanges around a pair of matrices: before the one whose rows and after the one whose columns the
     tensor ranks shard. Each sends the residual stream: 8 b s h (t - 1) / t elements per block (Narayanan et al. 2021,
     arXiv 2104.04473, section 3.2)."""
-    elements = shape.tokens * shape.model.hidden_size
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1, 1),)
-    return (
-        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks, chunks),
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks, chunks),
-    )
+    both, hidden = (chunks, chunks), shape.model.hidden_size
+    return over_tensor_ranks(shape, hidden, all_reduce=(1, 1), all_gather=both, reduce_scatter=both, chunks=chunks)
 
 
 def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the gather of a product's input for its weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
     section 4.2.2). The weight half of a split backward gathers the gradient of the sum a second time too."""
-    if shape.tensor == 1 or not shape.sequence_parallel:
-        return ()
-    return (Collective("tensor", "all_gather", shape.tokens * shape.model.hidden_size, shape.width, 0, 1, 0, 2),)
+    return over_tensor_ranks(shape, shape.model.hidden_size, all_gather=(0, 1, 0, 2))
+
+
+def pair_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the exchanges around a pair of matrices, of which the first one's op has them, and of its scales."""
+    return (*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape))
 
 
 def column_exchanges(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
     """Return the exchanges of the input of a matrix whose rows tensor ranks shard. channels: of the input."""
-    elements, chunks = shape.tokens * channels, shape.sequence_chunks
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 0, 1),)
+    n = shape.sequence_chunks
     return (
-        Collective("tensor", "all_gather", elements // chunks, shape.width, chunks),
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, 0, chunks),
-        Collective("tensor", "all_gather", elements, shape.width, 0, 1, 0, 1),
+        *over_tensor_ranks(shape, channels, all_reduce=(0, 1), all_gather=(n,), reduce_scatter=(0, n), chunks=n),
+        *over_tensor_ranks(shape, channels, all_gather=(0, 1, 0, 1)),
     )
 
 
 def row_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the exchanges of the output of a matrix whose columns tensor ranks shard, the residual stream."""
-    elements, chunks = shape.tokens * shape.model.hidden_size, shape.sequence_chunks
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
+    hidden, n = shape.model.hidden_size, shape.sequence_chunks
     return (
-        Collective("tensor", "reduce_scatter", elements // chunks, shape.width, chunks),
-        Collective("tensor", "all_gather", elements // chunks, shape.width, 0, chunks),
-        Collective("tensor", "all_gather", elements, shape.width, 0, 0, 0, 1),
+        *over_tensor_ranks(shape, hidden, all_reduce=(1,), reduce_scatter=(n,), all_gather=(0, n), chunks=n),
+        *over_tensor_ranks(shape, hidden, all_gather=(0, 0, 0, 1)),
     )
 
 
@@ -141,6 +159,33 @@ def scales(shape: MicrobatchShape) -> tuple[Collective, ...]:
         return ()
     chunks = shape.sequence_chunks if shape.sequence_parallel else 1
     return (Collective("tensor", "all_reduce", 2, FULL_BYTES, chunks, chunks + 1, chunks, 1),)
+
+
+def linear_op(
+    name: str,
+    shape: MicrobatchShape,
+    weights: tuple[ParameterSpec, ...],
+    source: Value,
+    handed: Value,
+    *,
+    rows: int | None = None,
+    collectives: tuple[Collective, ...] = (),
+    moments: Callable[[], tuple[Moment, ...]] = tuple,
+) -> Op:
+    """Return the op of a linear layer of every token. weights: its matrix, and its bias if it has one. source: its
+    input. handed: gradient of its output. rows: of its products on this rank, by default the tokens on its tensor
+    ranks."""
+    weight = weights[0]
+    return Op(
+        name,
+        weights=weights,
+        saves=(source,),
+        weight_needs=(source, handed),
+        flops=linear_flops(all_tokens(shape), weight.num_elements),
+        collectives=collectives,
+        kernels=partial(linear_products, shape, weight, shape.tokens if rows is None else rows),
+        moments=moments,
+    )
 
 
 def linear_products(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:

@@ -250,16 +250,6 @@ class Flops(NamedTuple):
 NO_FLOPS = Flops()
 
 
-def no_kernels() -> tuple[Kernel, ...]:
-    """Return no kernels, for an op whose work other ops' kernels do, or whose time is not counted."""
-    return ()
-
-
-def no_moments() -> tuple[Moment, ...]:
-    """Return no moments, for an op whose backward needs less memory than other ops of its layer."""
-    return ()
-
-
 class Op(NamedTuple):
     """One op of a layer.
 
@@ -268,8 +258,9 @@ class Op(NamedTuple):
     that its backward reads. weight_needs: tensors that the weight half of a split backward reads, gradients included.
     copies: tensors that the forward copies for that half. handed: bytes that later slices of the sample read until the
     backward. handed_gradient: bytes of the gradient of these, to which later slices add. kernels: returns its executed
-    work, which only estimates of time ask for. uses: calls of ops of the kernel registry. moments: returns the peaks
-    of tensors that exist only within its backward.
+    work, which only estimates of time ask for; nothing if other ops' kernels do the work, or its time is not counted.
+    uses: calls of ops of the kernel registry. moments: returns the peaks of tensors that exist only within its
+    backward; nothing if other ops of the layer need more memory.
     """
 
     name: str
@@ -282,9 +273,9 @@ class Op(NamedTuple):
     handed_gradient: int = 0
     flops: Flops = NO_FLOPS
     collectives: tuple[Collective, ...] = ()
-    kernels: Callable[[], tuple[Kernel, ...]] = no_kernels
+    kernels: Callable[[], tuple[Kernel, ...]] = tuple
     uses: tuple[KernelUse, ...] = ()
-    moments: Callable[[], tuple[Moment, ...]] = no_moments
+    moments: Callable[[], tuple[Moment, ...]] = tuple
 
 
 class Exchange(NamedTuple):

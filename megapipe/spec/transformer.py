@@ -21,16 +21,17 @@ from megapipe.spec.linear import (
     ZEROS,
     all_tokens,
     entering,
-    gathered_again,
     gradient,
-    linear_bias,
-    linear_products,
+    linear_op,
     matrix,
     norm_weights,
+    over_tensor_ranks,
+    pair_exchanges,
     residual_std,
     scales,
     table,
     vector,
+    with_bias,
 )
 from megapipe.spec.moments import (
     activation_moments,
@@ -51,8 +52,6 @@ from megapipe.spec.ops import (
     Value,
     linear_flops,
     linear_kernels,
-    no_kernels,
-    no_moments,
     passes,
 )
 from megapipe.spec.parameters import ParameterSpec
@@ -130,7 +129,7 @@ def norm(
         saves=(source, statistics),
         weight_needs=(source, statistics, gradient(path, stream)),
         copies=(Value(f"{path} weights", copied),) if part is not None and part in shape.recompute else (),
-        kernels=partial(passes, path, 2 * stream, 4 * stream, again=again) if kernels else no_kernels,
+        kernels=partial(passes, path, 2 * stream, 4 * stream, again=again) if kernels else tuple,
         uses=(KernelUse(model.norm_kind.op, model.hidden_size, part=part),),
     )
 
@@ -159,25 +158,23 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = 
     inner = shape.tokens * ffn * shape.width // shape.tensor
     outer = Value(f"{prefix}up", inner * gate)
     activated = Value(f"{prefix}activation", inner, "mlp", (outer,))
-    yield Op(
+    yield linear_op(
         f"{prefix}up",
-        weights=(up, *linear_bias(model, f"{path}.up.bias", rows, axis)),
-        saves=(source,),
-        weight_needs=(source, gradient(outer.name, outer.bytes)),
-        flops=linear_flops(all_tokens(shape), up.num_elements),
-        collectives=(*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape)),
-        kernels=partial(linear_products, shape, up, shape.tokens),
+        shape,
+        with_bias(model, up),
+        source,
+        gradient(outer.name, outer.bytes),
+        collectives=pair_exchanges(shape),
         moments=partial(up_moments, shape, up, shared=shared),
     )
     yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias(f"{path}.up"), shared=shared)
-    yield Op(
+    yield linear_op(
         f"{prefix}down",
-        weights=(down, *linear_bias(model, f"{path}.down.bias", (hidden,), None)),
-        saves=(activated,),
-        weight_needs=(activated, handed),
-        flops=linear_flops(all_tokens(shape), down.num_elements),
+        shape,
+        with_bias(model, down),
+        activated,
+        handed,
         collectives=scales(shape),
-        kernels=partial(linear_products, shape, down, shape.tokens),
         moments=partial(down_moments, shape, down, shared=shared),
     )
 
@@ -200,10 +197,6 @@ def _activation(
     )
 
 
-def _of_experts(spec: ParameterSpec) -> ParameterSpec:
-    return replace(spec, state_unit="experts")
-
-
 def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
     """Yield the ops of a mixture of experts whose tensor ranks each hold some experts whole.
 
@@ -215,12 +208,9 @@ def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op
     number, gate = model.num_experts or 1, 1 + model.activation_kind.gated
     inner_shape = (number, 2, ffn) if model.activation_kind.gated else (number, ffn)
     router = matrix(ROUTER, (number, hidden), None, model.init_std)
-    up = _of_experts(matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std))
-    down = _of_experts(matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model)))
-    biases = (
-        *linear_bias(model, "mlp.up.bias", inner_shape, 0),
-        *linear_bias(model, "mlp.down.bias", (number, hidden), 0),
-    )
+    up = replace(matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std), state_unit="experts")
+    down = replace(matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model)), state_unit="experts")
+    biases = (*with_bias(model, up)[1:], *with_bias(model, down)[1:])
     scored = (vector("mlp.router.score_bias", (number,), None, ZEROS),) if model.router_bias else ()
     balance = replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
     rows, choices, width = shape.expert_rows, shape.tokens * model.experts_per_token, shape.width
@@ -259,11 +249,7 @@ def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op
     yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
     yield Op(
         "down",
-        weights=(
-            down,
-            *map(_of_experts, biases),
-            *((balance,) if model.balances_experts else ()),
-        ),
+        weights=(down, *biases, *((balance,) if model.balances_experts else ())),
         saves=(activated,),
         weight_needs=(activated, gradient("down", picked.bytes)),
         flops=_expert_flops(shape, down),
@@ -412,7 +398,7 @@ def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
         saves=(arriving, Value("embedding mask", masked * shape.stored_masks)),
         weight_needs=tuple(read if learned else ()),
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
-        moments=partial(table_moments, shape, tables) if tables else no_moments,
+        moments=partial(table_moments, shape, tables) if tables else tuple,
     )
     if normalized:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
@@ -440,29 +426,21 @@ def shared_word_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 def word_collectives(shape: MicrobatchShape) -> tuple[Collective, ...]:
     """Return the exchanges of word embeddings, whose rows tensor ranks shard."""
-    elements = shape.tokens * shape.model.hidden_size
-    if shape.tensor == 1:
-        return ()
-    if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, 1),)
-    return (
-        Collective("tensor", "reduce_scatter", elements, shape.width, 1),
-        Collective("tensor", "all_gather", elements, shape.width, 0, 1),
-    )
+    hidden = shape.model.hidden_size
+    return over_tensor_ranks(shape, hidden, all_reduce=(1,), reduce_scatter=(1,), all_gather=(0, 1))
 
 
 def _projection(shape: MicrobatchShape) -> Op:
     """Return the linear layer from the embeddings to the residual stream. Every tensor rank does it whole."""
     model, narrow = shape.model, shape.of_embedding
     weight = matrix("projection.weight", (model.hidden_size, narrow.model.hidden_size), None, model.init_std)
-    source = Value("embeddings", narrow.own_stream)
-    return Op(
+    return linear_op(
         "projection",
-        weights=(weight, vector("projection.bias", (model.hidden_size,), None, ZEROS)),
-        saves=(source,),
-        weight_needs=(source, Value(OUTPUT_GRADIENT, shape.own_stream)),
-        flops=linear_flops(all_tokens(shape), weight.num_elements),
-        kernels=partial(linear_products, shape, weight, shape.tokens // shape.shards),
+        shape,
+        (weight, vector("projection.bias", (model.hidden_size,), None, ZEROS)),
+        Value("embeddings", narrow.own_stream),
+        Value(OUTPUT_GRADIENT, shape.own_stream),
+        rows=shape.tokens // shape.shards,
         moments=partial(projection_moments, shape, weight),
     )
 

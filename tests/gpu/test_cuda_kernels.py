@@ -6,7 +6,7 @@ import torch
 from megapipe.kernels import cuda_backend
 from megapipe.kernels.cuda_backend import kernels as cuda_kernels
 from megapipe.kernels.cuda_backend import library
-from megapipe.kernels.reference.optimizer import Coefficients
+from megapipe.kernels.reference.optimizer import Buffers, Coefficients
 from tests.kernels import adamw_checks, norm_checks, softmax_checks
 from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, implementation
 from tests.kernels.norm_checks import EPSILON, Norm
@@ -99,9 +99,7 @@ class TestAdamW:
         start = {name: tensor.clone() for name, tensor in state.items()}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            cuda_kernels.adamw_step(
-                *(state[name] for name in adamw_checks.BUFFERS), update, gradient_scale=scale, skip=skip
-            )
+            cuda_kernels.adamw_step(Buffers(**state, gradient_scale=scale, skip=skip), update)
         skip.fill_(1)
         graph.replay()
         assert_same_bits(state["master"], start["master"])

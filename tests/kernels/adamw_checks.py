@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.kernels.reference.optimizer import Coefficients
+from megapipe.kernels.reference.optimizer import Buffers, Coefficients
 from megapipe.kernels.registry import Implementation
 from tests.kernels.cases import assert_same_bits, draw, implementation
 
@@ -33,7 +33,7 @@ def stepped(
 ) -> dict[str, Tensor]:
     """Copies of the buffers after one step."""
     copies = {name: tensor.clone() for name, tensor in state.items()}
-    module.step(*(copies[name] for name in BUFFERS), update, **options)
+    module.step(Buffers(**copies, **options), update)
     return copies
 
 
@@ -93,7 +93,7 @@ def check_cuts(module: Implementation, moments: torch.dtype, device: str) -> Non
     whole = stepped(module, state, coefficients())
     cut = {name: tensor.clone() for name, tensor in state.items()}
     for piece in (slice(0, 3), slice(3, 1029), slice(1029, 1030), slice(1030, 1500)):
-        module.step(*(cut[name][piece] for name in BUFFERS), coefficients())
+        module.step(Buffers(*(cut[name][piece] for name in BUFFERS)), coefficients())
     for name in BUFFERS:
         assert_same_bits(whole[name], cut[name])
 
@@ -127,7 +127,7 @@ def check_not_a_number(module: Implementation, device: str) -> None:
 def check_refusals(module: Implementation, device: str) -> None:
     """Wrong buffers and coefficients are refused by name, and an empty buffer is no error."""
     state = buffers(64, torch.float32, device)
-    module.step(*(tensor[:0] for tensor in state.values()), coefficients())
+    module.step(Buffers(*(tensor[:0] for tensor in state.values())), coefficients())
     for name, wrong in {
         "gradient": state["gradient"][:32],
         "first": state["first"].half(),
@@ -135,11 +135,11 @@ def check_refusals(module: Implementation, device: str) -> None:
         "master": state["master"].view(8, 8),
     }.items():
         with pytest.raises(ValueError, match=f"AdamW's {name} is"):
-            module.step(*{**state, name: wrong}.values(), coefficients())
+            module.step(Buffers(**{**state, name: wrong}), coefficients())
     with pytest.raises(ValueError, match=r"parameter is torch\.float32"):
-        module.step(*state.values(), coefficients(), parameter=torch.zeros(64, device=device))
+        module.step(Buffers(**state, parameter=torch.zeros(64, device=device)), coefficients())
     with pytest.raises(ValueError, match=r"skip is torch\.int32"):
-        module.step(*state.values(), coefficients(), skip=torch.zeros((), dtype=torch.int32, device=device))
+        module.step(Buffers(**state, skip=torch.zeros((), dtype=torch.int32, device=device)), coefficients())
     slow = Coefficients(1, 1e-3, (0.9, 0.999), 1e-8, 0.0)
     with pytest.raises(ValueError, match=r"at most 0\.996"):
-        module.step(*buffers(64, torch.bfloat16, device).values(), slow)
+        module.step(Buffers(**buffers(64, torch.bfloat16, device)), slow)

@@ -12,7 +12,7 @@ from tests.kernels.cases import assert_as_exact_as_torch, assert_same_bits, draw
 
 Function = Callable[..., Tensor]
 ACTIVATIONS = ["gelu none", "gelu tanh", "bias_gelu none", "bias_gelu tanh", "swiglu"]
-ROTARY = ["rotary halves", "rotary interleaved"]
+ROTARY = ["rotary"]
 DROPOUT = ["dropout", "dropout with bias"]
 PROBABILITY = 0.3
 
@@ -50,7 +50,7 @@ def _function(op: Implementation, name: str, form: str, shape: Sequence[int], de
         return lambda *inputs: op.apply(*inputs, form)
     if name == "rotary":
         cosine, sine = angles(shape[1], shape[3] // 2, device)
-        return lambda x: op.apply(x, *_as_wide(x, cosine, sine), form == "interleaved")
+        return lambda x: op.apply(x, *_as_wide(x, cosine, sine))
     keys = token_keys(shape[0], shape[1], device)
     return lambda x, residual, bias=None: op.apply(x, bias, residual, keys, PROBABILITY)
 

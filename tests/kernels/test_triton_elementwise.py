@@ -112,13 +112,11 @@ def test_huge_numbers_are_nan_and_infinite_where_float64_is(kind: str, dtype: to
 
 
 @needs_triton
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_rotation_keeps_a_nan_in_its_pair(interleaved: bool) -> None:
+def test_rotation_keeps_a_nan_in_its_pair() -> None:
     x = draw(1, 3, 2, 8, dtype=torch.float32, device=DEVICE)
     x[0, 1, 1, 0] = torch.nan
     rotated = [
-        implementation("rotary", backend).apply(x, *angles(3, 4, DEVICE), interleaved)
-        for backend in ("triton", "reference")
+        implementation("rotary", backend).apply(x, *angles(3, 4, DEVICE)) for backend in ("triton", "reference")
     ]
     assert torch.equal(rotated[0].isnan(), rotated[1].isnan())
     assert rotated[0].isnan().sum() == 2
@@ -200,13 +198,10 @@ def test_references_are_compositions_of_torchs_functions() -> None:
     assert torch.equal(fused, residual + dropped)
 
 
-def test_rotary_layouts_are_rotations_in_the_complex_plane() -> None:
+def test_rotary_positions_are_rotations_in_the_complex_plane() -> None:
     x, turns = draw(2, 5, 3, 8).requires_grad_(), draw(5, 4)
     cosine, sine = turns.cos(), turns.sin()
     by_angle = torch.polar(torch.ones_like(turns), turns).unsqueeze(1)
-    pairs = torch.view_as_complex(x.unflatten(-1, (4, 2)).contiguous()) * by_angle
-    assert torch.allclose(reference_attention.rotary(x, cosine, sine, True), torch.view_as_real(pairs).flatten(-2))
     halves = torch.complex(x[..., :4], x[..., 4:]) * by_angle
     assert torch.allclose(reference_attention.rotary(x, cosine, sine), torch.cat([halves.real, halves.imag], -1))
-    for interleaved in (True, False):
-        assert gradcheck(lambda t, kind=interleaved: reference_attention.rotary(t, cosine, sine, kind), x)
+    assert gradcheck(lambda t: reference_attention.rotary(t, cosine, sine), x)

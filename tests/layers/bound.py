@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.layers.context import MicrobatchContext
-from megapipe.models.gpt import build_layer
+from megapipe.models import build_layer
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.layers import model_layers

@@ -7,7 +7,7 @@ import torch
 
 from megapipe.layers.attention import choose_path
 from megapipe.layers.linear import RowParallelLinear
-from megapipe.models.gpt import build_layer
+from megapipe.models import build_layer
 from megapipe.parallel.groups import SoloGroup
 from tests.layers.bound import GPT2, LLAMA, QWEN3, bind, bind_model, make_context, run, small_model
 

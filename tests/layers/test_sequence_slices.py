@@ -13,7 +13,8 @@ from torch import Tensor
 from megapipe.config.model import ModelConfig
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.sequence_slices import sliced
-from megapipe.models.gpt import Block, build_layer
+from megapipe.models import build_layer
+from megapipe.models.gpt import Block
 from megapipe.parallel.groups import SoloGroup
 from megapipe.spec.layers import model_layers
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE

@@ -276,7 +276,7 @@ def keys_of(model_type: str) -> KeysOf:
 
 def without_effect(family: Family) -> frozenset[str]:
     """Return the keys that a family says have no effect on logits."""
-    return (family.ignored | _WITHOUT_EFFECT) - family.known_keys
+    return (family.ignored | family.run_keys.keys() | _WITHOUT_EFFECT) - family.known_keys
 
 
 def configuration(random: Random, model_type: str) -> tuple[Any, list[str]]:

@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.layers.context import BertContext
-from megapipe.models.bert import build_layer
+from megapipe.models import build_layer
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.layers import model_layers

@@ -110,7 +110,8 @@ def test_the_fused_kernel_takes_the_step_of_the_reference() -> None:
     plain, fused = ([parameter.clone(), *torch.zeros(2, 4099).unbind()] for _ in range(2))
     scale = torch.tensor(0.37)
     for step, gradient in enumerate(gradients, 1):
-        reference_optimizer.adamw_step(plain[0], gradient, plain[1], plain[2], update(step), gradient_scale=scale)
+        buffers = reference_optimizer.Buffers(plain[0], gradient, plain[1], plain[2], gradient_scale=scale)
+        reference_optimizer.adamw_step(buffers, update(step))
         adamw_step([fused[0]], [gradient], [fused[1]], [fused[2]], update(step), gradient_scale=scale)
     for left, right in zip(plain, fused, strict=True):
         torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)

@@ -142,7 +142,7 @@ def _norm_operands(rows: int, width: int, center: bool, residual: bool, dtype: t
     spread = x.float() - mean if center else x.float()
     rstd = (spread.square().mean(1, keepdim=True) + 1e-5).rsqrt()
     weight = draw(width, seed="w")
-    return Operands(dy, x, mean if center else None, rstd, weight, other if residual else None)
+    return Operands(dy, x, other if residual else None, weight, mean if center else None, rstd)
 
 
 def _norm_backward(
@@ -157,15 +157,12 @@ def _norm_backward(
         groups = ceiling_division(rows, group)
         # The bias's parts start at a multiple of 16 bytes, as they do after the weight's of a large tensor.
         parts = torch.empty(1 + center, 4 * groups, width)[:, :groups]
-        if kind == "whole":
-            made = triton_norms_backward.whole_launch(operands, dx, parts)
-        elif kind == "dx":
-            made = triton_norms_backward.input_launch(operands, dx)
-        else:
-            made = triton_norms_backward.weight_launch(operands, parts)
+        wanted = None if kind == "weights" else dx, None if kind == "dx" else parts
+        (made,) = triton_norms_backward.launches(operands, *wanted)
         if "group" not in made.arguments:
             return made
-        return replace(made, arguments={**made.arguments, **numbers}, grid=(parts.shape[1], *made.grid[1:]))
+        values = tuple({**made.arguments, **numbers}.values())
+        return replace(made, values=values, grid=(parts.shape[1], *made.grid[1:]))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         dy, x = before.dy.double(), before.x.double()
@@ -223,7 +220,8 @@ def _softmax_rows(launch: Launch, rows: int, **tensors: Tensor) -> Launch:
     """The first rows of a launch over more rows than there is memory for."""
     count = launch.constants.get("ROWS", 1)
     numbers = {"num_rows": rows} if "num_rows" in launch.arguments else {}
-    return replace(launch, grid=(ceiling_division(rows, count),), arguments={**launch.arguments, **tensors, **numbers})
+    values = tuple({**launch.arguments, **tensors, **numbers}.values())
+    return replace(launch, grid=(ceiling_division(rows, count),), values=values)
 
 
 def _softmax_forward(
@@ -464,22 +462,19 @@ def _swiglu(name: str, rows: int, width: int, backward: bool, dtype: torch.dtype
     return Case(name, launch, ("y", "dgate_up"), results, large, moved)
 
 
-def _rotary(
-    name: str, tokens: int, heads: int, width: int, interleaved: bool, forward: bool, dtype: torch.dtype
-) -> Case:
+def _rotary(name: str, tokens: int, heads: int, width: int, forward: bool, dtype: torch.dtype) -> Case:
     """Queries as a view of a joint tensor of half as many heads more."""
 
     def launch() -> Launch:
         x = draw(2, tokens, heads * 3 // 2, width, dtype=dtype)[:, :, :heads]
         angles = draw(tokens, width // 2, seed="angles") * 3
         y = torch.empty(2, tokens, heads, width, dtype=dtype)
-        return triton_attention._rotary_launch(x, angles.cos(), angles.sin(), y, interleaved, forward)
+        return triton_attention._rotary_launch(x, angles.cos(), angles.sin(), y, forward)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         sine = before.sine.double() * (1 if forward else -1)
-        exact = reference_attention._rotate(
-            before.x.double(), before.cosine.double().unsqueeze(-2), sine.unsqueeze(-2), interleaved
-        )
+        cosine = before.cosine.double().unsqueeze(-2)
+        exact = reference_attention._rotate(before.x.double(), cosine, sine.unsqueeze(-2))
         return {"y": (after.y, exact)}
 
     rows = 2 * tokens
@@ -619,10 +614,9 @@ def _specimen_cases() -> list[Case]:
         _swiglu("swiglu bf16 14336", rows, 14336, False, BF16),
         _swiglu("swiglu backward fp32 2816", rows, 2816, True, FP32),
         _swiglu("swiglu backward bf16 14336", rows, 14336, True, BF16),
-        _rotary("rotary half torch.bfloat16 128", 16, 32, 128, False, True, BF16),
-        _rotary("rotary interleaved torch.bfloat16 128", 16, 32, 128, True, False, BF16),
-        _rotary("rotary half torch.bfloat16 80", 16, 32, 80, False, False, BF16),
-        _rotary("rotary interleaved torch.float32 64", 16, 32, 64, True, True, FP32),
+        _rotary("rotary torch.bfloat16 128", 16, 32, 128, True, BF16),
+        _rotary("rotary torch.bfloat16 80", 16, 32, 80, False, BF16),
+        _rotary("rotary torch.float32 64", 16, 32, 64, True, FP32),
         _adamw("adamw fp32", 5008, FP32, None, True),
         _adamw("adamw bf16 moments and parameters", 5008, BF16, BF16, True),
         _gradient_norm("squared norm torch.float32", 69_648, FP32),
@@ -657,8 +651,8 @@ def _odd_cases() -> list[Case]:
         _dropout("odd: dropout of attention weights fp16", (2, 3, 5, 33), FP16),
         _gelu("odd: bias gelu erf backward fp16 3 x 999", 3, 999, "none", True, True, FP16),
         _swiglu("odd: swiglu backward fp16 5 x 77", 5, 77, True, FP16),
-        _rotary("odd: rotary half fp16 6", 3, 2, 6, False, True, FP16),
-        _rotary("odd: rotary interleaved fp16 6", 3, 2, 6, True, False, FP16),
+        _rotary("odd: rotary fp16 6", 3, 2, 6, True, FP16),
+        _rotary("odd: rotary backward fp16 6", 3, 2, 6, False, FP16),
         _adamw("odd: adamw with a bf16 copy 1001", 1001, FP32, BF16, False),
         _gradient_norm("odd: squared norm fp16 1001", 1001, FP16),
         _rounding("odd: stochastic rounding of columns 1001", 1001, 7, Elements(3, 10, 25, 4)),

@@ -1,6 +1,6 @@
 """Bytes, FLOPs and traffic of single layers, counted while the layers run."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from megapipe.layers.context_parallel import share_samples
 from megapipe.layers.linear import shard_sequence
 from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape, gradient_edge
-from megapipe.models import bert, gpt
+from megapipe.models import build_layer
 from megapipe.models.gpt import Block
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
@@ -55,8 +55,7 @@ class Subject:
         attends = layer.kind == "block" or (layer.kind == "head" and model.mtp_layers > 0)
         self.shares_tables = attends and model.positions == "rotary" and not documents
         ranks = mesh.group("tensor") if mesh and self.tensor > 1 else SoloGroup("tensor")
-        build: Callable[..., nn.Module] = bert.build_layer if self.is_bert else gpt.build_layer
-        self.module = build(layer, model, ranks, recompute_logits=recompute_logits)
+        self.module = build_layer(layer, model, ranks, recompute_logits=recompute_logits)
         for number, (path, spec) in enumerate(layer.parameters.items()):
             owner, _, leaf = path.rpartition(".")
             drawn = torch.randn(spec.local_shape(ranks.size), generator=torch.Generator().manual_seed(number)) * 0.2

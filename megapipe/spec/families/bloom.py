@@ -57,7 +57,7 @@ Family(
     },
     # The last lines are keys of the published files that transformers does not read.
     ignored=keys(
-        "seq_length hidden_dropout attention_dropout is_decoder "
+        "is_decoder "
         "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
         "offset_alibi n_inner unk_token_id"
     ),

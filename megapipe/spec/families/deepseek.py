@@ -18,6 +18,7 @@ from megapipe.spec.decoder_family import (
     dense_size,
     described_rope,
     expert_names,
+    gated_names,
     layer_fields,
     num_shared,
     stretched,
@@ -37,10 +38,7 @@ _LATENT_NAMES: dict[str, str | Tensors] = {
 }
 _EXPERT_NAMES: dict[str, str | Tensors] = {
     **expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-    "experts.mlp.shared.up": Tensors(
-        (f"{_MLP}.shared_experts.gate_proj", f"{_MLP}.shared_experts.up_proj"), ("stacked",)
-    ),
-    "experts.mlp.shared.down": f"{_MLP}.shared_experts.down_proj",
+    **gated_names("experts.mlp.shared", f"{_MLP}.shared_experts"),
     "experts.mlp.router.bias": Tensors((f"{_MLP}.gate.e_score_correction_bias",)),
 }
 
@@ -110,7 +108,6 @@ def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) ->
             "num_experts_per_tok": "experts_per_token",
             "routed_scaling_factor": "router_scale",
         },
-        "needs": {},
         "reads": keys(
             "attention_bias head_dim qk_head_dim first_k_dense_replace n_shared_experts intermediate_size "
             "n_group topk_group"
@@ -133,15 +130,13 @@ def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) ->
         },
         "tensors": _LATENT_NAMES | _EXPERT_NAMES,
     }
-    merged = with_additions(entries, changes)
     return decoder(
         model_type,
         architecture,
         ffn_key="moe_intermediate_size",
         head_key="qk_nope_head_dim",
         more=(_rotary_fields, _layers, *more),
-        **merged,
-        **changes,
+        **with_additions(entries, changes),
     )
 
 

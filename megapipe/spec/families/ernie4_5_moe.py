@@ -15,6 +15,7 @@ from megapipe.spec.decoder_family import (
     decoder,
     dense_size,
     expert_names,
+    gated_names,
     layer_fields,
     num_shared,
     rotary_fields,
@@ -83,10 +84,7 @@ decoder(
     tensors={
         "blocks.attention.qkv": QKV.then("rotary_pairs"),
         **expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-        "experts.mlp.shared.up": Tensors(
-            (f"{_MLP}.shared_experts.gate_proj", f"{_MLP}.shared_experts.up_proj"), ("stacked",)
-        ),
-        "experts.mlp.shared.down": f"{_MLP}.shared_experts.down_proj",
+        **gated_names("experts.mlp.shared", f"{_MLP}.shared_experts"),
         "experts.mlp.router.bias": Tensors((f"{_MLP}.moe_statics.e_score_correction_bias",), ("row",)),
     },
     buffers=UNUSED_BIASES,

@@ -11,6 +11,7 @@ from megapipe.spec.decoder_family import (
     SLIDING,
     WINDOWS,
     Fields,
+    alternating,
     bias_fields,
     decoder,
     layer_types,
@@ -52,12 +53,11 @@ def _gemma(model_type: str, architecture: str, *more: Any, **changes: Any) -> Fa
         "fixed": {"use_bidirectional_attention": (None, False)},
         "defaults": {"head_dim": 256, "tie_word_embeddings": True},
     }
-    merged = with_additions(entries, changes)
     words = {"gelu_pytorch_tanh": "geglu_tanh", **GATED}
     # transformers reads "gelu" as the tanh form in the first Gemma, whose published files meant that.
     gelu = {"gelu": "geglu_tanh" if model_type == "gemma" else "geglu"}
     more = (_embedding_scale, bias_fields, *more)
-    return decoder(model_type, architecture, words=words | gelu, more=more, **merged, **changes)
+    return decoder(model_type, architecture, words=words | gelu, more=more, **with_additions(entries, changes))
 
 
 _gemma(
@@ -77,16 +77,12 @@ _SOFTCAPS: dict[str, Any] = {
 }
 
 
-def _alternating(config: Mapping[str, Any]) -> list[str]:
-    return [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]
-
-
 _gemma(
     "gemma2",
     "Gemma2ForCausalLM",
     rotary_fields,
     _attention_scale,
-    windowed_layers(_alternating),
+    windowed_layers(alternating),
     **{**_SOFTCAPS, "fields": {**_SOFTCAPS["fields"], "attn_logit_softcapping": "attention_softcap"}},
     needs={"norm_position": "sandwich"},
     writes={**WINDOWS, "query_pre_attn_scalar": _query_scalar},

@@ -55,7 +55,7 @@ Family(
         "initializer_range": "init_std",
     },
     ignored=keys(
-        "n_ctx resid_pdrop embd_pdrop attn_pdrop summary_type summary_use_proj summary_activation "
+        "summary_type summary_use_proj summary_activation "
         "summary_proj_to_labels summary_first_dropout reorder_and_upcast_attn is_decoder output_past "
         "predict_special_tokens"
     ),

@@ -41,7 +41,7 @@ Family(
         "hidden_dropout": "hidden_dropout",
         "initializer_range": "init_std",
     },
-    ignored=keys("attention_dropout hidden_dropout is_decoder"),
+    ignored=keys("is_decoder"),
     defaults={
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-5,

@@ -9,12 +9,11 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     EXPERTS,
-    FULL,
     ROUTER_OUTPUT,
-    SLIDING,
     WINDOWS,
     Fields,
     all_rotated,
+    alternating,
     decoder,
     described_rope,
     rope_scaling,
@@ -42,10 +41,6 @@ def _biases(config: Mapping[str, Any]) -> Fields:
     return {"bias": "all" if config["attention_bias"] else "mlp"}
 
 
-def _alternating(config: Mapping[str, Any]) -> list[str]:
-    return [FULL if index % 2 else SLIDING for index in range(config["num_hidden_layers"])]
-
-
 decoder(
     "gpt_oss",
     "GptOssForCausalLM",
@@ -61,7 +56,7 @@ decoder(
     words={"swiglu_clamped": "swiglu_clamped"},
     needs={**EXPERTS, "attention_sinks": True, "router_bias": True},
     reads=keys("attention_bias sliding_window layer_types"),
-    more=(_rotary, _biases, windowed_layers(_alternating)),
+    more=(_rotary, _biases, windowed_layers(alternating)),
     writes={
         "rope_scaling": _rope_scaling,
         **WINDOWS,

@@ -109,7 +109,7 @@ Family(
         "initializer_range": "init_std",
     },
     ignored=keys(
-        "attention_dropout embedding_dropout mlp_dropout classifier_pooling initializer_cutoff_factor "
+        "mlp_dropout classifier_pooling initializer_cutoff_factor "
         "deterministic_flash_attn reference_compile sparse_prediction sparse_pred_ignore_index "
         "repad_logits_with_grad cls_token_id layer_norm_eps"
     ),

@@ -33,7 +33,6 @@ decoder(
         "embd_pdrop": "embedding_dropout",
         "resid_pdrop": "hidden_dropout",
     },
-    ignored=keys("embd_pdrop resid_pdrop"),
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     tensors={
         "blocks.attention.qkv": Tensors((f"{_LAYER}.self_attn.qkv_proj",), ("query_key_value",)),

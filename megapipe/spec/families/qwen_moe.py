@@ -14,6 +14,7 @@ from megapipe.spec.decoder_family import (
     decoder,
     dense_size,
     expert_names,
+    gated_names,
     layer_fields,
     layer_types,
     listed_layers,
@@ -22,7 +23,7 @@ from megapipe.spec.decoder_family import (
     window_of,
     with_additions,
 )
-from megapipe.spec.family import Family, FamilyError, Tensors, keys
+from megapipe.spec.family import Family, FamilyError, keys
 
 _MLP = "model.layers.{layer}.mlp"
 
@@ -91,8 +92,7 @@ def _qwen(model_type: str, architecture: str, **changes: Any) -> Family:
         },
         "tensors": expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
     }
-    merged = with_additions(entries, changes)
-    return decoder(model_type, architecture, ffn_key="moe_intermediate_size", **merged, **changes)
+    return decoder(model_type, architecture, ffn_key="moe_intermediate_size", **with_additions(entries, changes))
 
 
 _qwen(
@@ -114,10 +114,7 @@ _qwen(
         "qkv_bias": True,
     },
     tensors={
-        "experts.mlp.shared.up": Tensors(
-            (f"{_MLP}.shared_expert.gate_proj", f"{_MLP}.shared_expert.up_proj"), ("stacked",)
-        ),
-        "experts.mlp.shared.down": f"{_MLP}.shared_expert.down_proj",
+        **gated_names("experts.mlp.shared", f"{_MLP}.shared_expert"),
         "experts.mlp.shared.gate": f"{_MLP}.shared_expert_gate",
     },
 )

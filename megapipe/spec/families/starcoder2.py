@@ -7,9 +7,7 @@ decoder(
     "starcoder2",
     "Starcoder2ForCausalLM",
     epsilon_key="norm_epsilon",
-    needs={
-        "normalization": "layer_norm",
-    },
+    needs={"normalization": "layer_norm"},
     words={"gelu_pytorch_tanh": "gelu_tanh", **UNGATED},
     reads=keys("sliding_window use_bias"),
     more=(rotary_fields, window_fields, lambda config: {"bias": "all" if config["use_bias"] else "none"}),
@@ -19,7 +17,6 @@ decoder(
         "embedding_dropout": "embedding_dropout",
         "residual_dropout": "hidden_dropout",
     },
-    ignored=keys("embedding_dropout residual_dropout"),
     defaults={
         "num_key_value_heads": 2,
         "hidden_act": "gelu_pytorch_tanh",
