@@ -142,20 +142,20 @@ class ShardSamples(ABC):
         self.sequence_length = sequence_length
         self.vocabulary_size = vocabulary_size
         documents = split_documents(self._shard.num_documents, shares)[split]
-        size, shortage, remedy = self._arrange(documents, seed, shuffle)
+        size = self._arrange(documents, seed, shuffle)
         if size == 0:
-            raise DataError(
-                f"the {split} split of {prefix} has {len(documents)} of {self._shard.num_documents} documents"
-                f"{shortage}: give it a larger share than in data.split {shares!r}, {remedy}or add documents"
-            )
+            raise DataError(self._shortage(split, f"{len(documents)} of {self._shard.num_documents}", shares))
         if shuffle:
             self._shard.scatter()
         self._order = EpochOrder(size, seed, shuffle=shuffle)
 
     @abstractmethod
-    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
-        """Prepare the samples of the documents. Return their number, and words for the error if there are none: what
-        the documents lack, and a further way to fix it."""
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> int:
+        """Prepare the samples of the documents, and return their number."""
+
+    @abstractmethod
+    def _shortage(self, split: SplitName, documents: str, shares: str) -> str:
+        """Return the message for a split without samples. documents: its number of documents, of how many."""
 
     @abstractmethod
     def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
@@ -195,15 +195,21 @@ class GptSamples(ShardSamples):
     too small for one sample.
     """
 
-    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> int:
         self._shard.search_index()
         self._begin = self._shard.document_start(documents.start)
-        num_tokens = self._shard.document_start(documents.stop) - self._begin
-        self.num_predictions = max(0, num_tokens - 1)
+        self._num_tokens = self._shard.document_start(documents.stop) - self._begin
+        self.num_predictions = max(0, self._num_tokens - 1)
         """Predicted tokens of the split in one epoch: every token except the first."""
         num_samples, rest = divmod(self.num_predictions, self.sequence_length)
-        shortage = f" and {num_tokens} tokens, too few for one sample of {self.sequence_length} + 1"
-        return num_samples + (rest > 0 and not shuffle), shortage, "lower data.sequence_length, "
+        return num_samples + (rest > 0 and not shuffle)
+
+    def _shortage(self, split: SplitName, documents: str, shares: str) -> str:
+        return (
+            f"the {split} split of {self._shard.prefix} has {documents} documents and {self._num_tokens} tokens, too "
+            f"few for one sample of {self.sequence_length} + 1: give it a larger share than in data.split {shares!r}, "
+            "lower data.sequence_length, or add documents"
+        )
 
     def windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return window numbers of sample ordinals: int64 of the same shape; len(self) after the end of a sequential
@@ -316,10 +322,10 @@ class PackedSamples(ShardSamples):
     Raises DataError for unusable shards and a split without a document of at least two tokens.
     """
 
-    def _arrange(self, documents: range, seed: int, shuffle: bool) -> tuple[int, str, str]:
+    def _arrange(self, documents: range, seed: int, shuffle: bool) -> int:
         starts, sizes = _pieces(self._shard.document_bounds(documents), self.sequence_length)
         if not len(sizes):
-            return 0, ", none of 2 tokens or more", ""
+            return 0
         mixed = KeyedPermutation(len(sizes), seed, _PIECES, 0)(np.arange(len(sizes)))
         descending = np.lexsort((mixed, -sizes))
         bins = np.empty(len(sizes), dtype=np.int64)
@@ -329,7 +335,13 @@ class PackedSamples(ShardSamples):
         firsts = np.concatenate([[0], np.cumsum(np.bincount(bins))])
         self._firsts = np.append(firsts, firsts[-1])  # the bin after the last one is empty
         self._labels = np.append(np.add.reduceat(self._sizes, firsts[:-1]) - 1, 0)
-        return len(firsts) - 1, "", ""
+        return len(firsts) - 1
+
+    def _shortage(self, split: SplitName, documents: str, shares: str) -> str:
+        return (
+            f"the {split} split of {self._shard.prefix} has {documents} documents, none of 2 tokens or more: give it "
+            f"a larger share than in data.split {shares!r}, or add documents"
+        )
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.num_labels`. Predictions between two documents are counted."""
