@@ -125,7 +125,7 @@ def test_megatron_refuses_scalings_that_its_arguments_lack() -> None:
 def test_megatron_arguments_come_back_as_they_went(activation: str, norm: str) -> None:
     rotary = {"positions": "rotary", "rotary_fraction": 0.25}
     model = contents({"activation": activation, "normalization": norm, **rotary})
-    fields = _fields(vars(arguments_of(model, 1, 1, 1, torch.float32)))
+    fields = _fields(vars(arguments_of(model, 1, 1, 1, torch.float32)), "gpt")
     assert (fields["activation"], fields["normalization"], fields["rotary_fraction"]) == (activation, norm, 0.25)
 
 
