@@ -323,7 +323,7 @@ def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None
     opened.fit(model)
     for shard in shards_of(states):
         box, held = shard.segment.box, shard.extent
-        index = tuple(slice(start, stop) for start, stop in zip(box.starts, box.stops, strict=True))
+        index = tuple(map(slice, box.starts, box.stops))
         values = opened.parameter(shard.name)[index].reshape(-1)[held.start : held.stop]
         shard.of(shard.state.master).copy_(values)
     for state in states:

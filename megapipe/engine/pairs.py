@@ -30,8 +30,8 @@ class HalfError(RuntimeError):
 class AbandonedError(RuntimeError):
     """The other half of a pair failed."""
 
-    def __init__(self) -> None:
-        super().__init__("the other half of this pair failed")
+
+_ABANDONED = "the other half of this pair failed"
 
 
 class Alternation:
@@ -59,7 +59,7 @@ class Alternation:
                 self._changed.notify_all()
             self._await(own)
         elif self._failed:
-            raise AbandonedError
+            raise AbandonedError(_ABANDONED)
 
     def run(self, first: Callable[[], None], second: Callable[[], None]) -> None:
         """Run both functions; the first one starts, on this thread.
@@ -97,7 +97,7 @@ class Alternation:
         with self._changed:
             self._changed.wait_for(lambda: self._turn == own)
         if self._failed:
-            raise AbandonedError
+            raise AbandonedError(_ABANDONED)
 
     def _end(self, own: int, failed: bool) -> None:
         with self._changed:
