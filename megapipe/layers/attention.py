@@ -15,9 +15,9 @@ then gathered, because they are narrower than hidden states.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -53,8 +53,7 @@ BLOCK = 128
 """Number of queries, and of keys, in a block."""
 
 
-@dataclass(frozen=True)
-class BlockLists:
+class BlockLists(NamedTuple):
     """The blocks of keys that each block of queries sees, as int32 tensors: their number [b, 1, blocks], and their
     indices [b, 1, blocks, blocks], visible ones first. partial: blocks in which some queries see some keys. full:
     blocks in which all queries see all keys.
@@ -98,16 +97,10 @@ def document_blocks(lists: Sequence[Tensor], document_starts: Tensor, window: in
         seen = (key <= query) & (key >= document_starts[sample, query])
         return seen if window is None else seen & (query - key < window)
 
-    length = document_starts.shape[1]
     num_partial, partial, num_full, full = lists
+    lengths = document_starts.shape[1], document_starts.shape[1]
     return BlockMask.from_kv_blocks(
-        num_partial,
-        partial,
-        num_full,
-        full,
-        BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
-        seq_lengths=(length, length),
+        num_partial, partial, num_full, full, BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=lengths
     )
 
 

@@ -275,6 +275,22 @@ class _FusedCrossEntropy(torch.autograd.Function):
         return dx, dweight, None, None, None, None, None
 
 
+def _start_loss(
+    ctx: Any, rows: Tensor, weight: Tensor, head: SharedHead, targets: Targets, *, alone: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Start gathering the statistics of all ranks. Return a loss of 0, which the backward overwrites through
+    `ctx.loss`, the statistics of this rank, and the gradient of the logits so far. alone: it is complete with the
+    rank's own softmax."""
+    own, gradient = head.loss_op(rows).statistics_and_gradient(
+        rows, weight, targets.columns, targets.owned, head.num_columns, alone, **head.capped
+    )
+    ctx.by_rank = own.new_empty((head.group.size, *own.shape))  # the gather fills it after it was saved
+    ctx.gathered = head.group.gather_into(ctx.by_rank.view(-1), own.contiguous().view(-1))
+    loss = own.new_zeros(())
+    ctx.head, ctx.targets, ctx.loss = head, targets, loss.detach()
+    return loss, own, gradient
+
+
 class _DelayedCrossEntropy(torch.autograd.Function):
     """The forward starts gathering the statistics of all ranks, and the backward completes loss and gradients."""
 
@@ -282,17 +298,8 @@ class _DelayedCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, rows: Tensor, weight: Tensor, head: SharedHead, targets: Targets, row_weight: Tensor | None
     ) -> Tensor:
-        op = head.loss_op(rows)
-        columns, owned = targets.columns, targets.owned
-        own, gradient = op.statistics_and_gradient(
-            rows, weight, columns, owned, head.num_columns, False, **head.capped
-        )
-        by_rank = own.new_empty((head.group.size, *own.shape))
-        ctx.gathered = head.group.gather_into(by_rank.view(-1), own.contiguous().view(-1))
-        ctx.by_rank = by_rank  # the gather fills it after it was saved
+        loss, own, gradient = _start_loss(ctx, rows, weight, head, targets, alone=False)
         ctx.save_for_backward(rows, weight, gradient, row_weight, own)
-        loss = own.new_zeros(())
-        ctx.head, ctx.targets, ctx.loss = head, targets, loss.detach()
         return loss
 
     @staticmethod
@@ -324,18 +331,11 @@ class _RescaledCrossEntropy(torch.autograd.Function):
         targets: Targets,
         row_weight: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        own, gradient = head.loss_op(rows).statistics_and_gradient(
-            rows, weight, targets.columns, targets.owned, head.num_columns, True, **head.capped
-        )
-        by_rank = own.new_empty((head.group.size, *own.shape))
-        ctx.gathered = head.group.gather_into(by_rank.view(-1), own.contiguous().view(-1))
-        ctx.by_rank = by_rank  # the gather fills it after it was saved
+        loss, own, gradient = _start_loss(ctx, rows, weight, head, targets, alone=True)
         ctx.save_for_backward(gradient @ weight, weight, row_weight, own)
-        loss = own.new_zeros(())
-        ctx.head, ctx.targets, ctx.loss = head, targets, loss.detach()
-        ctx.mark_non_differentiable(gradient, own, by_rank)
+        ctx.mark_non_differentiable(gradient, own, ctx.by_rank)
         ctx.set_materialize_grads(False)
-        return loss, gradient, own, by_rank
+        return loss, gradient, own, ctx.by_rank
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:

@@ -223,12 +223,12 @@ def assign_evenly(chosen: Tensor, num_experts: int, num_all: int) -> Assignment:
 
 def pick_rows(tokens: Tensor, assignment: Assignment) -> Tensor:
     """Return the rows [n, h] for tokens [tokens, h]; a token's gradient is the sum of its rows' gradients."""
-    return _Rows.apply(tokens, assignment.pairs, assignment.rows, assignment.choices, True)
+    return _ExpertRows.apply(tokens, assignment.pairs, assignment.rows, assignment.choices, True)
 
 
 def sum_rows(rows: Tensor, assignment: Assignment) -> Tensor:
     """Return, for every token, the sum [tokens, h] of its rows among [n, h]; zeros for a token without rows."""
-    return _Rows.apply(rows, assignment.pairs, assignment.rows, assignment.choices, False)
+    return _ExpertRows.apply(rows, assignment.pairs, assignment.rows, assignment.choices, False)
 
 
 def _picked(tokens: Tensor, pairs: Tensor, choices: int) -> Tensor:
@@ -241,7 +241,7 @@ def _summed(values: Tensor, rows: Tensor, choices: int) -> Tensor:
     return by_choice.view(-1, choices, values.shape[-1]).sum(1)
 
 
-class _Rows(torch.autograd.Function):
+class _ExpertRows(torch.autograd.Function):
     """Pick the rows of tokens, or sum them: each is the gradient of the other."""
 
     @staticmethod

@@ -13,7 +13,6 @@ features, so code there must read their number from the tensor, not from the mod
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -22,27 +21,11 @@ from torch.nn import functional
 
 from megapipe.kernels.registry import Registry, opaque
 from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
-from megapipe.parallel.collectives import copy_to_group, gather_tokens, largest_in_group, reduce_from_group
+from megapipe.parallel.collectives import copy_to_group, largest_in_group, reduce_from_group
 from megapipe.parallel.groups import Group
 
 if TYPE_CHECKING:
     from megapipe.layers.sequence_parallel import SequenceProducts
-
-
-@dataclass(frozen=True, eq=False)
-class SequenceShards:
-    """The ranks over which the tokens of every sample are sharded.
-
-    chunks: number of pieces in which the tokens of a matrix product are gathered or scattered, each during the product
-    of another piece.
-    """
-
-    group: Group
-    chunks: int = 1
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Return all ranks' tokens [b, s, h] of x [b, s / t, h]; each rank's gradient is a part of the sum."""
-        return gather_tokens(x, self.group)
 
 
 class OnShards:
@@ -57,7 +40,7 @@ class OnShards:
     partial: ClassVar[tuple[str, ...]] = ()
 
 
-def own_tokens(per_token: Tensor, shards: SequenceShards | None) -> Tensor:
+def own_tokens(per_token: Tensor, shards: "SequenceProducts | None") -> Tensor:
     """Return this rank's part [..., s / t] of a tensor with an entry per token [..., s], as a view; all of it without
     shards."""
     if shards is None:
@@ -66,7 +49,7 @@ def own_tokens(per_token: Tensor, shards: SequenceShards | None) -> Tensor:
     return per_token.narrow(-1, shards.group.rank * share, share)
 
 
-def num_tokens(x: Tensor, shards: SequenceShards | None) -> int:
+def num_tokens(x: Tensor, shards: "SequenceProducts | None") -> int:
     """Return the number of tokens of the samples to which hidden states [b, s / t, h] belong."""
     return x.shape[1] * (1 if shards is None else shards.group.size)
 

@@ -14,17 +14,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megapipe.layers.linear import FusedLinear, Linear, ProbedLinear, Products, SequenceShards, bias_gradient
+from megapipe.layers.linear import FusedLinear, Linear, ProbedLinear, Products, bias_gradient
 from megapipe.layers.split import Rerun, SplitTape, saved_input
-from megapipe.parallel.collectives import by_rank, joined, start_gather, start_scatter
+from megapipe.parallel.collectives import by_rank, gather_tokens, joined, start_gather, start_scatter
+from megapipe.parallel.groups import Group
 
 Multiply = Callable[[Tensor], Tensor]
 """A matrix product: maps [..., in] to [..., out]."""
 
 
 @dataclass(frozen=True, eq=False)
-class SequenceProducts(SequenceShards):
-    """Products of linear layers between shards of the tokens and whole samples."""
+class SequenceProducts:
+    """The ranks over which the tokens of every sample are sharded, and products of linear layers between shards of the
+    tokens and whole samples.
+
+    chunks: number of pieces in which the tokens of a matrix product are gathered or scattered, each during the product
+    of another piece.
+    """
+
+    group: Group
+    chunks: int = 1
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Return all ranks' tokens [b, s, h] of x [b, s / t, h]; each rank's gradient is a part of the sum."""
+        return gather_tokens(x, self.group)
 
     def column(
         self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None

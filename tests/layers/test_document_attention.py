@@ -113,8 +113,7 @@ def differentiable_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def with_blocks(context: MicrobatchContext, window: int | None) -> MicrobatchContext:
     assert context.document_starts is not None
-    lists = block_lists(context.document_starts.numpy(), window, blocks.BLOCK)
-    tensors = [torch.from_numpy(each) for each in (lists.num_partial, lists.partial, lists.num_full, lists.full)]
+    tensors = list(map(torch.from_numpy, block_lists(context.document_starts.numpy(), window, blocks.BLOCK)))
     return replace(context, document_blocks={window: document_blocks(tensors, context.document_starts, window)})
 
 

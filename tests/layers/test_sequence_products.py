@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, SequenceShards, own_tokens, shard_sequence
+from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, own_tokens, shard_sequence
 from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.collectives import by_rank
@@ -250,7 +250,7 @@ def test_own_tokens_are_a_view_of_this_ranks_part() -> None:
     tokens = torch.arange(24).view(2, 12)
 
     def own(mesh: Mesh) -> Tensor:
-        part = own_tokens(tokens, SequenceShards(mesh.group("tensor")))
+        part = own_tokens(tokens, SequenceProducts(mesh.group("tensor")))
         assert part.untyped_storage().data_ptr() == tokens.untyped_storage().data_ptr()
         return part
 

@@ -127,9 +127,7 @@ class BatchLoader(RankLoader):
         if self._blocks:
             context.document_blocks = {}
             for window in self._windows:
-                lists = block_lists(document_starts, window)
-                arrays = (lists.num_partial, lists.partial, lists.num_full, lists.full)
-                moved = list(map(self._on_device, arrays))
+                moved = list(map(self._on_device, block_lists(document_starts, window)))
                 context.document_blocks[window] = document_blocks(moved, whole_starts, window)
         return context
 
