@@ -159,12 +159,12 @@ def data_identity(data: DataConfig) -> DataIdentity:
 
     Raises DataError for files that cannot be used.
     """
-    first = read_manifest(data.prefixes[0]) if data.fim_rate else None
+    manifests = map(read_manifest, data.prefixes if data.fim_rate else ())
     return DataIdentity(
         prefixes=data.prefixes,
         shards=tuple(shard_identity(prefix) for prefix in data.prefixes),
         vocabulary=_vocabulary_hash(data) if isinstance(data, BertDataConfig) else None,
-        end_of_document=None if first is None else first.end_of_document,
+        end_of_document=next((each.end_of_document for each in manifests if each is not None), None),
     )
 
 

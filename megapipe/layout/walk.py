@@ -18,6 +18,7 @@ import numpy.typing as npt
 from megapipe.layout.costs import MESSAGES_IN_FLIGHT
 from megapipe.schedules.actions import (
     ADDING,
+    BACKWARDS,
     COMPUTE_STREAM,
     KIND,
     MICROBATCH,
@@ -344,7 +345,7 @@ class Walk:
         away = (self._is_sent & ~(to_inputs & at_first)) | (to_inputs & ~at_first)
         for direction, kinds, send, end in (
             (0, (Kind.FORWARD,), Kind.SEND_ACTIVATION, (last, units - 1)),
-            (1, (Kind.BACKWARD, Kind.BACKWARD_INPUT), Kind.SEND_GRADIENT, (0, 0)),
+            (1, BACKWARDS, Kind.SEND_GRADIENT, (0, 0)),
         ):
             rows = self._rows(*kinds, send)
             rows = rows[~away[rows]]
@@ -367,7 +368,7 @@ class Walk:
             return np.zeros(len(self._kind), dtype=np.bool_)
         ranks = header.stage_ranks[self._stage]
         first, last = (header.stage_ranks[header.routes[0][end]] for end in (0, -1))
-        backward = kind_mask(self._kind, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        backward = kind_mask(self._kind, *BACKWARDS)
         found: Mask = np.isin(self._stage, header.outputs) & backward & (ranks != last)
         found |= np.isin(self._stage, header.inputs) & np.where(ranks == first, backward, self._kind == Kind.FORWARD)
         return found

@@ -161,6 +161,8 @@ def test_a_tokenizer_is_identified_by_its_fingerprint(tmp_path: Path) -> None:
     data = replace(data, end_of_document=256)
     with pytest.raises(CheckpointError, match=r"end-of-document token.* is None in .* and was 256"):
         fit_of(before, data, before)
+    before.data = replace(before.data, prefix="", blend={prefix: 1.0, copied(str(fixtures), tmp_path / "second"): 1.0})
+    assert data_identity(before.data).end_of_document == 256  # of the first shard that says it, as samples take it
 
 
 def test_a_bert_vocabulary_is_identified_by_its_content(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from megapipe.planner.cost.estimate import Assumptions, Term
 from megapipe.planner.cost.layer_costs import Beside, StageCosts, overlapped, scalar_seconds, tied_seconds
 from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.schedules import Kind, Options, Schedule
-from megapipe.schedules.actions import KIND, STAGE
+from megapipe.schedules import Options, Schedule
+from megapipe.schedules.actions import BACKWARDS, KIND, STAGE
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
@@ -102,8 +102,9 @@ def _graphs(name: str, options: tuple[tuple[str, object], ...], ranks: int, coun
 def split_fractions(schedule: Schedule) -> Floats:
     """Return for each stage the fraction of its backwards that are split."""
     rows = np.concatenate(schedule.sections.body)
-    kinds = (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-    counts = [np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(schedule.header.stages)) for kind in kinds]
+    counts = [
+        np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(schedule.header.stages)) for kind in BACKWARDS
+    ]
     fractions: Floats = counts[1] / np.maximum(1, sum(counts))
     return fractions
 

@@ -22,14 +22,14 @@ from megapipe.config.run import WatchdogConfig
 from megapipe.engine.program import Instruction
 from megapipe.engine.step import StepState, action_words
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules.actions import Action, Kind
+from megapipe.schedules.actions import BACKWARDS, Action, Kind
 from megapipe.schedules.schedule import Schedule
 from megapipe.training.resilience import watchdog_process
 from megapipe.training.resilience.signals import ExitCode
 from megapipe.training.resilience.watchdog_process import BEATS, BEGUN, OUTSIDE, PLACE, SIZE, STEP, Settings
 
 _FROM_BEFORE = (Kind.FORWARD, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
-_FROM_BEHIND = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.RECV_GRADIENT, Kind.SEND_ACTIVATION)
+_FROM_BEHIND = (*BACKWARDS, Kind.RECV_GRADIENT, Kind.SEND_ACTIVATION)
 _AMONG_REPLICAS = (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS)
 _AMONG_ALL = (Kind.REDUCE_TIED, Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
 
