@@ -299,7 +299,7 @@ def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None) -> None:
         maximize=False,
     )
     for rounded, parameter in zip(*copies, parameters, strict=True) if copies else ():
-        rounded.bf16(parameter)
+        rounded.copy_(parameter)
 
 
 class FlatAdamW(FlatOptimizer):
