@@ -92,7 +92,7 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
         gradients = sum(is_allocated(gradient) for state in full for gradient in state.gradients)
         counts.whole_gradients = max(counts.whole_gradients, gradients)
         now = bytes_of(states)
-        most = {name: max(value, getattr(now, name)) for name, value in vars(counts.state).items()}
+        most = {name: max(value, getattr(now, name)) for name, value in counts.state._asdict().items()}
         counts.state = StateBytes(**most)
 
     def watching(*arguments: Any) -> Any:
@@ -108,8 +108,8 @@ def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
     states.extend(replica.states())
     rank = predict_rank(config, replica.schedule, mesh.rank)
     lasting, whole = rank.state(), rank.peak()
-    counts.predicted = replace(
-        lasting, weights=lasting.weights + whole.weights, gradients=lasting.gradients + whole.gradients
+    counts.predicted = lasting._replace(
+        weights=lasting.weights + whole.weights, gradients=lasting.gradients + whole.gradients
     )
     counts.predicted_new = lasting.total - lasting.moments + ONE_COEFFICIENT
     loader = open_loader(config, mesh, replica, split_samples(config, "train"))

@@ -15,6 +15,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, building_progress, pair_overlap
 from megapipe.engine.engine import Engine
 from megapipe.engine.host_memory import Swaps
+from megapipe.engine.program import Instruction
 from megapipe.kernels.ops import OPS
 from megapipe.layers.attention import has_amx
 from megapipe.layout.batch_plan import num_microbatches
@@ -242,7 +243,10 @@ class Replica:
         )
 
     def _engine(self, schedule: Schedule) -> Engine:
+        return self.assembly.engine(schedule, wrap=self._recording(schedule))
+
+    def _recording(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
         heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
         if heartbeat is None:
-            return self.assembly.engine(schedule)
-        return self.assembly.engine(schedule, wrap=lambda each: heartbeat.recording(each, places.words(each)))
+            return None
+        return lambda instruction: heartbeat.recording(instruction, places.words(instruction))

@@ -133,7 +133,7 @@ def test_bounds_hold_with_experts_sharded_apart(data: st.DataObject, apart: int,
 def test_bounds_hold_with_pools_limited_in_bytes(data: st.DataObject, layers: float) -> None:
     base, hardware = run(num_layers=12, vocabulary_size=64), machine(1e15, 1e8, 1e7)
     sized = replace(base, zero=ZeroConfig(stage=3, weight_buffers=1, gradient_memory=1.0))
-    elements = layers * StateUnits(sized, StageLayout.of(sized), 8).weight_pool
+    elements = layers * StateUnits(sized, StageLayout.of(sized), 8).table().weight_pool
     width = ELEMENT_BYTES[base.training.precision]
     zero = ZeroConfig(stage=3, weight_memory=elements * width / GIB, gradient_memory=elements * 4 / GIB)
     base = replace(base, zero=zero, batch=replace(base.batch, global_size=48))
