@@ -155,7 +155,10 @@ class _ColumnFused(FusedLinear):
 class _ColumnProbed(ProbedLinear):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
-        return ProbedLinear.backward(ctx, dy.contiguous())
+        (weight,) = ctx.saved_tensors
+        dy = dy.contiguous()
+        dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
+        return dx, dy, None, None, None  # torch.compile cannot call ProbedLinear.backward
 
 
 class _RowFused(FusedLinear):
