@@ -247,7 +247,8 @@ def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
 
 
 def notes(bars: Sequence[Bar]) -> list[str]:
-    """What the shades mean, if there are several chunks or slices, and bars one above the other."""
+    """Return notes for a picture: the meaning of its shades, if there are several chunks or slices, and of bars that
+    are drawn one above the other."""
     most, slices = max((bar.shade for bar in bars), default=0), any(bar.slice > 0 for bar in bars)
     names = [str(chunk) for chunk in range(min(most, 3) + 1)]
     if most > 3:
