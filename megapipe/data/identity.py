@@ -113,7 +113,7 @@ class DataIdentity:
         if self.end_of_document != stored.end_of_document:
             problems.append(
                 f"the end-of-document token, which fill-in-the-middle does not move, is {self.end_of_document} in the "
-                f"first shard's manifest and was {stored.end_of_document}"
+                f"first manifest and was {stored.end_of_document}"
             )
         return problems
 
