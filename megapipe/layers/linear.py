@@ -198,6 +198,7 @@ class FusedLinear(torch.autograd.Function):
         rerun: Rerun | None,
         products: Products,
     ) -> Tensor:
+        """Return x W^T [..., out], with the bias if `add_bias`. rerun: recomputes x, which is then not saved."""
         save_input(ctx, x, rerun, weight)
         ctx.products = products
         ctx.accumulator = products.accumulator_of(weight)
@@ -206,6 +207,7 @@ class FusedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias, each None where it is not needed."""
         weight, *kept = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         dx = ctx.products.input_gradient(dy, weight) if needs_x else None
@@ -223,12 +225,14 @@ class ProbedLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, probe: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
+        """Return x W^T + b [..., out]."""
         ctx.save_for_backward(weight)
         ctx.products = products
         return products.output(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
+        """Return the gradients of x and of the probe."""
         (weight,) = ctx.saved_tensors
         dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
         return dx, dy, None, None, None
