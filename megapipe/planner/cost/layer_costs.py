@@ -36,35 +36,17 @@ def exchanges_seconds(placement: Placement, exchanges: Iterable[Exchange], *name
 
 def layer_exchange_seconds(costs: LayoutCosts, placement: Placement, layer: LayerSpec, group: str) -> PhaseSeconds:
     """Return the seconds that `group`, "tensor", "context" or "pipeline+tensor", exchanges for one micro-batch in a
-    layer.
-
-    `LayoutCosts.within_layer` counts forward and backward together, so the forward's part is what one more forward
-    adds. The embedding and the head are never recomputed: the embedding exchanges in its forward and the head in its
-    backward; with sequence parallelism, half of the exchanges are in each. Where pipeline ranks share the vocabulary,
-    a shard of the output layer sums its gradients in the backward, and one of the embedding gets its gradient there.
-    """
+    layer. backward_weight: seconds by which both halves of a split backward exceed a whole one."""
     names = group.split("+")
     if prod(placement.sizes[name] for name in names) == 1:
         return PhaseSeconds()
-
-    def seconds(forwards: int, halves: bool) -> float:
-        exchanges = costs.within_layer(layer, forwards=forwards, halves=halves).get(group, [])
-        return exchanges_seconds(placement, exchanges, *names)
-
-    whole = seconds(1, False)
-    if not whole:
-        return PhaseSeconds()
-    if layer.kind in ("output", "words"):
-        exchanges = costs.within_layer(layer, forwards=1, halves=False)[group]
-        in_backward = "all_reduce" if layer.kind == "output" else "broadcast"
-        backward = exchanges_seconds(placement, [each for each in exchanges if each.operation == in_backward], *names)
-        return PhaseSeconds(whole - backward, backward)
-    if layer.kind != "block":
-        shared = costs.config.parallel.sequence or (layer.kind == "head" and costs.config.model.mtp_layers > 0)
-        forward = whole / 2 if shared else (whole if layer.kind == "embedding" else 0.0)
-        return PhaseSeconds(forward, whole - forward)
-    forward = seconds(2, False) - whole
-    return PhaseSeconds(forward, whole - forward, seconds(1, True) - whole)
+    forward = backward = split = 0.0
+    for each in (each for op in costs.ops(layer) for each in op.collectives if each.group == group):
+        seconds = placement.slowest(each.operation, each.elements * each.element_bytes, *names).seconds
+        forward += seconds * each.forward
+        backward += seconds * each.backward
+        split += seconds * each.split_backward
+    return PhaseSeconds(forward, backward, split - backward)
 
 
 def shard_groups(group: GroupLinks, shards: int) -> tuple[GroupLinks, GroupLinks]:
