@@ -25,7 +25,7 @@ ROUNDING = 1e-9
 """Maximum relative difference between sums of the same terms in different orders."""
 STEPS = 4
 """Optimizer steps to walk or simulate for a schedule without a flush; the first half fills the pipeline."""
-WALKED_PERIODS = (12, 36)
+WALKED_PERIODS = (10, 36)
 """Numbers of periods of an order to try first: if all ranks' times repeat, the remaining periods repeat them too."""
 
 
@@ -76,7 +76,7 @@ def step_seconds(
     key = name, tuple(sorted(options.items())), ranks
     for periods in WALKED_PERIODS:
         shown = num_microbatches - (num_microbatches // period - periods) * period
-        if 3 * shown > 2 * num_microbatches:
+        if 5 * shown > 4 * num_microbatches:
             break
         (graph, *others) = _graphs(*key, shown)
         if others:

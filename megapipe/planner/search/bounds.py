@@ -25,7 +25,7 @@ from megapipe.layout.stages import cached_method
 from megapipe.layout.units import layer_units
 from megapipe.planner.cost.layer_costs import overlapped, replica_seconds
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.planner.cost.step_time import ROUNDING, TrafficCounts
+from megapipe.planner.cost.step_time import ROUNDING
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.space import Branch, Choice, Layout, Recompute, Shape, ZeroStage
 from megapipe.schedules.registry import find_generator
@@ -40,8 +40,6 @@ Micro = tuple[int, int, int]
 Method = tuple[int, Recompute]
 """Values of `Layout.sequence` and `recompute`, on which the figures of a micro-batch depend."""
 Number = TypeVar("Number", float, Floats)
-OFTEN = TrafficCounts(np.array(2.0), *np.ones((3, 1)))
-"""Gathers in each forward and backward, sums in each backward."""
 
 
 class MicrobatchBytes(NamedTuple, Generic[Number]):
@@ -214,9 +212,8 @@ class LayoutBounds:
         each_seconds = self._seconds(shape, works, choices) if fits.any() else np.full(len(choices), math.inf)
         return np.where(fits, each_seconds, math.inf), each_bytes
 
-    def closer(self, layout: Layout, counted: bool = True) -> float:
-        """Return a tighter lower bound of the seconds of a step, which includes the traffic of each rank's stages.
-        counted: count gathers and sums, which takes long; otherwise each pass counts as having both: not a bound."""
+    def closer(self, layout: Layout) -> float:
+        """Return a tighter lower bound of the seconds of a step, which includes the traffic of each rank's stages."""
         if self._base.schedule.file:
             return 0.0
         shape, count, slow = layout.shape, self._count(layout.shape), self._costs.assumptions.slow_down
@@ -227,7 +224,7 @@ class LayoutBounds:
         # In steps with several updates, sums overlap with more than one backward.
         if layout.zero >= 2 and (gather or reduction) and cut.run.policy.updates_per_step == 1:
             whole, forward = work[:2] @ cut.layers
-            counts = self._costs.traffic(layout) if counted else OFTEN
+            counts = self._costs.traffic(layout)
             gathers, sums = cut.layers[1] * gather * counts.gathers / 2, cut.layers[1] * reduction * counts.sums
             more = overlapped(forward, gathers, slow) + overlapped(whole - forward, gathers + sums, slow) - whole
             by_rank += count * cut.by_rank(more)

@@ -127,6 +127,10 @@ class Evaluation:
 
         def costs() -> list[MicrobatchCost]:
             run = self.in_one_stage(layout)
+            if layout.recompute == "full" and self._apart(layout) is None:  # only the kernels of a recompute differ
+                like = self.microbatch(layout._replace(recompute="none"))
+                times = (self.times.of(run.config, each) for each in run.layers)
+                return [each._replace(compute=compute) for each, compute in zip(like, times, strict=True)]
             return [microbatch_cost(run, *each, *given) for each in zip(run.layers, run.flops, strict=True)]
 
         return self._once((microbatch_cost, key, self._apart(layout)), costs)

@@ -9,7 +9,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from heapq import heappop, heappush
 from operator import attrgetter
 from typing import Literal, NamedTuple
@@ -24,6 +24,8 @@ from megapipe.planner.search.space import Branch, Choice, Layout, Layouts, Shape
 BoundName = Literal["seconds", "num_bytes"]
 Useless = Callable[[float, float], bool]
 """Whether bounds of seconds and of bytes rule a layout out."""
+_Bounded = tuple[float, float, Layout]
+"""Lower bounds of a layout's seconds and bytes, and the layout."""
 
 
 class LayoutFilter(NamedTuple):
@@ -34,6 +36,8 @@ class LayoutFilter(NamedTuple):
 
 
 EVERY = LayoutFilter()
+STAGES = 3
+"""Number of times that `Explorer` computes closer bounds of a layout, before it is estimated."""
 
 
 @dataclass(eq=False)
@@ -135,9 +139,9 @@ class Explorer:
 
     def _in_order(
         self, key: BoundName, kind: LayoutFilter = EVERY, useless: Useless = lambda seconds, num_bytes: False
-    ) -> Iterator[tuple[float, float, Layout]]:
-        """Yield the lower bounds of seconds and bytes, and the layout, for all layouts of a kind, by ascending `key`.
-        In the order of seconds, skip layouts that cannot fit; layouts with `useless` bounds may be skipped too."""
+    ) -> Iterator[_Bounded]:
+        """Yield all layouts of a kind with their bounds, by ascending `key`. In the order of seconds, skip layouts that
+        cannot fit; layouts with `useless` bounds may be skipped too."""
         heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
 
         def put(node: _Node) -> None:
@@ -196,30 +200,51 @@ class Explorer:
         def too_slow(seconds: float, num_bytes: float) -> bool:
             return len(fastest) == keep and seconds > fastest[-1].step_seconds
 
-        for seconds, num_bytes, layout in self._in_order("seconds", kind):
-            if too_slow(seconds, num_bytes):
-                break
-            if estimate := self._estimate(layout, seconds, num_bytes, too_slow):
-                fastest = sorted([*fastest, estimate], key=order)[:keep]
+        for seconds, num_bytes, layout in self._that_fit(self._in_order("seconds", kind), too_slow):
+            if not too_slow(seconds, num_bytes):
+                fastest = sorted([*fastest, self._costs.estimate(layout)], key=order)[:keep]
         return fastest
 
-    def _estimate(self, layout: Layout, seconds: float, num_bytes: float, useless: Useless) -> Estimate | None:
-        """Return the estimate of a layout; None if it does not fit, or closer bounds rule it out. seconds, num_bytes:
-        its bounds."""
-        if self._is_slow(layout, num_bytes, useless):
-            return None
-        self._examined.add(layout)
-        num_bytes = self._costs.least_bytes(layout)
-        if num_bytes > self._limit or useless(seconds, num_bytes) or self._is_slow(layout, num_bytes, useless):
-            return None
-        seconds = self._costs.least_seconds(layout)
-        if useless(seconds, num_bytes) or useless(seconds, self._num_bytes(layout)) or not self._fits(layout):
-            return None
-        return self._costs.estimate(layout)
+    def _that_fit(self, layouts: Iterable[_Bounded], useless: Useless) -> Iterator[_Bounded]:
+        """Yield the layouts that fit, by ascending closer bound of their seconds, with this bound and their bytes.
 
-    def _is_slow(self, layout: Layout, num_bytes: float, useless: Useless) -> bool:
-        """Return whether a closer bound of the seconds rules a layout out; count its traffic only where it might."""
-        return useless(self._closer(layout, False), num_bytes) and useless(self._closer(layout, True), num_bytes)
+        layouts: by ascending bound of their seconds. Layouts whose bounds or bytes are `useless` may be skipped. A
+        closer bound is computed only when no other layout has a lower bound. The last one is nearly the estimate, so
+        the results of the layouts that come first make most of the later ones useless.
+        """
+        waiting: list[tuple[float, int, int, float, Layout]] = []
+
+        def up_to(seconds: float) -> Iterator[_Bounded]:
+            while waiting and waiting[0][0] <= seconds:
+                at_least, number, stage, num_bytes, layout = heappop(waiting)
+                if stage == STAGES:
+                    yield at_least, num_bytes, layout
+                elif not useless(at_least, num_bytes):
+                    closer, num_bytes = self._closer_bounds(layout, stage, num_bytes, partial(useless, at_least))
+                    if num_bytes <= self._limit:
+                        heappush(waiting, (max(at_least, closer), number, stage + 1, num_bytes, layout))
+
+        for number, (seconds, num_bytes, layout) in enumerate(layouts):
+            yield from up_to(seconds)
+            if useless(seconds, 0.0):  # all later layouts are too slow
+                break
+            heappush(waiting, (seconds, number, 0, num_bytes, layout))
+        yield from up_to(math.inf)
+
+    def _closer_bounds(
+        self, layout: Layout, stage: int, num_bytes: float, too_large: Callable[[float], bool]
+    ) -> tuple[float, float]:
+        """Return bounds of a layout's seconds and bytes: a close one of the seconds, then close ones of both, then the
+        exact bytes. The bytes are infinite where the layout does not fit. too_large: whether bytes rule it out."""
+        if stage == 0:
+            return self._closer(layout), num_bytes
+        if stage == 1:
+            self._examined.add(layout)
+            num_bytes = self._costs.least_bytes(layout)
+            if num_bytes > self._limit or too_large(num_bytes):
+                return 0.0, math.inf
+            return self._costs.least_seconds(layout), num_bytes
+        return 0.0, self._num_bytes(layout) if self._fits(layout) else math.inf
 
     def nearest(self, kind: LayoutFilter = EVERY) -> Estimate | None:
         """Return the layout of a kind whose fullest rank needs the fewest bytes; None if there is no layout."""
@@ -252,14 +277,11 @@ class Explorer:
         def useless(seconds: float, num_bytes: float) -> bool:
             return seconds > slowest or covered(seconds, num_bytes, 1.0)
 
-        for seconds, num_bytes, layout in self._in_order("seconds", useless=covered):
-            if seconds > slowest:
-                break
-            if covered(seconds, num_bytes):
-                continue
-            estimate = self._estimate(layout, seconds, num_bytes, useless)
-            if estimate is not None and estimate.step_seconds <= slowest:
-                front = pareto([*front, estimate])
+        near = (each for each in self._in_order("seconds", useless=covered) if not covered(*each[:2]))
+        for seconds, num_bytes, layout in self._that_fit(near, useless):
+            if not useless(seconds, num_bytes):
+                estimate = self._costs.estimate(layout)
+                front = pareto([*front, estimate] if estimate.step_seconds <= slowest else front)
         return front
 
 

@@ -109,8 +109,9 @@ class OrderGraph:
         # Each level has an edge to every `first`, then to every `second` of its nodes.
         sizes = np.array([1, *map(len, levels)])
         stops = np.cumsum(sizes)
-        edge = np.arange(len(order)) + np.repeat(stops - sizes, sizes)
-        self._edge = np.argsort(np.append(edge, edge + np.repeat(sizes, sizes)))
+        place = np.arange(len(order)) + np.repeat(stops - sizes, sizes)
+        self._edge = np.empty(2 * len(order), dtype=np.int64)
+        self._edge[np.append(place, place + np.repeat(sizes, sizes))] = np.arange(2 * len(order))
         self._predecessor = np.append(first, second)[self._edge]
         self._levels = list(pairwise(stops.tolist()))
         self._number = number[1:]

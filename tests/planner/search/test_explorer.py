@@ -31,7 +31,6 @@ class MadeUp:
         self.costs = {each: (rng.randint(1, 40) / 4, rng.randint(10, 1000)) for each in layouts}
         self.below = {each: (rng.uniform(0.3, 1.0), rng.uniform(0.3, 1.0)) for each in self.costs}
         self.near = {each: rng.uniform(0.9, 1.0) for each in self.costs}
-        self.guess = {each: rng.uniform(0.5, 1.5) for each in self.costs}  # not a bound
         self._share = rng.uniform(0.6, 1.0)
 
     def of(self, shape: Shape, choices: Sequence[Choice]) -> tuple[np.ndarray, np.ndarray]:
@@ -49,8 +48,8 @@ class MadeUp:
         seconds, num_bytes = (min(self.costs[each][at] for each in layouts) for at in (0, 1))
         return seconds * self._share, num_bytes * self._share
 
-    def closer(self, layout: Layout, counted: bool) -> float:
-        return self.costs[layout][0] * (self.near if counted else self.guess)[layout]
+    def closer(self, layout: Layout) -> float:
+        return self.costs[layout][0] * self.near[layout]
 
     def least_seconds(self, layout: Layout) -> float:
         return self.costs[layout][0] * (1.0 + self.near[layout]) / 2.0
