@@ -132,11 +132,10 @@ class LayerFigures:
     @cached_method
     def traffic(self, mesh: Mesh, zero: ZeroStage) -> tuple[float, float]:
         """Return the seconds to gather a block's weights, and to reduce its gradients, over its replicas. They are 0
-        without sharding or with one replica, and where finding the slowest group would take long: for measured links,
-        or for a mesh that divides nodes unevenly."""
+        without sharding or with one replica, and for measured links, where finding the slowest group takes long."""
         run = self._costs.in_one_stage(self._layout(mesh, zero))
         measured = run.hardware.link_matrix is not None
-        if zero == 0 or run.costs.replicas == 1 or run.placement.inside is None or measured:
+        if zero == 0 or run.costs.replicas == 1 or measured:
             return 0.0, 0.0
         units = (layer_units(layer, run.tied, run.config.zero) for layer in run.layers[1:-1])
         # Whole experts are reduced once per step.
