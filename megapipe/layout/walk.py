@@ -456,8 +456,8 @@ class Walk:
         rows = self._rows(Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
         if gradients.sharded.any():
             rows = np.sort(np.concatenate([rows, self._rows(*ADDING)]))
-        columns = (self._kind.astype(np.int64), self._rank, self._stage, self._unit)
-        buffers, before = _Buffers(self.header, gradients), 0
+        columns = (self._kind.astype(np.int64), self._stage, self._unit)
+        buffers = _Buffers(self.header, gradients)
         first, width, header = self._symbols, self._width, self.header
         whole = gradients.sharded & gradients.filled
         added = [
@@ -467,12 +467,7 @@ class Walk:
             ]
             for stage, units in enumerate(header.units_per_stage)
         ]
-        for row, kind, rank, stage, unit in zip(
-            rows.tolist(), *(column[rows].tolist() for column in columns), strict=True
-        ):
-            if rank != before:
-                buffers.forget()
-                before = rank
+        for row, kind, stage, unit in zip(rows.tolist(), *(column[rows].tolist() for column in columns), strict=True):
             if kind == Kind.REDUCE_GRADIENTS:
                 place = stage * width + unit
                 buffers.start_sum(row, place, int(first[Tensor.SUMMANDS]) + place * self.num_variants)
@@ -485,7 +480,10 @@ class Walk:
 
 
 class _Buffers:
-    """Whole gradients of a rank. opened, summed: sizes of gradients and of summands, as `Walk._changes` takes them."""
+    """Whole gradients of one rank after another; each ends with an update, after which it holds none.
+
+    opened, summed: sizes of gradients and of summands, as `Walk._changes` takes them.
+    """
 
     def __init__(self, header: Header, gradients: GradientBuffers) -> None:
         self._gradients = gradients
@@ -523,13 +521,6 @@ class _Buffers:
             self._summing.append(place)
             self._numbers.append(self._number)
             self.summed.append((row, self._number, size))
-
-    def forget(self) -> None:
-        """Forget the gradients and sums of a rank, before those of another rank."""
-        self._open.clear()
-        self._summing.clear()
-        self._numbers.clear()
-        self._free = self._pool
 
     def close_all(self, row: int) -> None:
         """End all sums."""

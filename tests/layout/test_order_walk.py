@@ -1,5 +1,7 @@
-"""Walks of few micro-batches, which a search shares among layouts, compared with walks of all of them."""
+"""Walks of few micro-batches, which a search shares among layouts, compared with walks of all of them, and walks of
+all ranks compared with one of each rank."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,13 @@ def filled_sizes(num_places: int, numbers: Any) -> Sizes:
     return sizes
 
 
+def of_rank(sharding: ShardedRanks, rank: int, stages: list[int]) -> ShardedRanks:
+    units = sharding.states.units
+    states = replace(sharding.states, units=tuple(units[stage] for stage in stages) if units else ())
+    filled, spans = (tuple(each[stage] for stage in stages) for each in (sharding.filled, sharding.spans))
+    return sharding._replace(ranks=(rank,), states=states, filled=filled, spans=spans)
+
+
 def check_sharded(order: Order, sharding: ShardedRanks, seed: int) -> None:
     """Whole weights, gradients and summands of each rank, and how often they are exchanged."""
     short, period = order.short()
@@ -86,6 +95,13 @@ def check_sharded(order: Order, sharding: ShardedRanks, seed: int) -> None:
             sizes.of[Tensor.WEIGHTS : Tensor.STATE, :, 0] = numbers
             peaks.append(walk.by_rank(getattr(walk.held(sizes), part)))
         assert np.array_equal(*peaks)
+        for rank, peak in enumerate(peaks[0]):
+            own = [stage for stage, place in enumerate(short.actions.header.stages) if place.rank == rank]
+            alone = FewRanks(short, of_rank(sharding, rank, own)).walk
+            sizes = Sizes(alone.num_places, 1, 0, 0)
+            by_stage = numbers.reshape(3, stages_of(order), -1)[:, own, : alone.num_places // len(own)]
+            sizes.of[Tensor.WEIGHTS : Tensor.STATE, :, 0] = by_stage.reshape(3, -1)
+            assert alone.by_rank(getattr(alone.held(sizes), part)) == [peak]
     longer = order.short(3)[0]
     if longer.num_microbatches < order.num_microbatches:
         fewer = longer._replace(num_microbatches=longer.num_microbatches - period)

@@ -51,6 +51,7 @@ def test_layered_accumulation_gathers_twice_and_reduces_once(microbatches: int, 
     assert traffic["data+context", "reduce_scatter"] == (UNITS, elements, 4 * elements)
     gathered = 2 * elements - saved
     assert traffic["data+context", "all_gather"] == (2 * UNITS - buffers, gathered, 4 * gathered)
+    assert {group for group, _ in traffic} == {"data+context", "world"}  # nothing between copies of the shards
 
 
 def test_state_peaks_are_those_of_rajbhandari() -> None:
@@ -59,6 +60,15 @@ def test_state_peaks_are_those_of_rajbhandari() -> None:
     shard = 4 * sum(sizes()) // REPLICAS
     assert lasting == StateBytes(weights=shard, master=0, gradients=shard, moments=2 * shard)
     assert peak.weights == peak.gradients == 4 * sum(sorted(sizes())[-2:])
+
+
+@pytest.mark.parametrize("offload", [{}, {"optimizer": True}, {"optimizer": True, "weights": True}])
+def test_offloaded_state_is_in_host_memory(offload: dict[str, bool]) -> None:
+    rank = layered(3, offload=offload, training={"precision": "bf16"})
+    lasting = rank.state()
+    of_optimizer = (lasting.master + lasting.moments) * ("optimizer" in offload)
+    assert lasting.master > 0
+    assert rank.in_host() == of_optimizer + lasting.weights * ("weights" in offload)
 
 
 def test_a_step_starts_and_ends_without_activations() -> None:

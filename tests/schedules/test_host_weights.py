@@ -56,7 +56,7 @@ def test_copies_of_weights_take_turns_with_reloads_of_activations():
         free = costs.without(Kind.OFFLOAD, Kind.RELOAD)
         assert simulate(schedule, free).finish == 12.0 + 1.0
     assert finish[()] == 13.0
-    assert finish[0, 1, 2] > 13.0
+    assert finish[0, 1, 2] == 15.5  # with a stream of their own, copies of weights would end at 14.5
 
 
 @pytest.mark.parametrize(

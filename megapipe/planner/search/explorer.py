@@ -140,8 +140,8 @@ class Explorer:
     def _in_order(
         self, key: BoundName, kind: LayoutFilter = EVERY, useless: Useless = lambda seconds, num_bytes: False
     ) -> Iterator[_Bounded]:
-        """Yield all layouts of a kind with their bounds, by ascending `key`. In the order of seconds, skip layouts that
-        cannot fit; layouts with `useless` bounds may be skipped too."""
+        """Yield all layouts of a kind with their bounds, by ascending `key`. In the order of seconds, layouts that
+        cannot fit are skipped; layouts with `useless` bounds may be skipped too."""
         heap: list[tuple[float, tuple[int, ...], _Node, int]] = []
 
         def put(node: _Node) -> None:

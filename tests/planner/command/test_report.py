@@ -105,6 +105,17 @@ def test_the_front_has_a_disc_for_each_layout(prediction):
     assert [to_hex(disc.get_facecolor()[0]) == LIMIT for disc in discs] == [True, False, False]
 
 
+def test_discs_have_numbers_unless_another_numbered_disc_is_near(prediction):
+    """A disc's radius is about 9 pixels: the second one would cover the first, the third only the second."""
+    front = [
+        replace(prediction.estimate, step_seconds=1.0, memory=(RankMemory(part, 0, 0, 0, 0, 0),))
+        for part in (60_000_000_000, 58_500_000_000, 57_000_000_000)
+    ]
+    axes = pareto_figure(front, 80e9).axes[0]
+    assert {text.get_text() for text in axes.texts if text.get_weight() == "bold"} == {"1", "3"}
+    assert "Speed against memory" in axes.figure.texts[0].get_text()
+
+
 def test_pictures_follow_the_colors_of_the_page(prediction):
     picture = as_svg(memory_figure(prediction.estimate))
     style, _, rest = picture.partition("</style>")
