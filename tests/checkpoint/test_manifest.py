@@ -18,7 +18,7 @@ from megapipe.checkpoint.manifest import (
     read_manifest,
 )
 from megapipe.checkpoint.shards import Extent
-from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError, inside
 from megapipe.data.identity import DataIdentity, ShardIdentity
 from megapipe.spec.parameters import Box
 
@@ -130,3 +130,10 @@ def test_invalid_content_is_refused(tmp_path: Path, changes: dict[str, Any], mes
     rewrite(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=message):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "below/file", "/etc/passwd", "a\0b", "x" * 256])
+def test_names_with_paths_are_not_read(name: str, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="which is not in its folder; it is not read"):
+        inside(tmp_path, name)
+    assert inside(tmp_path, "file") == tmp_path / "file"

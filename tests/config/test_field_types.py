@@ -9,7 +9,22 @@ import pytest
 
 from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
-from megapipe.config.field_types import Bound, base_of, bound_of, bound_problems, in_words, rule_of, type_hints
+from megapipe.config.field_types import (
+    Bound,
+    Fraction,
+    NaturalFloat,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Share,
+    base_of,
+    bound_of,
+    bound_problems,
+    in_words,
+    rule_of,
+    type_hints,
+)
 from megapipe.config.load import build_parser, parse_as
 
 
@@ -82,3 +97,22 @@ def test_types_in_words() -> None:
     assert in_words(percent) == "a number from 0 to 100"
     assert in_words(list[percent] | None) == "a list of numbers from 0 to 100, or null"
     assert (rule_of(percent), rule_of(dict[str, percent]), rule_of(int)) == ("from 0 to 100", "each from 0 to 100", "")
+
+
+@pytest.mark.parametrize(
+    ("kind", "allowed", "refused"),
+    [
+        (Fraction, (0.0, 1.0), (-1e-9, 1.0 + 1e-9)),
+        (Share, (1e-9, 1.0), (0.0, 1.0 + 1e-9)),
+        (Probability, (0.0, 1.0 - 1e-9), (-1e-9, 1.0)),
+        (NaturalFloat, (0.0,), (-1e-9,)),
+        (PositiveFloat, (1e-9,), (0.0,)),
+        (NaturalInt, (0,), (-1,)),
+        (PositiveInt, (1,), (0,)),
+    ],
+)
+def test_named_types_have_the_limits_of_their_names(kind: Any, allowed: Any, refused: Any) -> None:
+    bound = bound_of(kind)
+    assert bound is not None
+    assert all(map(bound.holds, allowed))
+    assert not any(map(bound.holds, refused))
