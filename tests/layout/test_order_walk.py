@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.layout.order_walk import FewRanks, Order, ShardedRanks, stage_walk
+from megapipe.layout.order_walk import FewRanks, Order, ShardedRanks, before_backwards, stage_walk
 from megapipe.layout.walk import Sizes, Tensor
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.states import StateTable
@@ -68,6 +68,9 @@ def check_held_bytes(order: Order, seed: int) -> None:
     if order.actions.flushes:
         assert short_walk[0].activation_slots == whole[0].activation_slots
         assert short_walk[0].gradient_slots == whole[0].gradient_slots
+    moments = before_backwards(order, np.arange(stages_of(order)))
+    assert np.array_equal(moments.kept.max(axis=0), moments.most)
+    assert moments.kept.min() >= 0
 
 
 def filled_sizes(num_places: int, numbers: Any) -> Sizes:
