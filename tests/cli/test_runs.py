@@ -144,6 +144,9 @@ def test_show_and_list_print_a_small_run(
     shutil.move(tmp_path / "mine", tmp_path / "runs/group/mine")
     assert main(["list"]) == 0, "runs/ and folders in it are searched"
     assert "runs/group/mine  finished" in capsys.readouterr().out
+    (tmp_path / "empty").mkdir()
+    assert main(["list", "empty"]) == 0
+    assert "empty has no runs" in capsys.readouterr().err
 
 
 def test_compare_and_plot_show_differences_alone(
