@@ -127,7 +127,7 @@ class Evaluation:
 
         def costs() -> list[MicrobatchCost]:
             run = self.in_one_stage(layout)
-            if layout.recompute == "full" and self._apart(layout) is None:  # only the kernels of a recompute differ
+            if layout.recompute == "full" and self._apart(layout) is None:  # only the recomputed kernels differ
                 like = self.microbatch(layout._replace(recompute="none"))
                 times = (self.times.of(run.config, each) for each in run.layers)
                 return [each._replace(compute=compute) for each, compute in zip(like, times, strict=True)]
