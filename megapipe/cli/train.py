@@ -212,7 +212,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
     end_with_launcher()
 
     # Imported here because torch takes a second, and --help or a misspelt key should not wait for it.
-    from megapipe.parallel.launch import LaunchEnvironment
+    from megapipe.parallel.launch import LaunchEnvironment, shutdown
     from megapipe.training.observe.listeners import any_abandoned
     from megapipe.training.pretrain import pretrain
     from megapipe.training.resilience.failures import status_of
@@ -244,6 +244,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+    shutdown()  # after wrong input all ranks are alive
     return status
 
 

@@ -229,12 +229,13 @@ def initialize(
 def joined(
     sizes: Mapping[str, int], device: DeviceChoice = "auto", timeout: float = 600.0, start: Start | None = None
 ) -> Iterator[Mesh]:
-    """Join the world as `initialize` does, and leave it at the end of the block."""
-    mesh = initialize(sizes, device, timeout, start)
-    try:
-        yield mesh
-    finally:
-        shutdown()
+    """Join the world as `initialize` does, and leave it at the end of the block.
+
+    After an error, the process stays in the world until it ends: destroying a group may wait for an operation with a
+    peer that is gone, and the error would be reported late.
+    """
+    yield initialize(sizes, device, timeout, start)
+    shutdown()
 
 
 def shutdown() -> None:

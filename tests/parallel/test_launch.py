@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from megapipe.config.parallel import MeshShape
 from megapipe.parallel import launch
 from megapipe.parallel.groups import CommunicationError, DistributedGroup, LaunchError, SoloGroup
-from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, shutdown
+from megapipe.parallel.launch import LaunchEnvironment, connected_mesh, initialize, joined, shutdown
 from tests.support.ranks import free_port, run_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -86,10 +87,15 @@ def test_missing_gpu_is_reported() -> None:
         initialize({}, device="cuda")
 
 
-def join_by_environment(rank: int, port: int) -> list[float]:
+def leave_for(port: int, rank: int, world_size: int) -> None:
+    """Leave the world of the test's ranks, and set the environment of another one."""
     dist.destroy_process_group()
-    environment = {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": rank, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    numbers = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in numbers.items()}, MASTER_ADDR="localhost")
+
+
+def join_by_environment(rank: int, port: int) -> list[float]:
+    leave_for(port, rank, 4)
     mesh = initialize({"data": 2, "tensor": 2}, device="auto" if not torch.cuda.is_available() else "cpu", timeout=30)
     assert isinstance(mesh.group("tensor"), DistributedGroup)
     value = torch.tensor([float(rank)])
@@ -101,6 +107,19 @@ def join_by_environment(rank: int, port: int) -> list[float]:
 
 def test_ranks_of_an_environment_join_one_mesh() -> None:
     assert run_ranks(4, join_by_environment, free_port()) == [[1.0], [1.0], [5.0], [5.0]]
+
+
+def stay_after_an_error(rank: int, port: int) -> tuple[bool, bool]:
+    leave_for(port, rank, 2)
+    with suppress(CommunicationError), joined({"data": 2}, device="cpu", timeout=30):
+        raise CommunicationError("a peer is gone")
+    stays = dist.is_initialized()
+    shutdown()
+    return stays, dist.is_initialized()
+
+
+def test_an_error_is_not_held_up_by_groups_of_lost_peers() -> None:
+    assert run_ranks(2, stay_after_an_error, free_port()) == [(True, False)] * 2
 
 
 PROGRAM = """
