@@ -190,6 +190,11 @@ class _Entered(torch.autograd.Function):
         return gradient, None
 
 
+RANDOM_STATE_BYTES = 16
+"""Storages up to this size stay on the device: torch's fused attention saves two numbers that its dropout starts from,
+and their copies would only be two more commands."""
+
+
 class SavedTensors:
     """All tensors that one forward of one micro-batch through a unit saves for its backward.
 
@@ -263,7 +268,8 @@ class SavedTensors:
     def _pack(self, tensor: Tensor) -> _Kept | Tensor:
         address = address_of(tensor)
         # The int32 tensors are the blocks of flex_attention, which all units of a micro-batch share.
-        if tensor.dtype == torch.int32 or address in self._resident or tensor.untyped_storage().nbytes() == 0:
+        small = tensor.untyped_storage().nbytes() <= RANDOM_STATE_BYTES
+        if tensor.dtype == torch.int32 or address in self._resident or small:
             return tensor.detach()  # detached, because an output would hold a reference to the graph that holds it
         if address not in self._storages:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
