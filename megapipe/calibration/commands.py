@@ -25,11 +25,11 @@ from megapipe.calibration.collectives import NodeLinks, Place, measure_node_link
 from megapipe.calibration.machine import check_output, profile
 from megapipe.config import ConfigError
 from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar
+from megapipe.config.durable import write_whole
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.data import DataError
-from megapipe.data.files import write_whole
 from megapipe.engine.assembly import Assembly, Holding, ModelTable
 from megapipe.engine.stage import Stage, TensorSpec, described, unit_states
 from megapipe.kernels.ops import OPS

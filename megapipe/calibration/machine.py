@@ -35,9 +35,9 @@ from megapipe.calibration.layers import (
 from megapipe.calibration.planning import memory_bytes
 from megapipe.config import ConfigError
 from megapipe.config.command_line import end_with_parent, unwritable
+from megapipe.config.durable import write_whole
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
-from megapipe.data.files import write_whole
 from megapipe.layout.hardware.description import (
     Contention,
     Device,

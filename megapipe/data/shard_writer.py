@@ -14,8 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megapipe.config.durable import flush_folder, write_whole
 from megapipe.data import DataError
-from megapipe.data.files import HashedFile, flush_folder, write_whole
+from megapipe.data.files import HashedFile
 from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.shards import CODE_OF_DTYPE, IndexedDataset, bin_path, idx_path, pack_header
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megapipe.config.durable import write_whole
 from megapipe.schedules import Costs, Kind, Schedule, dumps, simulate
 from megapipe.schedules.actions import write_action
 from megapipe.schedules.measured.traces import (
@@ -13,7 +14,6 @@ from megapipe.schedules.measured.traces import (
     RankTrace,
     fingerprint,
     write_rank,
-    write_whole,
 )
 from megapipe.schedules.schedule import SECTIONS, SectionName
 from megapipe.schedules.table import Table
@@ -38,7 +38,7 @@ def write_trace(
     change: applied to each event and its pipeline rank. data: replicas, all alike.
     """
     header, text = schedule.header, dumps(schedule)
-    write_whole(directory / SCHEDULE_FILE, text)
+    write_whole(directory / SCHEDULE_FILE, text.encode())
     ranks: list[list[Event]] = [[] for _ in range(header.num_ranks)]
     for first in range(steps) if schedule.flushes else (0,):
         for rank, events in enumerate(_simulated(schedule, costs, 1 if schedule.flushes else steps)):

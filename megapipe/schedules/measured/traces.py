@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
+from megapipe.config.durable import write_whole
 from megapipe.config.untrusted import DECODING_ERRORS, is_of_type, read_json
 from megapipe.schedules.actions import Kind, short_word
 from megapipe.schedules.build import read_file
@@ -69,18 +69,7 @@ def fingerprint(schedule_text: str) -> str:
 def write_rank(directory: Path, trace: RankTrace) -> None:
     """Write a rank's file, whole or not at all."""
     document = {"format": FORMAT, **vars(trace), "event_fields": Event._fields}
-    write_whole(directory / f"rank-{trace.rank}.json", json.dumps(document, separators=(",", ":")) + "\n")
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text to a temporary file, flush it to disk and rename it; creates the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f"{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
+    write_whole(directory / f"rank-{trace.rank}.json", json.dumps(document, separators=(",", ":")).encode() + b"\n")
 
 
 def rank_files(directory: Path) -> dict[int, Path]:

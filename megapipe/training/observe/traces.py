@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 import megapipe
+from megapipe.config.durable import write_whole
 from megapipe.config.run import PretrainConfig, ReliabilityConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.trace import ClockOffset, Recorder, clock_offset
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import dumps
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.measured.traces import SCHEDULE_FILE, RankTrace, fingerprint, write_rank, write_whole
+from megapipe.schedules.measured.traces import SCHEDULE_FILE, RankTrace, fingerprint, write_rank
 from megapipe.schedules.schedule import SECTIONS
 from megapipe.training.observe.records import RANKS, TIME_PARTS, print_error
 
@@ -83,7 +84,7 @@ class Profiler:
         trace = self._trace(engine, recorder)
         try:
             if self._offset.leads_host:
-                write_whole(directory / SCHEDULE_FILE, dumps(engine.schedule))
+                write_whole(directory / SCHEDULE_FILE, dumps(engine.schedule).encode())
             write_rank(directory, trace)
         except OSError as error:
             print_error(f"warning: rank {self._mesh.rank} could not write its trace to {directory}: {error}")

@@ -36,10 +36,11 @@ from megapipe.checkpoint.directory import DirectoryLock, word_in
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config import ConfigError
+from megapipe.config.durable import write_whole
 from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import flat
 from megapipe.data import DataError
-from megapipe.data.files import sampled_checksum, write_whole
+from megapipe.data.files import sampled_checksum
 from megapipe.data.identity import shard_identity
 from megapipe.kernels.preferences import VARIABLE as PREFERENCES
 from megapipe.layout.hardware.description import PRESETS
