@@ -25,6 +25,8 @@ LLAMA = {
     "tie_embeddings": False,
 }
 QWEN3 = {**LLAMA, "qk_norm": True, "sliding_window": 5, "head_size": 16}
+LATENT, ROTATED = 12, 4
+LATENTS = {**LLAMA, "num_kv_heads": None, "kv_latent_size": LATENT, "rotary_head_size": ROTATED}
 DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 

@@ -106,7 +106,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
-LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
 YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 32}
 LONGROPE = {
     "rope_type": "longrope",
@@ -115,9 +115,11 @@ LONGROPE = {
     "short_factor": [1.0, 1.1, 1.2, 1.3],
     "long_factor": [1.5, 2.0, 3.0, 4.0],
 }
+LAST_WINDOWS = {"use_sliding_window": True, "sliding_window": 7}
 GEMMA2 = {"query_pre_attn_scalar": 144, "final_logit_softcapping": 3.0, "attn_logit_softcapping": 2.0}
 GEMMA3 = {"query_pre_attn_scalar": 24, "num_hidden_layers": 4, "sliding_window_pattern": 3}
 DEEPSEEK = {
+    **SIZES,
     "first_k_dense_replace": 1,
     "moe_intermediate_size": 48,
     "n_routed_experts": 8,
@@ -131,39 +133,25 @@ DEEPSEEK = {
     "rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 1.2},
     "experts_implementation": "eager",
 }
-FOUR_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+GPT2 = {"vocab_size": 97, "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64}
+TWO_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+QWEN_MOE = {**GROUPED, **TWO_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48}
+ERNIE = {**GROUPED, "moe_intermediate_size": 48, "moe_num_experts": 4, "moe_k": 2, "experts_implementation": "eager"}
+UNSHARED = {"moe_num_shared_experts": 0, "moe_layer_start_index": 0}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt2": (
-        "GPT2",
-        {
-            "vocab_size": 97,
-            "n_layer": 2,
-            "n_embd": 64,
-            "n_head": 4,
-            "n_positions": 64,
-            "resid_pdrop": 0.0,
-            "embd_pdrop": 0.0,
-            "attn_pdrop": 0.0,
-        },
-    ),
+    "gpt2": ("GPT2", {**GPT2, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
     # All three bands of wavelengths.
     "llama": ("Llama", {**GROUPED, "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "rope_parameters": LLAMA3}),
     # One key and value head for all.
-    "llama_linear": (
-        "Llama",
-        {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True, "rope_parameters": LINEAR},
-    ),
+    "llama_linear": ("Llama", {**SIZES, "num_key_value_heads": 1, "tie_word_embeddings": True, **LINEAR}),
     # A window shorter than the sequence, heads wider than hidden / heads.
     "mistral": ("Mistral", {**GROUPED, "head_dim": 32, "sliding_window": 7, "tie_word_embeddings": False}),
     "qwen2": ("Qwen2", {**GROUPED, "tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {**GROUPED, "head_dim": 16, "tie_word_embeddings": False}),
-    "mixtral": ("Mixtral", {**GROUPED, **FOUR_EXPERTS, "num_local_experts": 4, "head_dim": 16}),
+    "mixtral": ("Mixtral", {**GROUPED, **TWO_EXPERTS, "num_local_experts": 4, "head_dim": 16}),
     "llama_with_biases": ("Llama", {**GROUPED, "attention_bias": True, "mlp_bias": True, "rope_parameters": YARN}),
     # Windows in the last layer alone.
-    "qwen2_windows": (
-        "Qwen2",
-        {**GROUPED, "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "num_hidden_layers": 3},
-    ),
+    "qwen2_windows": ("Qwen2", {**GROUPED, **LAST_WINDOWS, "max_window_layers": 1, "num_hidden_layers": 3}),
     "qwen3_biases": ("Qwen3", {**GROUPED, "head_dim": 32, "attention_bias": True}),
     # Layer norms, biases, a window.
     "starcoder2": ("Starcoder2", {**GROUPED, "sliding_window": 7}),
@@ -177,36 +165,19 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {**GROUPED, "head_dim": 16, "sliding_window": 7, **GEMMA3}),
     "olmo2": ("Olmo2", GROUPED),
     "smollm3": ("SmolLM3", {**GROUPED, "num_hidden_layers": 4, "no_rope_layer_interval": 3}),
-    "qwen2_moe": (
-        "Qwen2Moe",
-        {
-            **GROUPED,
-            **FOUR_EXPERTS,
-            "num_experts": 4,
-            "moe_intermediate_size": 48,
-            "shared_expert_intermediate_size": 80,
-        },
-    ),
+    "qwen2_moe": ("Qwen2Moe", {**QWEN_MOE, "shared_expert_intermediate_size": 80}),
     # A layer without experts between others.
     "qwen3_moe_mixed": (
         "Qwen3Moe",
-        {
-            **GROUPED,
-            **FOUR_EXPERTS,
-            "num_experts": 4,
-            "moe_intermediate_size": 48,
-            "num_hidden_layers": 3,
-            "mlp_only_layers": [1],
-            "norm_topk_prob": True,
-        },
+        {**QWEN_MOE, "num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": True},
     ),
-    "qwen3_moe": ("Qwen3Moe", {**GROUPED, **FOUR_EXPERTS, "num_experts": 4, "moe_intermediate_size": 48}),
+    "qwen3_moe": ("Qwen3Moe", QWEN_MOE),
     "bloom": ("Bloom", {"vocab_size": 97, "n_layer": 2, "hidden_size": 64, "n_head": 4, "pad_token_id": None}),
     "gpt_oss": (
         "GptOss",
         {
             **GROUPED,
-            **FOUR_EXPERTS,
+            **TWO_EXPERTS,
             "intermediate_size": 64,  # as wide as the hidden states, as in the published models
             "num_local_experts": 4,
             "head_dim": 32,
@@ -217,77 +188,35 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     # Experts chosen with biases, heads wider than hidden / heads.
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
-        {
-            **GROUPED,
-            "head_dim": 32,
-            "moe_intermediate_size": 48,
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_num_shared_experts": 0,
-            "moe_layer_start_index": 0,
-            "tie_word_embeddings": True,
-            "experts_implementation": "eager",
-        },
+        {**ERNIE, "head_dim": 32, **UNSHARED, "tie_word_embeddings": True},
     ),
     # Shared experts, and a layer without experts.
     "ernie4_5_moe_shared": (
         "Ernie4_5_Moe",
-        {
-            **GROUPED,
-            "num_hidden_layers": 3,
-            "moe_intermediate_size": 48,
-            "moe_num_experts": 4,
-            "moe_k": 2,
-            "moe_num_shared_experts": 2,
-            "moe_layer_start_index": 1,
-            "experts_implementation": "eager",
-        },
+        {**ERNIE, "num_hidden_layers": 3, "moe_num_shared_experts": 2, "moe_layer_start_index": 1},
     ),
     # Queries without a latent.
     "deepseek_v2": (
         "DeepseekV2",
-        {
-            **SIZES,
-            **DEEPSEEK,
-            "q_lora_rank": None,
-            "topk_method": "group_limited_greedy",
-            "routed_scaling_factor": 2.0,
-        },
+        {**DEEPSEEK, "q_lora_rank": None, "topk_method": "group_limited_greedy", "routed_scaling_factor": 2.0},
     ),
     "deepseek_v3": (
         "DeepseekV3",
-        {
-            **SIZES,
-            **DEEPSEEK,
-            "num_key_value_heads": 4,
-            "q_lora_rank": 40,
-            "attention_bias": True,
-            "num_mtp_layers": 0,
-        },
+        {**DEEPSEEK, "num_key_value_heads": 4, "q_lora_rank": 40, "attention_bias": True, "num_mtp_layers": 0},
     ),
 }
 """Name of a case -> prefix of transformers' classes, and its configuration."""
 UNDROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SAFE = {"attn_implementation": "sdpa"}
 """In fp64, the eager softmax of padding that sees nothing is NaN."""
+MODERN_BIASES = dict.fromkeys(("attention_bias", "mlp_bias", "norm_bias", "classifier_bias"), True)
+TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "roberta": ("Roberta", {**SIZES, **UNDROPPED, "pad_token_id": 1, "type_vocab_size": 1}),
-    # Another row for the first token, and a table of two types.
     # A window shorter than the sequence, with other angles, and a first layer without a norm.
     "modernbert": ("ModernBert", {**SIZES, **SAFE, "num_hidden_layers": 5, "local_attention": 8}),
-    "modernbert_with_biases": (
-        "ModernBert",
-        {
-            **SIZES,
-            **SAFE,
-            "layer_types": ["sliding_attention", "full_attention"],
-            "local_attention": 12,
-            "attention_bias": True,
-            "mlp_bias": True,
-            "norm_bias": True,
-            "classifier_bias": True,
-        },
-    ),
+    "modernbert_with_biases": ("ModernBert", {**SIZES, **SAFE, **MODERN_BIASES, **TWO_KINDS, "local_attention": 12}),
+    # Another row for the first token, and a table of two types.
     "xlm_roberta": ("XLMRoberta", {**SIZES, **UNDROPPED, "pad_token_id": 3}),
     "albert": ("Albert", {**SIZES, **UNDROPPED, "num_hidden_layers": 3, "embedding_size": 24}),
 }

@@ -10,14 +10,20 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.config.model import Reach
+from megapipe.config.rope import RopeScaling
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
-from tests.layers.bound import LLAMA, bind_model, make_context, run, small_model
-from tests.models.test_attention_variants import VARIANTS
-from tests.models.test_latent_attention import LATENT, LATENTS, ROTATED
+from tests.layers.bound import LATENT, LATENTS, LLAMA, ROTATED, bind_model, make_context, run, small_model
 
 LENGTH = 12
+BIASES = {**LLAMA, "bias": "attention"}
+NORMS = {**BIASES, "qk_norm": True, "qk_norm_over": "projection"}
+YARN = RopeScaling(kind="yarn", factor=4.0, original_length=6, mscale=0.7, mscale_all_dim=1.2, truncate=False)
 DECODED: dict[str, dict[str, Any]] = {
-    **{name: {**LLAMA, "bias": "attention", **fields} for name, (*_, fields) in VARIANTS.items()},
+    "OLMo 2's norms": NORMS,
+    "YaRN": {**NORMS, "rope_scaling": YARN},
+    "Gemma 2's scores": {**BIASES, "attention_scale": 5**-0.5, "attention_softcap": 0.7},
+    "gpt-oss's sinks": {**BIASES, "attention_sinks": True},
+    "StableLM's rotation": {**LLAMA, "rotary_fraction": 0.5, "bias": "qkv"},
     "Gemma 2": {
         **LLAMA,
         "activation": "geglu_tanh",

@@ -1,5 +1,6 @@
 """Fields of a model that do not go together are refused in one line, and forms that Megatron-LM's arguments lack."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,9 @@ from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
+from megapipe.config.run import PretrainConfig
 from megapipe.conversion.megatron_arguments import _fields, arguments_of
-from tests.layers.bound import LLAMA, small_model
-from tests.models.test_latent_attention import LATENTS
+from tests.layers.bound import LATENTS, LLAMA, small_model
 
 YARN, DYNAMIC = RopeScaling(kind="yarn"), RopeScaling(kind="dynamic", factor=2.0)
 LONGROPE = RopeScaling(kind="longrope", short_factor=[1.0] * 4)
@@ -87,37 +88,38 @@ def test_a_bert_refuses_what_only_gpts_have(fields: dict[str, Any], message: str
     assert message in problem
 
 
+def test_fp8_is_refused_with_latents() -> None:
+    config = PretrainConfig(model=small_model(**LATENTS))
+    config.training = replace(config.training, fp8="tensorwise", precision="bf16")
+    assert any("model.kv_latent_size 12: multi-latent attention has no fp8" in each for each in config.problems())
+
+
 @pytest.mark.parametrize(
-    "fields",
+    ("name", "value", "others"),
     [
-        {"activation": "geglu"},
-        {"norm_position": "sandwich"},
-        {"norm_position": "stream"},
-        {"parallel_residual": True},
-        {"embedding_scale": 2.0},
-        {"residual_scale": 2.0},
-        {"logit_scale": 2.0},
-        {"logit_softcap": 2.0},
-        {"embedding_norm": True},
-        {"bias": "attention"},
-        {"attention_scale": 0.5},
-        {"attention_softcap": 5.0},
-        {"attention_chunk_size": 4},
-        {"positions": "alibi"},
-        {"qk_norm_over": "projection", "qk_norm": True},
-        {"rotary_fraction": 0.5, "rope_scaling": YARN},
+        ("activation", "geglu", {}),
+        ("norm_position", "sandwich", {}),
+        ("norm_position", "stream", {}),
+        ("parallel_residual", True, {}),
+        ("embedding_scale", 2.0, {}),
+        ("residual_scale", 2.0, {}),
+        ("logit_scale", 2.0, {}),
+        ("logit_softcap", 2.0, {}),
+        ("embedding_norm", True, {}),
+        ("bias", "attention", {}),
+        ("attention_scale", 0.5, {}),
+        ("attention_softcap", 5.0, {}),
+        ("attention_chunk_size", 4, {}),
+        ("positions", "alibi", {}),
+        ("qk_norm_over", "projection", {"qk_norm": True}),
+        ("rotary_fraction", 0.5, {"rope_scaling": YARN}),
+        ("rope_scaling.kind", "dynamic", {"rope_scaling": DYNAMIC}),
     ],
-    ids=str,
 )
-def test_megatron_refuses_forms_that_its_arguments_lack(fields: dict[str, Any]) -> None:
-    name, value = next(iter(fields.items()))
+def test_megatron_refuses_forms_that_its_arguments_lack(name: str, value: Any, others: dict[str, Any]) -> None:
+    fields = {**LLAMA, **others} if "." in name else {**LLAMA, **others, name: value}
     with pytest.raises(CheckpointError, match=rf"model\.{name} is {value}; Megatron-LM's arguments can express only"):
-        arguments_of(contents({**LLAMA, **fields}), 1, 1, 1, torch.float32)
-
-
-def test_megatron_refuses_scalings_that_its_arguments_lack() -> None:
-    with pytest.raises(CheckpointError, match=r"model\.rope_scaling\.kind is dynamic"):
-        arguments_of(contents({**LLAMA, "rope_scaling": DYNAMIC}), 1, 1, 1, torch.float32)
+        arguments_of(contents(fields), 1, 1, 1, torch.float32)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "rms_norm_unit_offset"])

@@ -26,7 +26,7 @@ from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.split import SplitTape, gradient_edge
 from megapipe.layout.validation import run_problems
 from tests.layers.bound import LLAMA, all_gradients, bind_model, load, make_context, run, small_model
-from tests.models.hugging_face import CONFIGS, case_of_config, drawn
+from tests.models.hugging_face import CONFIGS, case_of, case_of_config, drawn
 
 DEPTHS, WEIGHT, BLOCKS = 2, 0.7, 2
 
@@ -162,6 +162,20 @@ def test_exports_leave_further_tokens_out_or_have_deepseeks_names(tmp_path: Path
     again = HuggingFaceFolder(tmp_path / "ours", TensorReader)
     again.fit(read_model)
     assert all(torch.equal(again.parameter(name), each) for name, each in memory.values.items())
+
+
+def test_layers_for_further_tokens_are_ignored_at_the_end_alone(tmp_path: Path) -> None:
+    case_of("deepseek_v3").theirs.save_pretrained(tmp_path)
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(3, 4)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    assert HuggingFaceSource(tmp_path).contents.model.num_layers == 2
+    tensors["model.layers.1.eh_proj.weight"] = torch.zeros(3, 4)
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.eh_proj\.weight' is unknown"):
+        HuggingFaceSource(tmp_path)
 
 
 @pytest.mark.parametrize(
