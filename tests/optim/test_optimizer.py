@@ -1,14 +1,16 @@
 """Optimizers over UnitStates against torch's own, with their two groups, over versions and across a restart."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megapipe.config.optimizer import OptimizerConfig
+from megapipe.config.optimizer import MuonConfig, OptimizerConfig
 from megapipe.optim.muon import make_optimizer
-from megapipe.optim.optimizer import FlatAdamW, FlatOptimizer, FlatSGD
+from megapipe.optim.optimizer import FlatOptimizer
+from megapipe.optim.scaling import learning_rate_problems
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec
 
@@ -21,6 +23,7 @@ CONFIGS = [
     OptimizerConfig(name="sgd"),
     OptimizerConfig(name="sgd", momentum=0.9, weight_decay=0.03),
 ]
+MUON: dict[str, Any] = {"name": "muon"}
 RATES = [1e-2, 3e-2, 2e-2, 5e-3, 1e-3, 4e-2]
 
 
@@ -100,28 +103,7 @@ def test_goes_on_exactly_from_its_named_moments(config: OptimizerConfig) -> None
         assert torch.equal(whole.moments[name], after.moments[name])
 
 
-def test_the_configuration_selects_the_optimizer_and_its_moments() -> None:
-    adamw, sgd, momentum = (make_optimizer(config) for config in CONFIGS)
-    assert isinstance(adamw, FlatAdamW)
-    assert adamw.moment_names == ("first_moment", "second_moment")
-    assert isinstance(sgd, FlatSGD)
-    assert sgd.moment_names == ()
-    assert momentum.moment_names == ("momentum",)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (OptimizerConfig(name="sgd", momentum=1.0), "optimizer.momentum is 1.0; it must be at least 0 and below 1"),
-        (OptimizerConfig(momentum=0.9), "optimizer.momentum is 0.9 but optimizer.name is adamw"),
-    ],
-)
-def test_a_momentum_that_means_nothing_is_refused(config: OptimizerConfig, message: str) -> None:
-    [problem] = config.problems()
-    assert message in problem
-
-
-@pytest.mark.parametrize("config", CONFIGS, ids=["adamw", "sgd", "momentum"])
+@pytest.mark.parametrize("config", [*CONFIGS, OptimizerConfig(**MUON)], ids=["adamw", "sgd", "momentum", "muon"])
 @pytest.mark.parametrize("num_versions", [1, 2])
 def test_working_copies_follow_their_master(config: OptimizerConfig, num_versions: int) -> None:
     """Whether a step writes them or `publish` does, which then leaves them as they are."""
@@ -133,3 +115,35 @@ def test_working_copies_follow_their_master(config: OptimizerConfig, num_version
         assert state.working_copy is not None
         assert torch.equal(state.working_copy, state.master.bfloat16())
         assert torch.equal(written, state.working_copy) == optimizer.writes_copies
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"learning_rate": 0.0}, "optimizer.learning_rate is 0.0"),
+        ({"learning_rate": math.nan}, "optimizer.learning_rate is nan"),
+        ({"floor": 1.5}, "optimizer.floor is 1.5"),
+        ({"warmup_steps": -1}, "optimizer.warmup_steps is -1"),
+        ({"decay_steps": 0}, "optimizer.decay_steps is 0"),
+        ({"warmup_steps": 100, "decay_steps": 100}, "warmup_steps 100 leaves no room for the cosine decay, steps 100"),
+        ({"warmup_steps": 50, "decay_steps": 40}, "steps 50 to 40"),
+        ({"decay": "wsd", "warmup_steps": 91}, "leaves no room for the wsd decay, steps 90 to 100"),
+        ({"decay": "wsd", "decay_steps": 101}, "steps -1 to 100"),
+        ({"name": "sgd", "momentum": 1.0}, "optimizer.momentum is 1.0; it must be at least 0 and below 1"),
+        ({"momentum": 0.9}, "optimizer.momentum is 0.9 but optimizer.name is adamw"),
+        ({**MUON, "muon": MuonConfig(momentum=1.0)}, "optimizer.muon.momentum is 1.0; it must be"),
+        ({**MUON, "muon": MuonConfig(newton_schulz_steps=0)}, "newton_schulz_steps is 0; it must be from 1 to 99"),
+        ({**MUON, "muon": MuonConfig(elementwise_rate=0)}, "elementwise_rate is 0; it must be above 0"),
+        ({**MUON, "momentum": 0.9}, "whose momentum is optimizer.muon.momentum; set that instead"),
+        ({"muon": MuonConfig(momentum=0.9)}, "optimizer.muon is set but optimizer.name is adamw"),
+        ({**MUON, "moment_dtype": "bf16"}, "moment_dtype is bf16 but optimizer.name is muon; only adamw supports"),
+        (
+            {"name": "sgd", "moment_dtype": "bf16"},
+            "moment_dtype is bf16 but optimizer.name is sgd; only adamw supports",
+        ),
+    ],
+)
+def test_settings_that_contradict_each_other_are_named(changes: dict[str, Any], message: str) -> None:
+    config = OptimizerConfig(**changes)
+    [problem] = config.problems() + learning_rate_problems(config, 100)
+    assert message in problem
