@@ -103,10 +103,6 @@ def _flex(
     enable_gqa: bool,
 ) -> Tensor:
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    lists = (
-        block_mask.kv_num_blocks,
-        block_mask.kv_indices,
-        block_mask.full_kv_num_blocks,
-        block_mask.full_kv_indices,
-    )
-    return _Flex.apply(query, key, value, watch, tuple(each for each in lists if each is not None))
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    lists = tuple(getattr(block_mask, name) for name in names if getattr(block_mask, name) is not None)
+    return _Flex.apply(query, key, value, watch, lists)

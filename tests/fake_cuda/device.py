@@ -246,22 +246,15 @@ class Baton:
                 baton._local.has_baton = True
 
         def join_without_baton(thread: threading.Thread, timeout: float | None = None) -> None:
-            if not baton._has():
-                return join(thread, timeout)
-            baton._give()
-            try:
-                return join(thread, timeout)
-            finally:
-                baton._take()
+            had_baton = baton._has()
+            with baton._away():
+                join(thread, timeout)
+            if had_baton:
                 baton._timeline.learn(thread)
 
         def sleep_without_baton(seconds: float) -> None:
-            has_baton = baton._has()
-            if has_baton:
-                baton._give()
-            sleep(seconds)
-            if has_baton:
-                baton._take()
+            with baton._away():
+                sleep(seconds)
 
         time.sleep = sleep_without_baton
         queue.SimpleQueue = queue._PySimpleQueue  # type: ignore[attr-defined,misc]  # the other one blocks in C
@@ -304,6 +297,18 @@ class Baton:
         # A thread of autograd's runs while the thread that waits for it has the baton.
         of_autograd = isinstance(threading.current_thread(), threading._DummyThread)
         return of_autograd or getattr(self._local, "has_baton", False)
+
+    @contextmanager
+    def _away(self) -> Iterator[None]:
+        """Let other threads run if this one has the baton."""
+        has_baton = self._has()
+        if has_baton:
+            self._give()
+        try:
+            yield
+        finally:
+            if has_baton:
+                self._take()
 
     def _take(self) -> None:
         self._lock.acquire()

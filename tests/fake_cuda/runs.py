@@ -149,11 +149,11 @@ def _no_weights(name: str, shape: Any, box: Any, init: Any, seed: int) -> np.nda
 def on_fake_device(function: Callable[..., None]) -> Callable[..., Report]:
     """Decorate `function(fake, ...)` so that the server can run it on a rank."""
 
-    def run(rank: int, *args: Any) -> Report:
+    def run(rank: int, *args: Any, **named: Any) -> Report:
         fake = FakeRank()
         fake.install()
         with fake.watch.entered():
-            function(fake, *args)
+            function(fake, *args, **named)
         return fake.end()
 
     run.__module__, run.__qualname__ = function.__module__, function.__qualname__
@@ -246,12 +246,8 @@ def train(
 @on_fake_device
 def pretrain_and_resume(fake: FakeRank, config: PretrainConfig, *ports: int) -> None:
     """pretrain_gpt.py twice, as a launcher starts it: to half of the steps, then from the checkpoint to the end."""
-    os.environ |= {
-        "RANK": str(fake.rank),
-        "LOCAL_RANK": str(fake.rank),
-        "WORLD_SIZE": str(fake.ranks),
-        "MASTER_ADDR": "localhost",
-    }
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(fake.rank))
+    os.environ |= {"WORLD_SIZE": str(fake.ranks), "MASTER_ADDR": "localhost"}
     starts = {"first start": config.training.steps // 2, "second start": config.training.steps}
     for (name, steps), port in zip(starts.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
@@ -280,17 +276,10 @@ def library(fake: FakeRank, schedule: str, pipeline: int) -> None:
     engine.SPARE = (SPARE,)
     mesh = fake.mesh({"pipeline": pipeline, "data": fake.ranks // pipeline})
     layers = [lambda: nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU()) for _ in range(4)]
-    loss = nn.MSELoss(reduction="sum")
     optimizer = OptimizerConfig(clip_norm=None)  # some schedules update before the norm is known
-    pipelined = Pipeline(
-        layers,
-        mesh,
-        loss=loss,
-        sample=torch.randn(4, 16),
-        microbatches=4,
-        schedule=schedule,
-        optimizer=optimizer,
-    )
+    how = {"schedule": schedule, "optimizer": optimizer, "microbatches": 4}
+    loss = nn.MSELoss(reduction="sum")
+    pipelined = Pipeline(layers, mesh, loss=loss, sample=torch.randn(4, 16), **how)  # type: ignore[arg-type]
     for _ in range(2):
         with fake.phase("step"):
             pipelined.step(torch.randn(16, 16), torch.randn(16, 16), learning_rate=1e-3)

@@ -27,15 +27,17 @@ class FakeCudaError(RuntimeError):
     """A run on the fake device raised or died. The message holds its traceback."""
 
 
-def run_fake(function: Callable[..., Any], *args: Any, ranks: int = 1, timeout: float = 120.0) -> list[Any]:
-    """Run `function(rank, *args)` on each of `ranks` fake devices, and return their results in rank order.
+def run_fake(
+    function: Callable[..., Any], *args: Any, ranks: int = 1, timeout: float = 120.0, **named: Any
+) -> list[Any]:
+    """Run `function(rank, *args, **named)` on each of `ranks` fake devices, and return their results in rank order.
 
     `function` is at the top level of a module whose import needs no device; arguments and results are pickled.
 
     Raises FakeCudaError: a rank raised, died or did not answer in time.
     """
     address = _server()
-    payload = pickle.dumps((function, args))
+    payload = pickle.dumps((function, args, named))
     with tempfile.TemporaryDirectory(prefix="megapipe-fake-ranks-") as folder, contextlib.ExitStack() as pipes:
         connections = [pipes.enter_context(Client(address, "AF_UNIX")) for _ in range(ranks)]
         for rank, connection in enumerate(connections):
@@ -125,13 +127,9 @@ def _serve_one(connection: Connection) -> None:
     die_with_parent()
     try:
         rank, ranks, folder, payload = connection.recv()
-        os.environ |= {
-            "FAKE_CUDA_RANK": str(rank),
-            "FAKE_CUDA_RANKS": str(ranks),
-            "FAKE_CUDA_FOLDER": folder,
-        }
-        function, args = pickle.loads(payload)
-        answer = pickle.dumps((True, function(rank, *args)))
+        os.environ |= {"FAKE_CUDA_RANK": str(rank), "FAKE_CUDA_RANKS": str(ranks), "FAKE_CUDA_FOLDER": folder}
+        function, args, named = pickle.loads(payload)
+        answer = pickle.dumps((True, function(rank, *args, **named)))
     except BaseException:
         answer = pickle.dumps((False, traceback.format_exc()))
     with contextlib.suppress(BrokenPipeError, socket.error):

@@ -5,6 +5,7 @@ A row's peak is compared with the prediction that a run checks before it starts 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,8 @@ from tests.fake_cuda.server import run_fake
 
 def gpt(layers: int, hidden: int, heads: int, vocabulary: int = 50304, length: int = 1024) -> ModelConfig:
     """A GPT-2 shape."""
-    return ModelConfig(
-        vocabulary_size=vocabulary,
-        num_layers=layers,
-        hidden_size=hidden,
-        num_heads=heads,
-        max_positions=length,
-        activation="gelu_tanh",
-        tie_embeddings=True,
-    )
+    sizes = {"num_layers": layers, "hidden_size": hidden, "num_heads": heads, "max_positions": length}
+    return ModelConfig(vocabulary_size=vocabulary, activation="gelu_tanh", tie_embeddings=True, **sizes)  # type: ignore[arg-type]
 
 
 MODELS = {"33M": gpt(4, 512, 8, 8192, 256), "125M": gpt(12, 768, 12), "1.3B": gpt(24, 2048, 16)}
@@ -81,22 +75,27 @@ def config_of(prefix: str, model: str, changes: Changes) -> PretrainConfig:
     return config
 
 
-def measured(prefix: str, model: str, changes: Changes) -> Measured:
-    """Run a row: the second step's counts, and the peak of the whole run."""
+def run_row(prefix: str, model: str, changes: Changes, **how: Any) -> tuple[PretrainConfig, list[Any], list[int]]:
+    """Run a row. Return its configuration, the ranks' reports, and the peak bytes that are predicted for each."""
     from tests.fake_cuda import runs
 
     config = config_of(prefix, model, changes)
-    sizes = [getattr(config.parallel, name) or 1 for name in ("data", "pipeline", "tensor", "context")]
-    ranks = int(np.prod(sizes))
-    reports = run_fake(runs.train, config, 2, False, None, True, SPARE, ranks=ranks, timeout=300.0)
+    config.parallel = replace(config.parallel, data=config.parallel.data or 1)
+    ranks = prod(getattr(config.parallel, name) for name in ("data", "pipeline", "tensor", "context"))
+    reports = run_fake(runs.train, config, ranks=ranks, timeout=300.0, **how)
     problems = [fault for report in reports for fault in report.faults]
-    if problems:
-        raise RuntimeError(f"{model}, {changes}: {problems}")
-    step = reports[0].phases["step"]
-    config = replace(config, parallel=replace(config.parallel, data=sizes[0]))
+    assert not problems, f"{model}, {changes}: {problems}"
     schedule = lowered_schedule(config, StageLayout.of(config))
-    predicted = predict_rank(config, schedule, 0, device="cuda").device_bytes()
-    return Measured(step.launches.total(), step.moved.total(), step.waits, reports[0].peak, predicted, ranks)
+    predicted = [predict_rank(config, schedule, rank, device="cuda").device_bytes() for rank in range(ranks)]
+    return config, reports, predicted
+
+
+def measured(prefix: str, model: str, changes: Changes) -> Measured:
+    """Run a row: the second step's counts, and the peak of the whole run."""
+    _, reports, predicted = run_row(prefix, model, changes, spare=SPARE)
+    step = reports[0].phases["step"]
+    moved, peak = step.moved.total(), reports[0].peak
+    return Measured(step.launches.total(), moved, step.waits, peak, predicted[0], len(reports))
 
 
 def write_corpus(folder: Path) -> str:

@@ -90,8 +90,8 @@ def check_one_step(config: PretrainConfig, *, ranks: int, chunk_bytes: int | Non
 
     chunk_bytes: of logits that the backward recomputes, in place of `linear.CHUNK_BYTES`.
     """
-    few = (1, False, None, False, runs.SPARE, chunk_bytes)
-    check_launches(config, run_fake(runs.train, config, *few, ranks=ranks, timeout=300.0))
+    few: dict[str, Any] = {"steps": 1, "rehearsed": False, "chunk_bytes": chunk_bytes}
+    check_launches(config, run_fake(runs.train, config, ranks=ranks, timeout=300.0, **few))
 
 
 SAMPLE: tuple[Case, ...] = (

@@ -46,9 +46,8 @@ def run(
     changes = {**groups, "parallel": parallel, "training": training, "schedule": {"name": "dualpipe_v"}}
     config = shortened(make_config(write_shard(folder), replace(model, num_layers=4), **changes), microbatches)
     ranks = 2 * max(parallel.get("tensor", 1), parallel.get("context", 1)) * parallel.get("data", 1)
-    reports = run_fake(
-        runs.train, config, 1, False, dropped, True, runs.SPARE, None, in_order, ranks=ranks, timeout=300.0
-    )
+    how: dict[str, Any] = {"steps": 1, "dropped": dropped, "pairs_in_order": in_order}
+    reports = run_fake(runs.train, config, ranks=ranks, timeout=300.0, **how)
     if dropped is None:
         check(reports)  # no fault, and the same order of collectives on all members of a group
     return reports

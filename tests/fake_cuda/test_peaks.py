@@ -8,27 +8,19 @@ from typing import Any
 import pytest
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.prediction import layout_costs, predict_rank
+from megapipe.layout.prediction import layout_costs
 from megapipe.layout.stages import StageLayout
-from megapipe.layout.table import lowered_schedule
-from tests.fake_cuda import runs
-from tests.fake_cuda.server import run_fake
-from tests.fake_cuda.table import MODELS, Changes, config_of, write_corpus
+from tests.fake_cuda.table import MODELS, Changes, run_row, write_corpus
+from tests.layers import bound as shapes
 
 LIMIT = 2**20
 GPT = MODELS["33M"]
-LLAMA = replace(
-    GPT,
-    activation="swiglu",
-    positions="rotary",
-    normalization="rms_norm",
-    bias="none",
-    tie_embeddings=False,
-    num_kv_heads=4,
-)
+LLAMA = replace(GPT, **{**shapes.LLAMA, "num_kv_heads": 4})
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LONG = replace(GPT, max_positions=1024, attention="unfused", hidden_size=256)
 SELECTIVE = {"recompute": {"method": "selective"}}
+ATTENTION = {"recompute": {"method": "selective", "parts": ["attention"]}}
+FP32 = {"training": {"precision": "fp32"}}
 
 
 def parallel(schedule: str = "1f1b", **sizes: Any) -> dict[str, Mapping[str, Any]]:
@@ -41,7 +33,7 @@ CASES: dict[str, tuple[Any, Changes]] = {
     "gpt, zb_h1": (GPT, parallel("zb_h1", pipeline=2)),
     "llama, window, grouped": (replace(LLAMA, sliding_window=100), {}),
     "gpt": (GPT, {}),
-    "gpt, fp32": (GPT, {"training": {"precision": "fp32"}}),
+    "gpt, fp32": (GPT, FP32),
     "gpt, fp8": (GPT, {"training": {"fp8": "rowwise"}}),
     "gpt, Muon": (GPT, {"optimizer": {"name": "muon"}}),
     "gpt, offloaded activations": (GPT, {"offload": {"activations": "blocks"}}),
@@ -61,10 +53,7 @@ CASES: dict[str, tuple[Any, Changes]] = {
     "gpt, sequence, 4 stages": (GPT, parallel(pipeline=4, tensor=2, sequence=True)),
     "gpt, unfused, 4 stages": (LONG, parallel(pipeline=4)),
     "gpt, dropout, 4 stages": (replace(LONG, **DROPOUT), parallel(pipeline=4)),
-    "gpt, attention recomputed": (
-        LONG,
-        {**parallel(pipeline=4), "recompute": {"method": "selective", "parts": ["attention"]}},
-    ),
+    "gpt, attention recomputed": (LONG, {**parallel(pipeline=4), **ATTENTION}),
     "llama, zb_v": (LLAMA, parallel("zb_v", pipeline=2)),
     "gpt, dualpipe_v, one stream": (GPT, parallel("dualpipe_v", pipeline=2)),
     "llama, interleaved": (LLAMA, parallel("interleaved_1f1b", pipeline=2)),
@@ -74,14 +63,11 @@ CASES: dict[str, tuple[Any, Changes]] = {
     "llama, isolated documents": (LLAMA, {"data": {"isolate_documents": True}}),
     "llama, sequence": (LLAMA, {"parallel": {"tensor": 2, "sequence": True}}),
     "llama, sequence, zb_h1": (LLAMA, parallel("zb_h1", pipeline=2, tensor=2, sequence=True)),
-    "llama, fp32": (LLAMA, {"training": {"precision": "fp32"}}),
-    "qwen3, fp32": (replace(LLAMA, qk_norm=True), {"training": {"precision": "fp32"}}),
-    "grouped, fp32": (replace(GPT, num_kv_heads=4), {"training": {"precision": "fp32"}}),
-    "one group, fp32": (replace(GPT, num_kv_heads=1), {"training": {"precision": "fp32"}}),
-    "grouped, fp32, tensor": (
-        replace(LLAMA, num_kv_heads=2),
-        {"training": {"precision": "fp32"}, "parallel": {"tensor": 2}},
-    ),
+    "llama, fp32": (LLAMA, FP32),
+    "qwen3, fp32": (replace(LLAMA, qk_norm=True), FP32),
+    "grouped, fp32": (replace(GPT, num_kv_heads=4), FP32),
+    "one group, fp32": (replace(GPT, num_kv_heads=1), FP32),
+    "grouped, fp32, tensor": (replace(LLAMA, num_kv_heads=2), {**FP32, "parallel": {"tensor": 2}}),
     "llama, ring": (LLAMA, parallel(pipeline=4, context=2)),
     "llama, all_to_all": (LLAMA, {"parallel": {"context": 2, "context_attention": "all_to_all"}}),
     "llama, experts": (replace(LLAMA, num_experts=4), {}),
@@ -127,14 +113,6 @@ def peaks(
 ) -> Iterator[tuple[int, float, PretrainConfig]]:
     """Peak and predicted bytes of every rank, and the configuration."""
     monkeypatch.setitem(MODELS, name, model)
-    config = config_of(write_corpus(folder), name, changes)
-    shape = config.parallel
-    data = shape.data or 1
-    ranks = data * shape.pipeline * shape.tensor * shape.context
-    reports = run_fake(runs.train, config, ranks=ranks, timeout=300.0)
-    config = replace(config, parallel=replace(shape, data=data))
-    schedule = lowered_schedule(config, StageLayout.of(config))
-    for rank, report in enumerate(reports):
-        predicted = predict_rank(config, schedule, rank, device="cuda").device_bytes()
-        assert not report.faults
-        yield report.peak, predicted, config
+    config, reports, predicted = run_row(write_corpus(folder), name, changes)
+    for report, expected in zip(reports, predicted, strict=True):
+        yield report.peak, expected, config

@@ -41,7 +41,7 @@ def test_every_option_of_a_model_trains_without_a_fault(corpora: tuple[str, Bert
 def check_run(config: PretrainConfig) -> None:
     """Check two steps and an evaluation, and the launches of the first step."""
     ranks = prod(size or 1 for size in sizes_of(config).values())
-    reports = run_fake(runs.train, config, 2, True, ranks=ranks, timeout=300.0)
+    reports = run_fake(runs.train, config, evaluate=True, ranks=ranks, timeout=300.0)
     check(reports)
     check_launches(config, reports)
 
@@ -55,7 +55,7 @@ def test_compiled_blocks_are_one_graph_without_faults(
     reports = []
     for compile in (False, True):
         groups = {"training": {"precision": "bf16", "compile": compile}}
-        reports += run_fake(runs.train, shortened(make_config(corpora[0], shape, **groups), 2), 2)
+        reports += run_fake(runs.train, shortened(make_config(corpora[0], shape, **groups), 2))
     check(reports)
     plain, captured = reports
     assert (plain.graphs, captured.graphs) == (0, 1)
@@ -63,35 +63,21 @@ def test_compiled_blocks_are_one_graph_without_faults(
 
 
 BACKENDS = {
-    "cuda": {
-        "layer_norm": {
-            "layer_norm_forward",
-            "layer_norm_backward",
-            "softmax_forward",
-            "softmax_input_gradient",
-            "adamw",
-        },
-        "rms_norm": {"rms_norm_forward", "rms_norm_backward", "softmax_forward", "softmax_input_gradient", "adamw"},
-    },
-    "apex": {
-        "layer_norm": {"forward_affine", "backward_affine"},
-        "rms_norm": {"rms_forward_affine", "rms_backward_affine"},
-    },
+    "cuda": {"softmax_forward", "softmax_input_gradient", "adamw"},
+    "apex": {"forward", "backward", "wgrad_gemm_accum_fp32", "multi_tensor_adam_capturable", "multi_tensor_l2norm"},
 }
-"""Backend and norm -> functions of the extension that a step calls."""
-OF_APEX = {
-    "forward",
-    "backward",
-    "multi_tensor_adam_capturable",
-    "multi_tensor_l2norm",
-    "wgrad_gemm_accum_fp32",
+"""Backend -> functions of the extension that a step calls with either norm."""
+NORMS = {
+    ("cuda", "layer_norm"): {"layer_norm_forward", "layer_norm_backward"},
+    ("cuda", "rms_norm"): {"rms_norm_forward", "rms_norm_backward"},
+    ("apex", "layer_norm"): {"forward_affine", "backward_affine"},
+    ("apex", "rms_norm"): {"rms_forward_affine", "rms_backward_affine"},
 }
-"""Functions of apex that a step calls with either norm."""
+"""Backend and norm -> the norm's functions."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("norm", ["layer_norm", "rms_norm"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("backend", "norm"), NORMS)
 def test_extensions_train_with_calls_that_they_take(
     corpora: tuple[str, BertDataConfig], backend: str, norm: str
 ) -> None:
@@ -99,19 +85,14 @@ def test_extensions_train_with_calls_that_they_take(
     model = replace(DROPOUT, max_positions=32) if norm == "layer_norm" else replace(WIDE, attention="unfused")
     ops = [norm, "softmax", "attention_probabilities", "adamw"]
     ops += ["gradient_norm", "weight_gradient"] if backend == "apex" else []
-    config = make_config(
-        corpora[0],
-        model,
-        data={"sequence_length": 32},
-        batch={"micro_size": 2},
-        training={"precision": "bf16"},
-        kernels={"backends": dict.fromkeys(ops, backend)},
-    )
+    groups: dict[str, Any] = {"data": {"sequence_length": 32}, "batch": {"micro_size": 2}}
+    groups |= {"training": {"precision": "bf16"}, "kernels": {"backends": dict.fromkeys(ops, backend)}}
+    config = make_config(corpora[0], model, **groups)
     (report,) = run_fake(runs.train, shortened(config, 2))
     check([report])
     prefix = "csrc " if backend == "cuda" else "apex "
     called = {name.removeprefix(prefix) for name in report.phases["step"].launches if name.startswith(prefix)}
-    assert called == BACKENDS[backend][norm] | (OF_APEX if backend == "apex" else set())
+    assert called == BACKENDS[backend] | NORMS[backend, norm]
 
 
 SMALL = [case for case in CASES if case["model"] == "llama" and case["context"] == "1" and world_size(case) > 1]
@@ -145,10 +126,8 @@ def test_a_run_is_saved_and_resumed_without_a_fault(
     report, *others = run_fake(runs.pretrain_and_resume, config, free_port(), free_port(), ranks=ranks)
     assert [each.faults for each in (report, *others)] == [[]] * ranks
     assert report.results == [0, 0]
-    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*")) == [
-        "step-00000002",
-        "step-00000004",
-    ]
+    saved = sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000002", "step-00000004"]
     reads = {place: times for (kind, place), times in report.phases["first start"].syncs.items() if kind == "tolist"}
     assert sum(times for place, times in reads.items() if "reductions.py" in place) == 2 + (pipeline > 1)
     # one a step, and one of a pipeline's rehearsal
@@ -178,10 +157,9 @@ def test_rehearsals_load_kernels_and_memory_before_messages(corpora: tuple[str, 
     """The other tests see no fault because pipelines are rehearsed."""
     config = shortened(make_config(corpora[0], GPT2_SHAPE, training={"precision": "bf16"}), 2)
     config.parallel = replace(config.parallel, pipeline=2)
-    for rehearsed, kinds in ((True, set()), (False, {"the first launch of", "needs more memory than ever before"})):
-        reports = run_fake(runs.train, config, 2, False, None, rehearsed, ranks=2)
+    kinds = {"the first launch of", "needs more memory than ever before"}
+    for rehearsed, expected in ((True, set()), (False, kinds)):
+        reports = run_fake(runs.train, config, rehearsed=rehearsed, ranks=2)
         faults = [fault for report in reports for fault in report.faults]
-        assert {
-            kind for kind in ("the first launch of", "needs more memory than ever before") if kind in str(faults)
-        } == kinds
+        assert {kind for kind in kinds if kind in str(faults)} == expected
         assert all("while a receive is under way" in fault for fault in faults)

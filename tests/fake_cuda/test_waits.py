@@ -43,7 +43,7 @@ def test_a_wait_that_is_left_out_is_found(tmp_path: Path, name: str) -> None:
     assert places
     missed = []
     for place in sorted(places):
-        reports = run_fake(runs.train, config, 2, False, place, ranks=ranks)
+        reports = run_fake(runs.train, config, dropped=place, ranks=ranks)
         if not any(report.faults for report in reports):
             missed.append(place)
     assert missed == []

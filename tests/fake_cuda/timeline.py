@@ -123,7 +123,6 @@ class Timeline:
     def __init__(self) -> None:
         self._clocks: dict[int, dict[int, int]] = {0: {}}
         self._ticks: dict[int, int] = {0: 0}
-        self._events: dict[int, dict[int, int]] = {}
         self._next_stream = 1
         self._host = threading.local()
         self._all_threads: dict[int, int] = {}
@@ -352,9 +351,6 @@ class Timeline:
         memory.writer, memory.readers = None, {}
 
     def fault(self, kind: str, at: Place, other: Place | None = None, verb: str = "") -> None:
-        return self.fault_(kind, at, other, verb)
-
-    def fault_(self, kind: str, at: Place, other: Place | None = None, verb: str = "") -> None:
         self.faults[Fault(kind, str(at), "" if other is None else f"{verb} at {other}")] = None
 
 
