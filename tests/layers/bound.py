@@ -1,16 +1,18 @@
-"""Layers of a GPT bound to real memory on one tensor rank, and runs through them."""
+"""Layers of a GPT bound to real memory on one tensor rank, runs through them, and halves of their backward."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.split import SplitTape
 from megapipe.models import build_layer
 from megapipe.parallel.groups import Group, SoloGroup
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import UnitState, free
 from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec
 
@@ -27,6 +29,7 @@ LLAMA = {
 QWEN3 = {**LLAMA, "qk_norm": True, "sliding_window": 5, "head_size": 16}
 LATENT, ROTATED = 12, 4
 LATENTS = {**LLAMA, "num_kv_heads": None, "kv_latent_size": LATENT, "rotary_head_size": ROTATED}
+SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 DROPOUT = {"embedding_dropout": 0.1, "attention_dropout": 0.1, "hidden_dropout": 0.1}
 
 
@@ -98,9 +101,21 @@ def make_context(model: ModelConfig, batch: int = 2, length: int = 12, seed: int
     return MicrobatchContext(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, ordinals, seed=2**40 + 9)
 
 
-def run(layers: Sequence[BoundLayer], context: MicrobatchContext) -> Tensor:
+def bind_weights(model: ModelConfig, weights: dict[str, Tensor], **how: object) -> list[BoundLayer]:
+    """Every layer of a model with these canonical tensors."""
+    layers = bind_model(model, **how)
+    load(layers, weights)
+    return layers
+
+
+def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Random numbers, the same ones in any dtype."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def run(layers: Sequence[BoundLayer], context: MicrobatchContext, *inputs: Tensor) -> Tensor:
     """Loss sum, or logits without labels."""
-    hidden: tuple[Tensor, ...] = ()
+    hidden = inputs
     for layer in layers:
         hidden = layer.module(*hidden, context=context)
     return hidden[0]
@@ -123,3 +138,41 @@ def load(layers: list[BoundLayer], tensors: dict[str, Tensor]) -> None:
             parameter.copy_(tensors[name])
             names.add(name)
     assert names == set(tensors)
+
+
+def check_halves(
+    layers: Sequence[BoundLayer],
+    context: MicrobatchContext,
+    inputs: Sequence[Tensor] = (),
+    upstream: Tensor | None = None,
+    recompute: Any = (),
+) -> None:
+    """Compare the two halves of a backward with the fused one, bit for bit. The input half must not touch parameters'
+    gradients, nor the weight half need weights, which are released by then where they are sharded.
+
+    upstream: the output's gradient, by default ones. recompute: what the split backward recomputes.
+    """
+
+    def forward(tape: SplitTape | None) -> tuple[Tensor, list[Tensor]]:
+        leaves = [each.clone().requires_grad_() for each in inputs]
+        return run(layers, replace(context, tape=tape), *leaves), leaves
+
+    output, leaves = forward(None)
+    upstream = torch.ones_like(output) if upstream is None else upstream
+    output.backward(upstream)
+    fused = [output.detach(), *(leaf.grad for leaf in leaves), *(layer.state.gradients[0].clone() for layer in layers)]
+    for layer in layers:
+        layer.state.zero_gradients()
+        if recompute:
+            layer.module.recompute(recompute)
+    tape = SplitTape()
+    output, leaves = forward(tape)
+    input_gradients = tape.backward_input([output], [upstream], leaves)
+    assert not any(layer.state.gradients[0].any() for layer in layers), "the input half touched a parameter's gradient"
+    for layer in layers:
+        free(layer.state.weights[0])
+    tape.backward_weight()
+    halves = [output.detach(), *input_gradients, *(layer.state.gradients[0] for layer in layers)]
+    for half, whole in zip(halves, fused, strict=True):
+        assert whole.any()
+        assert torch.equal(half, whole)

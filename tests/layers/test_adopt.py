@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -65,12 +66,17 @@ def whole_step(module: nn.Module, inputs: Tensor, head: Callable[[Tensor], Tenso
     return [outputs, *([] if leaf.grad is None else [leaf.grad]), *(p.grad for p in module.parameters())]
 
 
+def recorded(module: nn.Module, forward: Callable[[Tensor], Any], inputs: Tensor) -> tuple[Any, SplitTape]:
+    """Results of a forward, and the tape on which adopted parts of the module recorded."""
+    tape = SplitTape(unsplit_parameters(module))
+    with recording(list(adopted_modules(module)), tape):
+        return forward(inputs), tape
+
+
 def split_step(module: nn.Module, inputs: Tensor, head: Callable[[Tensor], Tensor]) -> list[Tensor]:
     """The same through both halves; the input half leaves the parameters alone."""
     leaf = inputs.detach().requires_grad_(inputs.is_floating_point())
-    tape = SplitTape(unsplit_parameters(module))
-    with recording(list(adopted_modules(module)), tape):
-        outputs = head(module(leaf))
+    outputs, tape = recorded(module, lambda x: head(module(x)), leaf)
     gradients = tape.backward_input([outputs], [randn(*outputs.shape, seed=9).to(outputs.dtype)], [leaf])
     assert all(parameter.grad is None for parameter in module.parameters())
     tape.backward_weight()
@@ -127,9 +133,7 @@ def test_partly_adopted_modules_keep_every_use_of_weights() -> None:
     names = [name for name, _ in original.named_parameters()]
     expected = whole_step(copy.deepcopy(original), tokens(3, 5), lambda y: y)
     module = adopt(original)
-    tape = SplitTape(unsplit_parameters(module))
-    with recording(list(adopted_modules(module)), tape):
-        outputs = module(tokens(3, 5))
+    outputs, tape = recorded(module, module, tokens(3, 5))
     tape.backward_input([outputs], [randn(*outputs.shape, seed=9).double()], [])
     tape.backward_weight()
     assert torch.equal(outputs, expected[0])
@@ -249,9 +253,7 @@ def test_what_is_compiled_gets_whole_gradients() -> None:
     for seed in range(3):
         inputs, upstream = randn(4, 24, seed=seed), randn(4, 24, seed=9)
         plain(inputs).backward(upstream)
-        tape = SplitTape(unsplit_parameters(original))
-        with recording(list(adopted_modules(original)), tape):
-            outputs = compiled(inputs)
+        outputs, tape = recorded(original, compiled, inputs)
         tape.backward_input([outputs], [upstream], [])
         tape.backward_weight()
     for ours, theirs in zip(original.parameters(), plain.parameters(), strict=True):
@@ -263,9 +265,7 @@ def test_copies_of_adopted_modules_are_adopted_and_apart() -> None:
     original = adopt(nn.Sequential(nn.Linear(4, 4), Doubled(4, 4)))
     twin = copy.deepcopy(original)
     assert [type(part) for part in twin] == [type(part) for part in original]
-    tape = SplitTape()
-    with recording(list(adopted_modules(twin)), tape):
-        original(randn(2, 4))
+    _, tape = recorded(twin, original, randn(2, 4))
     assert tape.kept == []
 
 

@@ -15,18 +15,15 @@ from megapipe.layers.cross_entropy import MaskedTokenHead, VocabParallelHead
 from megapipe.layers.split import SplitError, SplitTape
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.mesh import Mesh
-from tests.layers.bound import GPT2, LLAMA, bind_model, make_context, run, small_model
+from tests.layers.bound import GPT2, LLAMA, bind_model, draw, make_context, run, small_model
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_threads
 
 HEADS: dict[str, type[VocabParallelHead]] = {"gpt": VocabParallelHead, "bert": MaskedTokenHead}
 HIDDEN, VOCABULARY, ROWS = 16, 61, 2 * CHUNK_ROWS + 30
 
+SOLO = SoloGroup("tensor")
 Results = dict[str, Tensor]
-
-
-def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def parameters(kind: str, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -56,9 +53,9 @@ def bound_head(kind: str, dtype: torch.dtype, group: Group, recompute: bool, sto
 def trained(
     group: Group,
     kind: str,
-    dtype: torch.dtype,
-    recompute: bool,
-    stored: int,
+    dtype: torch.dtype = torch.float64,
+    recompute: bool = True,
+    stored: int = VOCABULARY,
     masked: bool = True,
     scale: float = 1 / 300,
 ) -> Results:
@@ -77,12 +74,8 @@ def trained(
     return results
 
 
-def alone(kind: str, dtype: torch.dtype, recompute: bool, masked: bool = True, scale: float = 1 / 300) -> Results:
-    return trained(SoloGroup("tensor"), kind, dtype, recompute, VOCABULARY, masked, scale)
-
-
 def on_rank(mesh: Mesh, kind: str, stored: int) -> Results:
-    return trained(mesh.group("tensor"), kind, torch.float64, True, stored)
+    return trained(mesh.group("tensor"), kind, stored=stored)
 
 
 def exact(kind: str, dtype: torch.dtype, masked: bool) -> Results:
@@ -109,7 +102,7 @@ def check(actual: Results, expected: Results, tolerance: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", HEADS)
 def test_matches_double_precision(kind: str, dtype: torch.dtype, masked: bool, recompute: bool) -> None:
-    actual = alone(kind, dtype, recompute, masked)
+    actual = trained(SOLO, kind, dtype, recompute, masked=masked)
     assert actual["loss"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     tolerance = {torch.float64: 1e-13, torch.float32: 3e-6, torch.bfloat16: 0.01}[dtype]
     check(actual, exact(kind, dtype, masked), tolerance)
@@ -119,7 +112,7 @@ def test_matches_double_precision(kind: str, dtype: torch.dtype, masked: bool, r
 @pytest.mark.parametrize("kind", HEADS)
 def test_ranks_that_share_the_vocabulary(kind: str, size: int, stored: int) -> None:
     """With 32 rows each, two of four ranks hold nothing but padding."""
-    expected = alone(kind, torch.float64, recompute=True)
+    expected = trained(SOLO, kind)
     ranks = run_threads({"tensor": size}, on_rank, kind, stored)
     for results in ranks:
         for name in ("loss", "x"):
@@ -135,7 +128,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(kind: str) -> None:
     peaks = {}
     for recompute in (False, True):
         shapes = {"weight": (vocabulary, 2), **({"bias": (vocabulary,)} if kind == "bert" else {})}
-        head = HEADS[kind](shapes, vocabulary, SoloGroup("tensor"), OPS, recompute)
+        head = HEADS[kind](shapes, vocabulary, SOLO, OPS, recompute)
         for name, shape in shapes.items():
             setattr(head, name, nn.Parameter(torch.zeros(shape)))
         x = torch.zeros(rows, 2, requires_grad=True)
@@ -152,7 +145,7 @@ def test_no_tensor_of_tokens_by_vocabulary_is_ever_alive(kind: str) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_labels_count_where_they_have_weight(recompute: bool) -> None:
-    head = bound_head("bert", torch.float32, SoloGroup("tensor"), recompute, VOCABULARY)
+    head = bound_head("bert", torch.float32, SOLO, recompute, VOCABULARY)
     x, labels, weights = batch(torch.float32)
     expected = head.loss_sum(x, labels, weights, None)
     assert torch.equal(head.loss_sum(x, labels.masked_fill(weights == 0, -100), weights, None), expected)
@@ -172,7 +165,7 @@ def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
 
 
 def test_one_tensor_as_large_as_the_logits_is_kept() -> None:
-    head = bound_head("gpt", torch.float32, SoloGroup("tensor"), False, VOCABULARY)
+    head = bound_head("gpt", torch.float32, SOLO, False, VOCABULARY)
     x, labels, weights = batch(torch.float32)
     with torch.no_grad():
         assert head.loss_sum(x, labels, weights, None).grad_fn is None
@@ -184,9 +177,8 @@ def test_one_tensor_as_large_as_the_logits_is_kept() -> None:
 
 def test_half_precision_does_not_round_gradient_scales() -> None:
     """bf16 holds 1/256 exactly; 1/300 it would round by 0.2%, and with it every gradient."""
-    actual, exact_scale = (
-        alone("gpt", torch.bfloat16, False, masked=False, scale=scale) for scale in (1 / 300, 1 / 256)
-    )
+    how = SOLO, "gpt", torch.bfloat16, False, VOCABULARY, False
+    actual, exact_scale = (trained(*how, scale) for scale in (1 / 300, 1 / 256))
     for name in ("x", "weight"):
         ours, other = actual[name].double(), exact_scale[name].double()
         assert (ours * other).sum() / other.square().sum() == pytest.approx(256 / 300, rel=3e-4)
@@ -194,7 +186,7 @@ def test_half_precision_does_not_round_gradient_scales() -> None:
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_halves_are_refused(kind: str) -> None:
-    head = bound_head(kind, torch.float32, SoloGroup("tensor"), True, VOCABULARY)
+    head = bound_head(kind, torch.float32, SOLO, True, VOCABULARY)
     with pytest.raises(SplitError, match=r"recompute\.logits false"):
         head.loss_sum(*batch(torch.float32), SplitTape())
 
@@ -215,9 +207,6 @@ def test_compiled_heads_have_the_bits_of_eager_ones(fields: dict[str, object]) -
         assert x.grad is not None
         return [loss.detach(), x.grad, head.state.gradients[0].clone()]
 
-    for ours, eager in zip(
-        trained_head(compiled),
-        trained_head(lambda inputs, context: head.module(*inputs, context=context)),
-        strict=True,
-    ):
-        assert torch.equal(ours, eager)
+    eager = trained_head(lambda inputs, context: head.module(*inputs, context=context))
+    for ours, expected in zip(trained_head(compiled), eager, strict=True):
+        assert torch.equal(ours, expected)

@@ -17,11 +17,19 @@ from megapipe.engine.stage import CompiledForward
 from megapipe.layers import attention as blocks
 from megapipe.layers.attention import block_lists, document_blocks, visible_within_documents
 from megapipe.layers.context import MicrobatchContext
-from megapipe.layers.split import SplitTape
 from megapipe.spec.attention import why_a_mask
-from tests.layers.bound import GPT2, LLAMA, QWEN3, all_gradients, bind_model, make_context, run, small_model
+from tests.layers.bound import (
+    GPT2,
+    LLAMA,
+    SHAPES,
+    all_gradients,
+    bind_model,
+    check_halves,
+    make_context,
+    run,
+    small_model,
+)
 
-SHAPES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 BOUNDS = [[0, 5, 6, 12], [0, 12]]
 """Documents of two samples of 12 tokens."""
 
@@ -37,27 +45,6 @@ def alone(context: MicrobatchContext, sample: int, begin: int, end: int) -> Micr
         return tensor[sample : sample + 1, begin:end].contiguous()
 
     return MicrobatchContext(cut(context.tokens), cut(context.labels), cut(context.loss_mask))
-
-
-@pytest.mark.parametrize("path", ["sdpa", "unfused"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_loss_and_gradients_are_the_sum_of_the_documents(shape: str, path: str) -> None:
-    model = small_model(**SHAPES[shape], attention=path)
-    context = make_context(model)
-    packed, apart = bind_model(model, dtype=torch.float64), bind_model(model, dtype=torch.float64)
-    together = run(packed, packed_context(context))
-    together.backward()
-    total = torch.zeros((), dtype=torch.float64)
-    for sample, bounds in enumerate(BOUNDS):
-        for begin, end in itertools.pairwise(bounds):
-            loss = run(apart, alone(context, sample, begin, end))
-            loss.backward()
-            total += loss.detach()
-    assert together.item() == pytest.approx(total.item(), rel=1e-12)
-    expected = all_gradients(apart)
-    for name, gradient in all_gradients(packed).items():
-        assert (gradient - expected[name]).norm() <= 1e-11 * expected[name].norm() + 1e-13, name
-    assert run(packed, context).item() != pytest.approx(together.item(), rel=1e-4)
 
 
 def test_dropout_of_attention_goes_with_documents() -> None:
@@ -118,19 +105,28 @@ def with_blocks(context: MicrobatchContext, window: int | None) -> MicrobatchCon
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("path", ["sdpa", "unfused", "blocks"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_loss_and_gradients_are_those_of_the_mask(shape: str, differentiable_on_cpu: None) -> None:
-    model = small_model(**SHAPES[shape])
-    masked, blocked = bind_model(model, dtype=torch.float64), bind_model(model, dtype=torch.float64)
-    context = packed_context(make_context(model))
-    expected, actual = run(masked, context), run(blocked, with_blocks(context, model.sliding_window))
-    expected.backward()
-    actual.backward()
-    assert actual.item() == pytest.approx(expected.item(), rel=1e-12)
-    assert actual.item() != pytest.approx(run(masked, replace(context, document_starts=None)).item(), rel=1e-4)
-    gradients = all_gradients(masked)
-    for name, gradient in all_gradients(blocked).items():
-        assert (gradient - gradients[name]).norm() <= 1e-11 * gradients[name].norm() + 1e-13, name
+def test_loss_and_gradients_are_the_sum_of_the_documents(shape: str, path: str, differentiable_on_cpu: None) -> None:
+    model = small_model(**SHAPES[shape], attention="auto" if path == "blocks" else path)
+    context = make_context(model)
+    packed, apart = bind_model(model, dtype=torch.float64), bind_model(model, dtype=torch.float64)
+    together_context = packed_context(context)
+    if path == "blocks":
+        together_context = with_blocks(together_context, model.sliding_window)
+    together = run(packed, together_context)
+    together.backward()
+    total = torch.zeros((), dtype=torch.float64)
+    for sample, bounds in enumerate(BOUNDS):
+        for begin, end in itertools.pairwise(bounds):
+            loss = run(apart, alone(context, sample, begin, end))
+            loss.backward()
+            total += loss.detach()
+    assert together.item() == pytest.approx(total.item(), rel=1e-12)
+    expected = all_gradients(apart)
+    for name, gradient in all_gradients(packed).items():
+        assert (gradient - expected[name]).norm() <= 1e-11 * expected[name].norm() + 1e-13, name
+    assert run(packed, context).item() != pytest.approx(together.item(), rel=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -138,17 +134,7 @@ def test_loss_and_gradients_are_those_of_the_mask(shape: str, differentiable_on_
 def test_a_split_backward_finds_the_same_gradients(shape: str, blocked: bool, differentiable_on_cpu: None) -> None:
     model = small_model(**SHAPES[shape])
     layers, context = bind_model(model), packed_context(make_context(model))
-    context = with_blocks(context, model.sliding_window) if blocked else context
-    run(layers, context).backward()
-    fused = [layer.state.gradients[0].clone() for layer in layers]
-    for layer in layers:
-        layer.state.zero_gradients()
-    context.tape = SplitTape()
-    loss = run(layers, context)
-    context.tape.backward_input([loss], [torch.ones(())], [])
-    context.tape.backward_weight()
-    for layer, expected in zip(layers, fused, strict=True):
-        assert torch.equal(layer.state.gradients[0], expected), layer.spec.name
+    check_halves(layers, with_blocks(context, model.sliding_window) if blocked else context)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

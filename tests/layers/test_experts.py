@@ -1,4 +1,6 @@
-"""Experts compared with every expert run on every token, on one rank and on several, and with their split backward."""
+"""Experts against every expert run on every token, on one rank and on several, and their choice against plain Python.
+
+Families compare routers and shared experts with transformers."""
 
 from typing import Any
 
@@ -10,12 +12,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from megapipe.config.model import ModelConfig
-from megapipe.layers.feed_forward import Experts, assign, assign_evenly, pick_rows, sum_rows
-from megapipe.layers.split import SplitTape
+from megapipe.layers.feed_forward import Experts, assign_evenly
 from megapipe.parallel.groups import Group
-from megapipe.parallel.unit_state import free
 from megapipe.spec.layers import model_layers
-from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, make_context, small_model
+from tests.layers.bound import DROPOUT, GPT2, LLAMA, BoundLayer, bind, check_halves, draw, make_context, small_model
 from tests.support.meshes import run_threads
 
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "ffn_hidden_size": 24}
@@ -38,10 +38,6 @@ def experts_of(block: BoundLayer) -> Experts:
     experts = block.module.mlp
     assert isinstance(experts, Experts)
     return experts
-
-
-def drawn(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def every_expert_on_every_token(weights: dict[str, Tensor], model: ModelConfig, x: Tensor) -> Tensor:
@@ -105,8 +101,8 @@ def test_any_shape_equals_every_expert_on_every_token(
         weights["router.bias"][-1] += pull
         weights["router.bias"][0] -= pull
     leaves = {name: value.clone().requires_grad_() for name, value in weights.items()}
-    x, x_plain = (drawn(1, tokens, 32).requires_grad_() for _ in range(2))
-    dy = drawn(1, tokens, 32, seed=2)
+    x, x_plain = (draw(1, tokens, 32).requires_grad_() for _ in range(2))
+    dy = draw(1, tokens, 32, seed=2)
     y, expected = experts_of(block)(x, None), every_expert_on_every_token(leaves, model, x_plain)
     torch.testing.assert_close(y, expected)
     y.backward(dy)
@@ -121,7 +117,7 @@ def test_any_shape_equals_every_expert_on_every_token(
 def test_biases_receive_the_load_that_they_balance() -> None:
     block = block_of(small_model(**LLAMA, **EXPERTS), torch.bfloat16)
     experts = experts_of(block)
-    x = drawn(2, 12, 32).bfloat16()
+    x = draw(2, 12, 32).bfloat16()
     shares, chosen = experts.router(x, None)
     shares.sum().backward()
     counts = [int((chosen == expert).sum()) for expert in range(4)]
@@ -133,25 +129,10 @@ def test_biases_receive_the_load_that_they_balance() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("parts", [(), ("attention", "mlp", "norms")], ids=["kept", "again"])
 @pytest.mark.parametrize("shape", ROUTED)
-def test_split_backward_has_the_bits_of_the_fused(shape: str, parts: tuple[Any, ...], dtype: torch.dtype) -> None:
-    """Recomputed tensors too, and the weight half after its weights were released."""
+def test_split_backward_has_the_bits_of_the_fused(shape: str, parts: tuple[str, ...], dtype: torch.dtype) -> None:
     model = small_model(**ROUTED[shape], **EXPERTS)
-    block, context = block_of(model, dtype), make_context(model)
-    x, dy = drawn(2, 12, 32).to(dtype).requires_grad_(), drawn(2, 12, 32, seed=2).to(dtype)
-    block.module(x, context=context)[0].backward(dy)
-    expected, expected_x = block.state.gradients[0].clone(), x.grad
-    block.state.zero_gradients()
-    block.module.recompute(parts)
-    context.tape = SplitTape()
-    (output,) = block.module(x, context=context)
-    (dx,) = context.tape.backward_input([output], [dy], [x])
-    assert dx is not None
-    assert expected_x is not None
-    assert torch.equal(dx, expected_x)
-    assert not block.state.gradients[0].any(), "the input half touched a parameter's gradient"
-    free(block.state.weights[0])
-    context.tape.backward_weight()
-    assert torch.equal(block.state.gradients[0], expected)
+    x, dy = (draw(2, 12, 32, seed=seed, dtype=dtype) for seed in (1, 2))
+    check_halves([block_of(model, dtype)], make_context(model), [x], dy, parts)
 
 
 def on_a_rank(mesh: Any, model: ModelConfig, x: Tensor, dy: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -168,7 +149,7 @@ def on_a_rank(mesh: Any, model: ModelConfig, x: Tensor, dy: Tensor) -> tuple[Ten
 def test_ranks_that_share_the_experts_compute_what_one_does(shape: str, ranks: int) -> None:
     """Every rank has the same router's gradient, counted once, and those of its own experts."""
     model = small_model(**{**SHAPES[shape], "num_kv_heads": 4}, **EXPERTS)
-    x, dy = drawn(2, 12, 32), drawn(2, 12, 32, seed=2)
+    x, dy = draw(2, 12, 32), draw(2, 12, 32, seed=2)
     ((y, dx, gradients),) = run_threads({"tensor": 1}, on_a_rank, model, x, dy)
     results = run_threads({"tensor": ranks}, on_a_rank, model, x, dy)
     for y_rank, dx_rank, gradients_rank in results:
@@ -183,37 +164,6 @@ def test_ranks_that_share_the_experts_compute_what_one_does(shape: str, ranks: i
             torch.testing.assert_close(torch.cat([each[name] for _, _, each in results]), gradient)
 
 
-@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**32))
-def test_rows_are_tokens_of_experts_and_sum_back(number: int, choices: int, tokens: int, seed: int) -> None:
-    """Against loops over tokens, choices and experts; picking and summing are each other's transpose."""
-    generator = torch.Generator().manual_seed(seed)
-    choices = min(choices, number)
-    chosen = torch.stack([torch.randperm(number, generator=generator)[:choices] for _ in range(tokens)])
-    first = int(torch.randint(number, (1,), generator=generator))
-    mine = assign(chosen, first, number - first)
-    expected = [
-        (token, choice)
-        for expert in range(first, number)
-        for token in range(tokens)
-        for choice in range(choices)
-        if chosen[token, choice] == expert
-    ]
-    assert mine.pairs.tolist() == [token * choices + choice for token, choice in expected]
-    assert mine.counts == tuple(int((chosen == expert).sum()) for expert in range(first, number))
-    x = torch.arange(tokens * 3, dtype=torch.float64).view(tokens, 3)
-    rows = pick_rows(x, mine)
-    assert rows.tolist() == [x[token].tolist() for token, _ in expected]
-    summed = torch.zeros_like(x)
-    for row, (token, _) in zip(rows, expected, strict=True):
-        summed[token] += row
-    assert torch.equal(sum_rows(rows, mine), summed)
-    x, rows = x.requires_grad_(), rows.detach().requires_grad_()
-    weights = torch.rand(rows.shape, generator=generator, dtype=torch.float64)
-    (pick_rows(x, mine) * weights).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, sum_rows(weights, mine))
-
-
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(1, 9))
 def test_even_shares_are_all_choices_together(number: int, ranks: int, choices: int, tokens: int) -> None:
     chosen = torch.empty(tokens, choices, dtype=torch.int64, device="meta")
@@ -223,3 +173,49 @@ def test_even_shares_are_all_choices_together(number: int, ranks: int, choices: 
     assert all(abs(count - tokens * choices / (number * ranks)) <= 1 for count in mine.counts)
     if ranks == 1:
         assert sum(mine.counts) == tokens * choices
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(2, 3),
+    groups=st.integers(1, 4),
+    chosen=st.integers(1, 4),
+    choices=st.integers(1, 12),
+    scores=st.sampled_from(["softmax", "sigmoid"]),
+    levels=st.sampled_from([2, 1000]),
+    seed=st.integers(0, 2**32),
+)
+def test_choices_are_those_of_plain_python(
+    size: int, groups: int, chosen: int, choices: int, scores: Any, levels: int, seed: int
+) -> None:
+    """levels: numbers of different scores; few of them make ties, which the lowest numbers win."""
+    chosen = min(chosen, groups)
+    choices = min(choices, chosen * size)
+    model = small_model(
+        **LLAMA,
+        num_experts=size * groups,
+        experts_per_token=choices,
+        ffn_hidden_size=8,
+        router_scores=scores,
+        router_groups=groups,
+        router_groups_chosen=chosen,
+        normalize_expert_shares=False,
+    )
+    assert model.problems() == []
+    router = experts_of(block_of(model)).router
+    generator = torch.Generator().manual_seed(seed)
+    drawn_scores = torch.randint(levels, (1, 5, size * groups), generator=generator).double() / levels
+    if router.bias is not None:
+        router.bias.data.copy_(torch.randint(levels, (size * groups,), generator=generator) / levels)
+    values = drawn_scores.sigmoid() if scores == "sigmoid" else drawn_scores.softmax(-1)
+    values = values if router.bias is None else values + router.bias.detach()
+    actual = router._choices(drawn_scores)[0]
+    for token, row in zip(actual.tolist(), values[0].tolist(), strict=True):
+        best = 2 if scores == "sigmoid" else 1
+
+        def goodness(group: int, row: list[float] = row, best: int = best) -> float:
+            return sum(sorted(row[group * size : (group + 1) * size], reverse=True)[:best])
+
+        allowed = sorted(range(groups), key=lambda group: (-goodness(group), group))[:chosen]
+        experts = [expert for expert in range(size * groups) if expert // size in allowed]
+        assert token == sorted(experts, key=lambda expert: (-row[expert], expert))[:choices]

@@ -2,12 +2,14 @@
 
 import gc
 import weakref
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from megapipe.layers.split import accumulate, gradient_edge, gradients_of
+from megapipe.layers.split import Place, accumulate, gradient_edge, gradients_of
 
 
 class Doubled(torch.autograd.Function):
@@ -31,31 +33,26 @@ def outputs_of(x: Tensor, layer: nn.Linear) -> tuple[Tensor, ...]:
 @pytest.mark.parametrize("as_edges", [False, True])
 def test_equals_torch(as_edges: bool) -> None:
     torch.manual_seed(0)
-    layer = nn.Linear(6, 8)
-    x = torch.randn(3, 6)
+    layer, x, unused = nn.Linear(6, 8), torch.randn(3, 6), torch.zeros(1, requires_grad=True)
     upstream = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 4), torch.randn(3, 6)]
-    expected_leaf = x.clone().requires_grad_()
-    torch.autograd.backward(outputs_of(expected_leaf, layer), upstream)
-    expected = [parameter.grad for parameter in layer.parameters()]
+    first, second, third = (x.clone().requires_grad_() for _ in range(3))
+
+    def places(leaf: Tensor) -> Sequence[Place]:
+        outputs = outputs_of(leaf, layer)
+        return [gradient_edge(output) for output in outputs] if as_edges else outputs
+
+    def gradients(leaf: Tensor) -> list[Any]:
+        return [leaf.grad, *(parameter.grad for parameter in layer.parameters())]
+
+    torch.autograd.backward(outputs_of(first, layer), upstream)
+    expected = gradients(first)
     layer.zero_grad()
-    leaf = x.clone().requires_grad_()
-    outputs = outputs_of(leaf, layer)
-    accumulate([gradient_edge(output) for output in outputs] if as_edges else outputs, upstream)
-    assert leaf.grad is not None
-    assert expected_leaf.grad is not None
-    assert torch.equal(leaf.grad, expected_leaf.grad)
-    for parameter, gradient in zip(layer.parameters(), expected, strict=True):
-        assert parameter.grad is not None
-        assert gradient is not None
-        assert torch.equal(parameter.grad, gradient)
-    leaf = x.clone().requires_grad_()
-    unused = torch.zeros(1, requires_grad=True)
-    outputs = outputs_of(leaf, layer)
-    places = [gradient_edge(output) for output in outputs] if as_edges else outputs
-    actual, nothing = gradients_of([leaf, unused], places, upstream)
+    accumulate(places(second), upstream)
+    for actual, gradient in zip(gradients(second), expected, strict=True):
+        assert torch.equal(actual, gradient)
+    gradient, nothing = gradients_of([third, unused], places(third), upstream)
     assert nothing is None
-    assert actual is not None
-    assert torch.equal(actual, expected_leaf.grad)
+    assert torch.equal(gradient, expected[0])
 
 
 def test_a_gradient_of_another_shape_is_refused() -> None:

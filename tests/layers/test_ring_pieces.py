@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.layers import context_parallel
-from megapipe.layers.attention_pieces import Seen, Weighing
+from megapipe.layers.attention_pieces import Seen
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import ThreadGroup
 from megapipe.spec import token_order
@@ -79,30 +79,34 @@ def test_pieces_cover_what_is_visible_once(
     assert (computed >= visible).all()
 
 
+def note_pieces(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -> None:
+    """Call note("forward" or "backward", ...) with the arguments of every product of attention in pieces."""
+
+    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            note(what, *arguments)
+            return function(*arguments)
+
+        return call
+
+    for what in ("forward", "backward"):
+        function = getattr(context_parallel, f"piece_{what}")
+        monkeypatch.setattr(context_parallel, f"piece_{what}", noted(what, function))
+
+
 def test_ranks_run_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counted where the products are, forward and backward."""
     done: Counter[str] = Counter()
-    forward, backward = context_parallel.piece_forward, context_parallel.piece_backward
 
-    def count(query: Tensor, key: Tensor, seen: Seen) -> None:
+    def count(what: str, *arguments: Any) -> None:
+        query, key, *_ = arguments if what == "forward" else arguments[1:]
+        (seen,) = (each for each in arguments if isinstance(each, Seen))
         assert seen.visible is None
         rows, columns = query.shape[2], key.shape[2]
         done[threading.current_thread().name] += rows * (rows + 1) // 2 if seen.causal else rows * columns
 
-    def counted_forward(
-        query: Tensor, key: Tensor, value: Tensor, seen: Seen, weighing: Weighing
-    ) -> tuple[Tensor, Tensor]:
-        count(query, key, seen)
-        return forward(query, key, value, seen, weighing)
-
-    def counted_backward(gradient: Tensor, query: Tensor, key: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-        count(query, key, rest[3])  # type: ignore[arg-type]
-        return backward(gradient, query, key, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(context_parallel, "piece_forward", counted_forward)
-    monkeypatch.setattr(context_parallel, "piece_backward", counted_backward)
-    case = Case("ring", 4, 4, dtype=torch.float32)
-    run_threads({"context": 4}, shared_attention, case)
+    note_pieces(monkeypatch, count)
+    run_threads({"context": 4}, shared_attention, Case("ring", 4, 4, dtype=torch.float32))
     assert len(done) == 4
     assert set(done.values()) == {2 * sum(work("head_tail", 4, 4, 0, Visibility(causal=True)))}
 
@@ -119,25 +123,17 @@ class _NotedWork(Work):
 
 def test_hops_overlap_the_work_of_their_predecessors(monkeypatch: pytest.MonkeyPatch) -> None:
     events: dict[str, list[str]] = defaultdict(list)
-    shift, forward, backward = ThreadGroup.shift, context_parallel.piece_forward, context_parallel.piece_backward
+    shift = ThreadGroup.shift
 
-    def note(what: str) -> None:
+    def note(what: str, *_: Any) -> None:
         events[threading.current_thread().name].append(what)
-
-    def noted(what: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            note(what)
-            return function(*arguments)
-
-        return call
 
     def noted_shift(group: ThreadGroup, tensor: Tensor, into: Tensor) -> Work:
         note("shift")
         return _NotedWork(shift(group, tensor, into), note)
 
     monkeypatch.setattr(ThreadGroup, "shift", noted_shift)
-    monkeypatch.setattr(context_parallel, "piece_forward", noted("forward", forward))
-    monkeypatch.setattr(context_parallel, "piece_backward", noted("backward", backward))
+    note_pieces(monkeypatch, note)
     run_threads({"context": 3}, shared_attention, Case("ring", 3, 4))
     hops = ["shift", "forward", "wait", "shift", "forward", "wait", "forward"]
     # Keys and values as forward; gradients are sent after each hop's work and awaited after the next one's.

@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -15,52 +13,20 @@ from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, own_
 from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.collectives import by_rank
-from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, small_model
+from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.meshes import run_threads
 from tests.support.partial_groups import PartialGroup
 
 SHAPES = {"gpt2": {**GPT2, **DROPOUT}, "llama": {**LLAMA, "num_kv_heads": 4}, "qwen3": QWEN3}
 
 
-class WatchedGroup(PartialGroup):
-    """Another's group. sent: elements that a rank of a ring sends, by operation; an all-reduce is a reduce-scatter and
-    an all-gather."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group.name, group.ranks, group.rank)
-        self.inner = group
-        self.sent: dict[str, float] = {}
-
-    def count(self, operation: str, elements: float) -> None:
-        self.sent[operation] = self.sent.get(operation, 0.0) + elements * (self.size - 1) / self.size
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        self.count("all_reduce", 2 * tensor.numel())
-        return self.inner.all_reduce(tensor, op, async_op)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self.count("all_gather", self.size * tensor.numel())
-        return self.inner.all_gather(tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        self.count("reduce_scatter", tensor.numel())
-        return self.inner.reduce_scatter(tensor)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self.inner.broadcast(tensor, source)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.inner.all_gather_object(value)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-
 def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) -> dict[str, float]:
     """Elements that a rank sends for one block and one micro-batch, in units of b s h (t - 1) / t."""
-    group = WatchedGroup(mesh.group("tensor"))
+    traffic = Traffic()
+    group = CountingGroup(mesh.group("tensor"), traffic)
     model = small_model(**SHAPES[shape])
     block = bind_model(model, group=group)[1]
     context = make_context(model)
@@ -77,13 +43,15 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
     else:
         context.tape.backward_input([output], [torch.ones_like(output)], [hidden])
         context.tape.backward_weight()
-    whole = batch * length * model.hidden_size * (group.size - 1) / group.size
-    return {operation: elements / whole for operation, elements in group.sent.items()}
+    whole = batch * length * model.hidden_size
+    # An all-reduce is a reduce-scatter and an all-gather.
+    shares = {place.operation: elements / whole for place, elements in traffic.elements.items()}
+    return {name: 2 * share if name == "all_reduce" else share for name, share in shares.items()}
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("shape", ["gpt2", "llama"])
+@pytest.mark.parametrize("chunks", [1, 3])
 def test_blocks_send_tensor_parallel_traffic_and_two_shards_again(shape: str, chunks: int, size: int) -> None:
     """Plainly four all-reduces, 8 b s h (t - 1) / t elements of a rank; sharded four gathers and four scatters, the
     same, and the inputs of the two column-parallel products gathered again. A split backward gathers the gradients
@@ -101,45 +69,31 @@ def test_query_and_key_norms_send_nothing_per_micro_batch() -> None:
         assert "all_reduce" not in traffic
 
 
-class SlowGroup(WatchedGroup):
-    """A collective that was started ends only once it may."""
+class SlowGroup(PartialGroup):
+    """Members that need not be there, with what this one has. A collective that was started ends only once it may."""
 
-    def __init__(self, size: int, log: list[str]) -> None:
-        super().__init__(_Echo(size))
-        self.log = log
+    def __init__(self, size: int) -> None:
+        super().__init__("slow", tuple(range(size)), 0)
+        self.log: list[str] = []
         self.started = 0
         self.may_end = [threading.Event() for _ in range(16)]
 
-    def _start(self, name: str, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def _start(self, name: str, result: Tensor) -> Callable[[], Tensor]:
         number, self.started = self.started, self.started + 1
         self.log.append(f"start {name} {number}")
 
         def finish() -> Tensor:
             self.log.append(f"await {name} {number}")
             assert self.may_end[number].wait(20), f"nothing was computed while {name} {number} was under way"
-            return run()
+            return result
 
         return finish
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self._start("gather", lambda: self.inner.all_gather(tensor))
+        return self._start("gather", torch.stack([tensor] * self.size))
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return self._start("scatter", lambda: self.inner.reduce_scatter(tensor))
-
-
-class _Echo(PartialGroup):
-    """Members that need not be there: the i-th holds i + 1 times what this one, the first, holds of a gather, and the
-    same as this one of a sum."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__("echo", tuple(range(size)), 0)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack([tensor * (rank + 1) for rank in range(self.size)])
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor[0] * self.size
+        return self._start("scatter", tensor[0])
 
 
 class Products(TorchDispatchMode):
@@ -165,30 +119,6 @@ class Products(TorchDispatchMode):
         return result
 
 
-@given(
-    batch=st.integers(1, 3),
-    size=st.integers(2, 4),
-    chunks=st.integers(1, 4),
-    each=st.integers(1, 3),
-    seed=st.integers(0, 9),
-)
-def test_chunks_change_no_token(batch: int, size: int, chunks: int, each: int, seed: int) -> None:
-    """Small whole numbers, whose sums are exact."""
-    generator = torch.Generator().manual_seed(seed)
-    share = chunks * each
-    x = torch.randint(-3, 4, (batch, share, 2), generator=generator).double()
-    weight = torch.randint(-3, 4, (2, 3), generator=generator).double()
-    products = SequenceProducts(_Echo(size), chunks)
-    y, whole = products.gathered(x, lambda piece: piece @ weight, keep=True)
-    # The i-th rank of an echo holds i + 1 times what this one, its first, does.
-    assert whole is not None
-    assert torch.equal(whole, torch.cat([x * (rank + 1) for rank in range(size)], dim=1))
-    assert torch.equal(y, whole @ weight)
-    # Of the sum over an echo's ranks this one gets its own tokens.
-    own = products.start_scattered(whole, lambda piece: piece @ weight)()
-    assert torch.equal(own, size * (x @ weight))
-
-
 def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowParallelLinear:
     layer = kind({"weight": (6, 4)}, group)
     layer.weight = torch.nn.Parameter(torch.randn(6, 4))
@@ -198,43 +128,40 @@ def linear(kind: type, group: Group, chunks: int) -> ColumnParallelLinear | RowP
 
 def test_chunks_are_gathered_during_the_previous_product() -> None:
     """Each gather but the first ends only after the product of the chunk before it; an earlier wait fails."""
-    log: list[str] = []
-    group = SlowGroup(2, log)
+    group = SlowGroup(2)
     layer = linear(ColumnParallelLinear, group, chunks=3)
     with Products(group, {-1: [0], 0: [1], 1: [2]}):
         layer(torch.randn(2, 6, 4), None)
-    assert log == [
-        "start gather 0",
-        "await gather 0",
-        "start gather 1",
-        "product 0",
-        "await gather 1",
-        "start gather 2",
-        "product 1",
-        "await gather 2",
-        "product 2",
+    assert group.log == [
+        *("start gather 0", "await gather 0", "start gather 1", "product 0"),
+        *("await gather 1", "start gather 2", "product 1", "await gather 2", "product 2"),
     ]
 
 
 def test_chunks_are_scattered_during_the_next_product() -> None:
-    log: list[str] = []
-    group = SlowGroup(2, log)
+    group = SlowGroup(2)
     layer = linear(RowParallelLinear, group, chunks=3)
     with Products(group, {2: [0, 1, 2]}):
         layer(torch.randn(2, 12, 4), None)
-    assert log[:6] == ["product 0", "start scatter 0", "product 1", "start scatter 1", "product 2", "start scatter 2"]
+    assert group.log[:6] == [
+        "product 0",
+        "start scatter 0",
+        "product 1",
+        "start scatter 1",
+        "product 2",
+        "start scatter 2",
+    ]
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_backward_overlaps_gathers_and_scatters_with_both_products(chunks: int) -> None:
-    log: list[str] = []
-    group = SlowGroup(2, log)
+    group = SlowGroup(2)
     layer = linear(ColumnParallelLinear, group, chunks)
     x = torch.randn(2, 6, 4, requires_grad=True)
     forward = {-1: list(range(chunks))}
     with Products(group, forward):
         y = layer(x, None)
-    log.clear()
+    group.log.clear()
     # The gather ends after the product for the input's gradient, the scatters after the one for the weight's.
     first = group.started
     with Products(group, {chunks - 1: [first], chunks: [first + 1 + i for i in range(chunks)]}):
@@ -242,8 +169,8 @@ def test_backward_overlaps_gathers_and_scatters_with_both_products(chunks: int) 
     steps = [f"start gather {first}"]
     for chunk in range(chunks):
         steps += [f"product {chunk}", f"start scatter {first + 1 + chunk}"]
-    assert log[: len(steps) + 2] == [*steps, f"await gather {first}", f"product {chunks}"]
-    assert log[len(steps) + 2 :] == [f"await scatter {first + 1 + chunk}" for chunk in range(chunks)]
+    assert group.log[: len(steps) + 2] == [*steps, f"await gather {first}", f"product {chunks}"]
+    assert group.log[len(steps) + 2 :] == [f"await scatter {first + 1 + chunk}" for chunk in range(chunks)]
 
 
 def test_own_tokens_are_a_view_of_this_ranks_part() -> None:

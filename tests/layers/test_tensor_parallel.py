@@ -97,25 +97,22 @@ def compare(shape: str, results: list[dict[str, object]]) -> None:
         assert (actual[name] - gradient).norm() <= 1e-11 * gradient.norm(), name
 
 
-@pytest.mark.parametrize(("size", "split"), [(2, False), (2, True), (4, True)])
+@pytest.mark.parametrize(
+    ("size", "split", "chunks"),
+    [(2, False, None), (2, True, None), (4, True, None), (2, False, 1), (2, True, 3), (4, False, 2), (4, True, 1)],
+)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_that_share_the_weights(shape: str, size: int, split: bool) -> None:
-    """61 tokens: 31 rows a rank for 2, 16 for 4, the last rank padded."""
-    compare(shape, run_threads({"tensor": size}, one_rank, shape, split, 1))
+def test_ranks_that_share_the_weights(shape: str, size: int, split: bool, chunks: int | None) -> None:
+    """61 rows of the vocabulary: 31 a rank for 2, 16 for 4, the last rank padded. 12 tokens are shared where there are
+    chunks: 6 or 3 a rank, in chunks of one size and of two."""
+    compare(shape, run_threads({"tensor": size}, one_rank, shape, split, 1, chunks))
 
 
 def test_processes() -> None:
     compare("qwen3", run_mesh({"tensor": 2}, one_rank, "qwen3", True, 1))
 
 
-def test_a_rank_without_any_token_of_its_own() -> None:
+@pytest.mark.parametrize("split", [False, True])
+def test_a_rank_without_any_token_of_its_own(split: bool) -> None:
     """Rows in multiples of 32: two of four ranks hold nothing but padding."""
-    compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", False, 32))
-    compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", True, 32))
-
-
-@pytest.mark.parametrize(("size", "split", "chunks"), [(2, False, 1), (2, True, 3), (4, False, 2), (4, True, 1)])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_ranks_that_share_the_tokens(shape: str, size: int, split: bool, chunks: int) -> None:
-    """12 tokens: 6 or 3 a rank, in chunks of one size and of two."""
-    compare(shape, run_threads({"tensor": size}, one_rank, shape, split, 1, chunks))
+    compare("gpt2", run_threads({"tensor": 4}, one_rank, "gpt2", split, 32))

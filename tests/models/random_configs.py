@@ -23,7 +23,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource, exported_config
 from megapipe.spec.family import _WITHOUT_EFFECT, Family, family_of
-from tests.layers.bound import all_gradients, bind_model, load, make_context, run
+from tests.layers.bound import all_gradients, bind_weights, make_context, run
 from tests.models import test_bert_hugging_face as bert
 from tests.models.hugging_face import CONFIGS, ENCODERS, SIZES, UNDROPPED, drawn, gradients_of, tame
 
@@ -125,7 +125,8 @@ def epsilon(random: Random) -> float:
 SOFTCAPS = among(None, 2.0, 30.0)
 COUNTS = between(1, 4)
 WIDTHS = between(8, 100)
-ACTIVATIONS = ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2"]
+FLAG = among(False, True)
+ACTIVATIONS = among("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2")
 KEYS: dict[str, Draw] = {
     "vocab_size": among(97, 100, 128),
     **dict.fromkeys(("num_hidden_layers", "n_layer"), COUNTS),
@@ -139,31 +140,12 @@ KEYS: dict[str, Draw] = {
     "embedding_size": among(16, 24, 64),
     "type_vocab_size": between(1, 3),
     "pad_token_id": among(None, 0, 1, 3),
-    **dict.fromkeys(
-        ("hidden_act", "activation_function", "hidden_activation", "classifier_activation"),
-        among(*ACTIVATIONS),
-    ),
+    **dict.fromkeys(("hidden_act", "activation_function", "hidden_activation", "classifier_activation"), ACTIVATIONS),
     **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps", "layer_norm_epsilon"), epsilon),
-    **dict.fromkeys(
-        (
-            "tie_word_embeddings",
-            "attention_bias",
-            "mlp_bias",
-            "use_bias",
-            "qkv_bias",
-            "norm_bias",
-            "decoder_bias",
-            "classifier_bias",
-            "use_sliding_window",
-            "use_parallel_residual",
-            "norm_topk_prob",
-            "rope_interleave",
-            "scale_attn_by_inverse_layer_idx",
-            "scale_attn_weights",
-            "slow_but_exact",
-        ),
-        among(False, True),
-    ),
+    **dict.fromkeys(("tie_word_embeddings", "attention_bias", "mlp_bias", "use_bias", "qkv_bias", "norm_bias"), FLAG),
+    **dict.fromkeys(("decoder_bias", "classifier_bias", "use_sliding_window", "use_parallel_residual"), FLAG),
+    **dict.fromkeys(("norm_topk_prob", "rope_interleave", "scale_attn_by_inverse_layer_idx"), FLAG),
+    **dict.fromkeys(("scale_attn_weights", "slow_but_exact", "apply_residual_connection_post_layernorm"), FLAG),
     "sliding_window": among(None, 1, 5, 64),
     "local_attention": among(2, 8, 128),
     "max_window_layers": between(0, 4),
@@ -173,7 +155,6 @@ KEYS: dict[str, Draw] = {
     **dict.fromkeys(("num_experts", "num_local_experts", "moe_num_experts"), between(2, 5)),
     **dict.fromkeys(("num_experts_per_tok", "moe_k"), among(2, 3, 4, 1)),
     "router_jitter_noise": among(0.0, 0.1),
-    "apply_residual_connection_post_layernorm": among(False, True),
     "moe_norm_min": among(1e-12, 1e-3),
     "shared_expert_intermediate_size": WIDTHS,
     "moe_num_shared_experts": between(0, 2),
@@ -218,12 +199,8 @@ UNDRAWN = {
 """Key -> the kind of model that other values make, which megapipe refuses by name in every family."""
 _DECODER, _COMPUTED = {"is_decoder": "a decoder with the weights of an encoder"}, {"head_dim": "the class computes it"}
 BY_FAMILY: dict[str, dict[str, str]] = {
-    "bert": _DECODER,
-    "megatron-bert": _DECODER,
-    "roberta": _DECODER,
-    "xlm-roberta": _DECODER,
-    "deepseek_v2": _COMPUTED,
-    "deepseek_v3": _COMPUTED,
+    **dict.fromkeys(("bert", "megatron-bert", "roberta", "xlm-roberta"), _DECODER),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), _COMPUTED),
 }
 """Further undrawn keys of some families."""
 RETURNED = frozenset({"output_router_logits", "classifier_pooling"})
@@ -364,8 +341,7 @@ def compare(config: Any) -> str | None:
         layers = bert.bound(model, weights, torch.float64)
         real = torch.arange(bert.LENGTH) < context.lengths[:, None]
     else:
-        layers = bind_model(model, dtype=torch.float64)
-        load(layers, weights)
+        layers = bind_weights(model, weights, dtype=torch.float64)
         real = torch.ones_like(context.tokens, dtype=torch.bool)
     with torch.no_grad():
         logits = run(layers, replace(context, labels=None))

@@ -11,12 +11,8 @@ from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.layers.context import BertContext
-from megapipe.models import build_layer
-from megapipe.parallel.groups import SoloGroup
-from megapipe.parallel.unit_state import UnitState
-from megapipe.spec.layers import model_layers
-from tests.layers.bound import BoundLayer, all_gradients
-from tests.models.hugging_face import ENCODERS, canonical, gradients_of, opened
+from tests.layers.bound import BoundLayer, all_gradients, bind_weights
+from tests.models.hugging_face import ENCODERS, SIZES, UNDROPPED, canonical, gradients_of, opened
 from tests.models.hugging_face import case_of as encoder_of
 
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
@@ -51,17 +47,9 @@ def case_of(
     """Matrices with std 0.2, so that logits are of order 1 (at 0.02 nearly any model would agree); norms around 1."""
     family, narrow = FAMILIES[form], {"embedding_size": 24} if form == "shared" else {}
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=97,
-        num_hidden_layers=2,
-        hidden_size=64,
-        intermediate_size=256,
-        num_attention_heads=4,
-        max_position_embeddings=64,
+        **{**SIZES, **UNDROPPED, **narrow, "intermediate_size": 256, "pad_token_id": 0},
         hidden_act="gelu" if activation == "gelu" else "gelu_new",
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
         attn_implementation="eager",
-        **narrow,
     )
     theirs = getattr(transformers, family + ("ForPreTraining" if sentence_head else "ForMaskedLM"))(config)
     generator = torch.Generator().manual_seed(0)
@@ -69,11 +57,8 @@ def case_of(
         parameter.data.normal_(0.0, 0.2, generator=generator)
         if name.endswith(("LayerNorm.weight", "ln.weight", "layer_norm.weight")):
             parameter.data.add_(1.0)
-    model = replace(MODEL, sentence_head=sentence_head, activation=activation)
-    if form == "pre":
-        model = replace(model, norm_position="pre")
-    elif form == "shared":
-        model = replace(model, shared_blocks=True, embedding_size=24)
+    forms = {"pre": {"norm_position": "pre"}, "shared": {"shared_blocks": True, "embedding_size": 24}}
+    model = replace(MODEL, sentence_head=sentence_head, activation=activation, **forms.get(form, {}))  # type: ignore[arg-type]
     return Case(model, theirs.eval().to(dtype))
 
 
@@ -100,17 +85,7 @@ def make_context(model: BertModelConfig = MODEL) -> BertContext:
 
 
 def bound(model: BertModelConfig, weights: dict[str, Tensor], dtype: torch.dtype) -> list[BoundLayer]:
-    layers = []
-    for spec in model_layers(model):
-        state = UnitState(spec.name, spec.parameters.values(), compute_dtype=dtype)
-        module = build_layer(spec, model, SoloGroup("tensor"))
-        state.bind(module, spec.parameters)
-        layer = BoundLayer(spec, module, state)
-        for name, parameter in layer.parameters().items():
-            parameter.copy_(weights[name])
-        layers.append(layer)
-    assert {name for layer in layers for name in layer.parameters()} == set(weights)
-    return layers
+    return bind_weights(model, weights, dtype=dtype)
 
 
 def run(layers: list[BoundLayer], context: BertContext) -> tuple[Tensor, ...]:
@@ -172,16 +147,12 @@ def test_berts_agree_in_double(form: str, path: str, sentence_head: bool, activa
     compare(case.theirs, bound(model, case.weights, torch.float64), model, 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("name", "path"),
-    [
-        *((name, "sdpa") for name in ENCODERS),
-        *(
-            pytest.param(name, "unfused", marks=() if name == "modernbert" else pytest.mark.exhaustive)
-            for name in ENCODERS
-        ),
-    ],
-)
+SLOWER = [
+    pytest.param(name, "unfused", marks=() if name == "modernbert" else pytest.mark.exhaustive) for name in ENCODERS
+]
+
+
+@pytest.mark.parametrize(("name", "path"), [*((name, "sdpa") for name in ENCODERS), *SLOWER])
 def test_encoders_of_masked_tokens_agree_in_double(name: str, path: str) -> None:
     theirs = encoder_of(name).theirs.double()
     model, weights = opened(theirs)
@@ -209,13 +180,3 @@ def test_evaluation_counts_correct_predictions() -> None:
     assert correct.tolist() == [float(count) for count in expected]
     assert 3 <= correct[0] < context.loss_mask.sum()
     assert torch.equal(losses, trained)
-
-
-def test_padding_changes_nothing() -> None:
-    case = case_of()
-    layers = bound(case.model, case.weights, torch.float32)
-    context = make_context()
-    padding = torch.arange(LENGTH) >= context.lengths[:, None]
-    other = replace(context, tokens=context.tokens.masked_fill(padding, 55))
-    with torch.no_grad():
-        assert torch.equal(run(layers, context)[0], run(layers, other)[0])

@@ -12,15 +12,9 @@ from transformers.masking_utils import chunked_causal_mask_function
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.inference import generation
-from megapipe.inference.generation import generate
-from megapipe.inference.trained_model import LoadedModel
 from megapipe.layout.validation import context_problems
-from megapipe.parallel.mesh import Mesh
-from tests.inference.test_generate import GREEDY, NEW, filled_with, limits_of, make_config
-from tests.layers.bound import all_gradients, bind_model, load, make_context, run, small_model
+from tests.layers.bound import all_gradients, bind_weights, make_context, run, small_model
 from tests.models.hugging_face import case_of, gradients_of, opened
-from tests.support.meshes import run_mesh
 
 CHUNK, LENGTH = 5, 40
 
@@ -65,8 +59,7 @@ def test_loss_and_gradients_are_those_of_masked_chunks(path: Any, documents: boo
     theirs = copy.deepcopy(case_of("llama").theirs).double()
     model, weights = ours(theirs)
     in_chunks(theirs)
-    layers = bind_model(replace(model, attention=path), dtype=torch.float64)
-    load(layers, weights)
+    layers = bind_weights(replace(model, attention=path), weights, dtype=torch.float64)
     context = make_context(model, batch=3, length=LENGTH)
     known: dict[str, Tensor] = {}
     if documents:
@@ -86,33 +79,8 @@ def test_loss_and_gradients_are_those_of_masked_chunks(path: Any, documents: boo
     expected, actual = gradients_of(theirs), all_gradients(layers)
     for name, gradient in expected.items():
         assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    whole = bind_model(replace(model, layer_kinds={}, layer_pattern=()), dtype=torch.float64)
-    load(whole, weights)
+    whole = bind_weights(replace(model, layer_kinds={}, layer_pattern=()), weights, dtype=torch.float64)
     assert not torch.allclose(run(whole, context), loss, rtol=1e-3), "chunks should matter"
-
-
-def test_generated_texts_are_those_of_masked_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of unequal length, longer than a chunk, in pieces that do not end where chunks do."""
-    theirs = copy.deepcopy(case_of("llama").theirs)
-    model, weights = ours(theirs)
-    in_chunks(theirs)
-    prompts, expected = [[*range(3, 26)], [7, 5], [*range(40, 29, -1)]], []
-    monkeypatch.setattr(generation, "CHUNK", 4)
-    for prompt in prompts:
-        text = list(prompt)
-        for _ in range(NEW):
-            with torch.no_grad():
-                logits = theirs(torch.tensor([text]), use_cache=False).logits[0, -1]
-            best = logits.topk(2)
-            assert best.values[0] - best.values[1] > 1e-3, "a near tie would make the comparison one of rounding"
-            text.append(int(best.indices[0]))
-        expected.append(text)
-
-    def generated(mesh: Mesh) -> list[list[int]]:
-        loaded = LoadedModel(make_config(model, mesh), mesh, filled_with(weights))
-        return [text.tokens for text in generate(loaded, prompts, 1, GREEDY, limits_of(model))]
-
-    assert run_mesh({}, generated, backend="threads")[0] == expected
 
 
 def test_what_cannot_cut_samples_into_chunks_is_refused() -> None:

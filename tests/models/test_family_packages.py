@@ -11,7 +11,7 @@ import transformers
 from megapipe.spec import family
 from megapipe.spec.family import FamilyError, families, family_of
 from tests.docs.test_contributing import ADDITIONS
-from tests.layers.bound import bind_model, load, make_context, run
+from tests.layers.bound import bind_weights, make_context, run
 from tests.models.hugging_face import GROUPED, case_of_config, exported, opened
 
 HELIUM = (ADDITIONS / "model_family.txt").read_text(encoding="utf-8").split("+++\n")[1].split("=== ")[0]
@@ -46,8 +46,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_package_families_have_the_logits_of_transformers(packages: None) -> None:
     case = case_of_config(transformers.HeliumConfig(**GROUPED, head_dim=16, attn_implementation="eager"))
     model, weights = opened(case.theirs)
-    layers = bind_model(model)
-    load(layers, weights)
+    layers = bind_weights(model, weights)
     context = make_context(model, batch=2, length=20)
     context.labels = None
     with torch.no_grad():

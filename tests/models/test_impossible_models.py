@@ -48,11 +48,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"swiglu_limit": 2.0}, "model.swiglu_limit is 2.0 with model.activation 'gelu'"),
     ({}, UNIT_OFFSET, "'projection', which has no norm with a unit offset"),
     (EXPERTS, {"router_groups": 3}, "model.router_groups 3 does not divide model.num_experts 8"),
-    (
-        EXPERTS,
-        {"router_groups": 8, "router_scores": "sigmoid"},
-        "pick a divisor of 8 that is at most 4",
-    ),
+    (EXPERTS, {"router_groups": 8, "router_scores": "sigmoid"}, "pick a divisor of 8 that is at most 4"),
     (EXPERTS, {"router_groups_chosen": 2}, "it must be at most model.router_groups 1"),
     (EXPERTS, {"router_groups": 4}, "of 2 experts each, must have model.experts_per_token 3"),
     (EXPERTS, {"router_scores": "sigmoid", "expert_bias": "scores"}, "set model.expert_bias to 'shares'"),

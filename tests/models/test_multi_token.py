@@ -23,9 +23,17 @@ from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import WEIGHTS, Contents, StoredTensor, TargetOptions
 from megapipe.conversion.hugging_face import HuggingFaceSource, HuggingFaceTarget
 from megapipe.layers.context import MicrobatchContext
-from megapipe.layers.split import SplitTape, gradient_edge
 from megapipe.layout.validation import run_problems
-from tests.layers.bound import LLAMA, all_gradients, bind_model, load, make_context, run, small_model
+from tests.layers.bound import (
+    LLAMA,
+    all_gradients,
+    bind_model,
+    bind_weights,
+    check_halves,
+    make_context,
+    run,
+    small_model,
+)
 from tests.models.hugging_face import CONFIGS, case_of, case_of_config, drawn
 
 DEPTHS, WEIGHT, BLOCKS = 2, 0.7, 2
@@ -98,8 +106,7 @@ def read(folder: Path, theirs: Any) -> tuple[ModelConfig, dict[str, Tensor]]:
 def test_losses_and_gradients_are_those_of_deepseek(tmp_path: Path, roll: Callable[[Tensor], Tensor]) -> None:
     theirs = deepseek()
     model, weights = read(tmp_path / "weights", theirs)
-    ours = bind_model(model, dtype=torch.float64)
-    load(ours, weights)
+    ours = bind_weights(model, weights, dtype=torch.float64)
     context = make_context(model)
     actual = run(ours, context)
     actual.sum().backward()
@@ -120,14 +127,7 @@ def test_losses_and_gradients_are_those_of_deepseek(tmp_path: Path, roll: Callab
 
 def test_backward_halves_have_whole_gradients() -> None:
     model = small_model(**LLAMA, mtp_layers=2, logit_scale=0.5)
-    whole, halves = bind_model(model), bind_model(model)
-    context, tape = make_context(model), SplitTape()
-    run(whole, context).sum().backward()
-    loss = run(halves, replace(context, tape=tape))
-    tape.backward_input([gradient_edge(loss)], [torch.ones_like(loss)], [])
-    tape.backward_weight()
-    for name, gradient in all_gradients(halves).items():
-        torch.testing.assert_close(gradient, all_gradients(whole)[name], rtol=0, atol=0, msg=name)
+    check_halves(bind_model(model), make_context(model))
 
 
 class Memory:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.config.optimizer import MuonConfig, OptimizerConfig
-from megapipe.config.run import PretrainConfig
-from megapipe.layout.units import Unit, UnitCosts, place
+from megapipe.layout.units import place
 from megapipe.optim.muon import make_optimizer, orthogonalised
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import WHOLE, Sharding
@@ -187,14 +186,3 @@ def test_the_start_of_a_run_reports_padding_and_gathers() -> None:
         "muon over 4 shards: 14.8% of padding in addition to the parameters; "
         "1 of 4 matrices are cut, whose update gathers 4,096 bytes",
     ]
-
-
-def test_matrices_have_one_moment_also_in_the_formula() -> None:
-    specs = [
-        ParameterSpec("w", (64, 32), None, NORMAL, decay=True, matrix=True),
-        ParameterSpec("t", (64, 2), None, NORMAL, decay=True, matrix=False),
-    ]
-    state = UnitState("unit", specs)
-    make_optimizer(CONFIGS[0]).update([state], 1, 1e-3, torch.tensor(1.0))
-    expected = UnitCosts(PretrainConfig(optimizer=CONFIGS[0]), replicas=1).state(Unit(tuple(specs)))
-    assert sum(moment.nbytes for moment in state.moments.values()) == expected.moments == 4 * (64 * 32 + 2 * 64 * 2)

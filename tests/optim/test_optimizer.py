@@ -1,6 +1,7 @@
 """Optimizers over UnitStates against torch's own, with their two groups, over versions and across a restart."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from megapipe.config.optimizer import MuonConfig, OptimizerConfig
+from megapipe.config.run import PretrainConfig
+from megapipe.layout.units import Unit, UnitCosts
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.optim.scaling import learning_rate_problems
@@ -115,6 +118,29 @@ def test_working_copies_follow_their_master(config: OptimizerConfig, num_version
         assert state.working_copy is not None
         assert torch.equal(state.working_copy, state.master.bfloat16())
         assert torch.equal(written, state.working_copy) == optimizer.writes_copies
+
+
+@pytest.mark.parametrize(
+    ("master", "config", "moments"),
+    [
+        *((master, OptimizerConfig(), 8 * (2048 + 128)) for master in (True, False)),
+        *((master, OptimizerConfig(moment_dtype="bf16"), 4 * (2048 + 128)) for master in (True, False)),
+        (True, OptimizerConfig(**MUON), 4 * 2048 + 8 * 128),
+    ],
+)
+def test_the_formula_counts_persistent_bytes(master: bool, config: OptimizerConfig, moments: int) -> None:
+    """Muon has one moment for matrices."""
+    init = Init("normal", 1.0)
+    specs = tuple(ParameterSpec(str(m), (64, 32 if m else 2), None, init, decay=True, matrix=m) for m in (True, False))
+    state = UnitState("u", specs, compute_dtype=torch.bfloat16, master_weights=master)
+    make_optimizer(config).update([state], 1, 1e-3, torch.tensor(1.0))
+    kept = {*state.weights, state.master, *state.gradients, *state.moments.values()}
+    storages = {each.data_ptr(): each.nbytes for each in kept}
+    run = PretrainConfig(optimizer=config)
+    run.training = replace(run.training, precision="bf16", master_weights=master)
+    expected = UnitCosts(run, replicas=1).state(Unit(specs))
+    assert expected.moments == moments
+    assert sum(storages.values()) == expected.total == (2048 + 128) * (6 + 4 * master) + moments
 
 
 @pytest.mark.parametrize(

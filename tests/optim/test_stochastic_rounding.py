@@ -1,8 +1,6 @@
 """Stochastic rounding: unbiased, the same bits however a tensor is cut, and able to learn where rounding to
 nearest does not change the weights."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from megapipe.config import ConfigError
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels.reference.optimizer import Elements, stochastic_rounding
-from megapipe.layout.units import Unit, UnitCosts
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.optimizer import round_weights
 from megapipe.parallel.unit_state import UnitState
@@ -99,21 +96,6 @@ def test_updates_too_small_for_bf16_add_up(name: str) -> None:
     assert state.master.dtype == torch.bfloat16
     assert all(moment.dtype == torch.float32 for moment in state.moments.values())
     assert float(state.master.double().mean()) == pytest.approx(1 - 400 * 2.0**-14, abs=2e-4)
-
-
-@pytest.mark.parametrize(("master", "moments"), [(True, "fp32"), (True, "bf16"), (False, "fp32"), (False, "bf16")])
-def test_the_formula_counts_persistent_bytes(master: bool, moments: str) -> None:
-    spec = ParameterSpec("w", (64, 64), None, Init("normal", 1.0), decay=True, matrix=True)
-    state = UnitState("u", [spec], compute_dtype=torch.bfloat16, master_weights=master)
-    config = OptimizerConfig(moment_dtype=moments)  # type: ignore[arg-type]
-    make_optimizer(config).update([state], 1, 1e-3, torch.tensor(1.0))
-    kept = {*state.weights, state.master, *state.gradients, *state.moments.values()}
-    storages = {each.data_ptr(): each.nbytes for each in kept}
-    run = PretrainConfig(optimizer=config)
-    run.training = replace(run.training, precision="bf16", master_weights=master)
-    expected = UnitCosts(run, replicas=1).state(Unit((spec,)))
-    per_element = 6 + 4 * master + (4 if moments == "bf16" else 8)
-    assert sum(storages.values()) == expected.total == 64 * 64 * per_element
 
 
 def test_bf16_moments_stay_close_to_fp32_ones() -> None:
