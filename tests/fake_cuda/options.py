@@ -21,6 +21,8 @@ WIDE = replace(LLAMA_SHAPE, hidden_size=64)
 DROPOUT = replace(GPT2_SHAPE, hidden_dropout=0.1, attention_dropout=0.1)
 FP8 = {"precision": "bf16", "fp8_first_kept": 0, "fp8_last_kept": 0}
 ISOLATED: dict[str, Any] = {"data": {"isolate_documents": True}}
+SLICES = {"name": "seq1f1b", "slices": 3, "slice_split": "flops"}
+STAGES: dict[str, Any] = {"parallel": {"pipeline": 2}}
 EXPERTS_OF = replace(WIDE, num_experts=4)
 
 
@@ -54,7 +56,7 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     "moments in bf16": (WIDE, {"optimizer": {"moment_dtype": "bf16"}}),
     "muon, spectral": (WIDE, {"optimizer": {"name": "muon", "muon": MuonConfig(scale="spectral")}}),
     "recomputed norms": (DROPOUT, {"recompute": {"method": "selective", "parts": ["norms"]}}),
-    "eager updates": (WIDE, {"schedule": {"name": "2bw", "update": "eager"}, "parallel": {"pipeline": 2}}),
+    "eager updates": (WIDE, {**STAGES, "schedule": {"name": "2bw", "update": "eager"}}),
     "sums in bf16": (WIDE, {"parallel": {"data": 2}, "zero": {"stage": 2, "reduce_dtype": "bf16"}}),
     "post-norm BERT": (POST_NORM, {}),
     "ModernBERT": (MODERN, {}),
@@ -83,18 +85,14 @@ OPTIONS: dict[str, tuple[ModelConfig, dict[str, dict[str, Any]]]] = {
     },
     "slices": (
         replace(WIDE, max_positions=64, sliding_window=40),
-        {
-            "schedule": {"name": "seq1f1b", "slices": 3, "slice_split": "flops"},
-            "data": {"sequence_length": 64},
-            "parallel": {"pipeline": 2},
-        },
+        {**STAGES, "data": {"sequence_length": 64}, "schedule": SLICES},
     ),
     "shared output layer": (
         replace(WIDE, tie_embeddings=False, logit_softcap=3.0),
         {"parallel": {"pipeline": 2, "tensor": 2, "vocabulary": "pipeline"}},
     ),
     "shared output layer, second variant": (WIDE, {"parallel": {"pipeline": 2, "vocabulary": "pipeline_2"}}),
-    **{name: (GPT2_SHAPE, {"schedule": {"name": name}, "parallel": {"pipeline": 2}}) for name in OTHER_ORDERS},
+    **{name: (GPT2_SHAPE, {**STAGES, "schedule": {"name": name}}) for name in OTHER_ORDERS},
 }
 """Name -> model, and what else is changed."""
 MAY_WAIT = {

@@ -164,7 +164,7 @@ def test_exports_leave_further_tokens_out_or_have_deepseeks_names(tmp_path: Path
     assert all(torch.equal(again.parameter(name), each) for name, each in memory.values.items())
 
 
-def test_layers_for_further_tokens_are_ignored_at_the_end_alone(tmp_path: Path) -> None:
+def test_only_last_layers_may_predict_further_tokens(tmp_path: Path) -> None:
     case_of("deepseek_v3").theirs.save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     tensors["model.layers.2.eh_proj.weight"] = torch.zeros(3, 4)
