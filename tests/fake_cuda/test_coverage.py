@@ -8,7 +8,7 @@ from typing import Any
 
 from megapipe.config.bert import BertDataConfig, BertPretrainConfig
 from tests.distributed.test_covering import CASES
-from tests.fake_cuda import test_peaks
+from tests.fake_cuda import table, test_peaks
 from tests.fake_cuda.options import OPTIONS, config_with
 from tests.schedules.support import TRAINED
 from tests.support.layouts import config_of
@@ -61,9 +61,9 @@ def test_every_choice_runs_on_a_fake_device() -> None:
     configs = [config_of(case, *corpora) for case in CASES]
     configs += [config_with(name, *corpora) for name in OPTIONS]
     for name, (model, changes) in test_peaks.CASES.items():
-        test_peaks.MODELS[name] = model
-        configs.append(test_peaks.config_of("shard", name, changes))
-        del test_peaks.MODELS[name]
+        table.MODELS[name] = model
+        configs.append(table.config_of("shard", name, changes))
+        del table.MODELS[name]
     taken = defaultdict(set)
     for config in configs:
         for name, value in flat(config):

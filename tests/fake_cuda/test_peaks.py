@@ -15,7 +15,7 @@ from tests.layers import bound as shapes
 
 LIMIT = 2**20
 GPT = MODELS["33M"]
-LLAMA = replace(GPT, **{**shapes.LLAMA, "num_kv_heads": 4})
+LLAMA = replace(GPT, **{**shapes.LLAMA, "num_kv_heads": 4})  # type: ignore[arg-type]
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 LONG = replace(GPT, max_positions=1024, attention="unfused", hidden_size=256)
 SELECTIVE = {"recompute": {"method": "selective"}}

@@ -35,15 +35,10 @@ def model_by(*words: str) -> ModelConfig:
     return parse_as(kind_of(arguments), arguments).model
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "llama",
-        "qwen3_moe",
-        "bert",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "megatron-bert")),
-    ],
-)
+FURTHER = [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "megatron-bert")]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "bert", *FURTHER])
 def test_a_folder_sets_the_model_of_its_weights(name: str, folders: dict[str, Path]) -> None:
     folder = folders[name]
     expected = HuggingFaceSource(folder).contents.model
@@ -101,10 +96,8 @@ def test_generated_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.C
     prompt = "def test_a"
     inputs = wrapped(prompt, return_tensors="pt")
     new = theirs.generate(**inputs, max_new_tokens=16, do_sample=False, pad_token_id=0)[0]
-    assert (
-        generate(["--checkpoint", str(tmp_path), "--prompt", prompt, "--temperature", "0", "--max-new-tokens", "16"])
-        == 0
-    )
+    greedy = ["--temperature", "0", "--max-new-tokens", "16"]
+    assert generate(["--checkpoint", str(tmp_path), "--prompt", prompt, *greedy]) == 0
     printed, messages = capsys.readouterr()
     assert printed == wrapped.decode(new, skip_special_tokens=True) + "\n"
     assert str(tmp_path) in messages
