@@ -25,10 +25,11 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def made_cold(path: Path) -> bool:
-    """Remove a file from the page cache; return whether this worked (it does not for a file system in memory)."""
+def make_cold(path: Path) -> None:
+    """Remove a file from the page cache; skip where that does not work, as in a file system in memory."""
     drop_from_page_cache([path])
-    return resident_share([path]) < 1.0
+    if resident_share([path]) == 1.0:
+        pytest.skip("this folder's file system keeps its files in memory")
 
 
 def test_a_dropped_file_is_read_again(file: Path, tmp_path: Path) -> None:
@@ -40,8 +41,7 @@ def test_a_dropped_file_is_read_again(file: Path, tmp_path: Path) -> None:
     assert resident_share([file, tmp_path / "empty"]) == 1.0
     with pytest.raises(OSError, match="missing"):
         drop_from_page_cache([tmp_path / "missing"])
-    if not made_cold(file):
-        pytest.skip("this folder's file system keeps its files in memory")
+    make_cold(file)
     assert resident_share([file]) == 0.0
     content = file.read_bytes()
     assert len(content) == PAGES * mmap.PAGESIZE - 5
@@ -52,8 +52,7 @@ def test_large_files_are_sampled(file: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(files, "SAMPLED_RUNS", 7)
     monkeypatch.setattr(files, "PAGES_IN_A_RUN", 4)
     assert resident_share([file]) == 1.0
-    if not made_cold(file):
-        pytest.skip("this folder's file system keeps its files in memory")
+    make_cold(file)
     with file.open("rb") as opened:
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_RANDOM)  # disable readahead
         opened.seek(PAGES // 2 * mmap.PAGESIZE)
@@ -70,8 +69,7 @@ def test_index_searches_read_only_the_pages_they_touch(tmp_path: Path) -> None:
             writer.append_shard(piece)
         writer.commit()
     index = idx_path(prefix)
-    if not made_cold(index):
-        pytest.skip("this folder's file system keeps its files in memory")
+    make_cold(index)
     shard = IndexedDataset(prefix)
     shard.search_index()
     for position in (10_000, 50_000, 90_000):
@@ -85,8 +83,7 @@ def test_index_searches_read_only_the_pages_they_touch(tmp_path: Path) -> None:
 def test_shuffled_samples_read_their_own_pages(tmp_path: Path, kind: type[GptSamples | PackedSamples]) -> None:
     prefix = write_shard(tmp_path / "shard", [[list(range(2000))]] * 2000)
     tokens = bin_path(prefix)
-    if not made_cold(tokens):
-        pytest.skip("this folder's file system keeps its files in memory")
+    make_cold(tokens)
     samples = kind(prefix, split="train", shares="1", sequence_length=2048, seed=3)
     drawn = samples.tokens(np.arange(20))
     pages = tokens.stat().st_size / mmap.PAGESIZE

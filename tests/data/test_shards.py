@@ -1,4 +1,4 @@
-"""Shards: byte for byte those of Megatron-LM, whole or absent, with clear errors for damage."""
+"""Shards: byte for byte those of Megatron-LM, whole or absent, with clear errors for damage; and their manifests."""
 
 import itertools
 import os
@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.config.run import PretrainConfig
 from megapipe.data import DataError
+from megapipe.data.manifest import check_one_tokenizer, manifest_path, read_manifest
+from megapipe.data.samples import GptSamples
 from megapipe.data.shard_writer import ShardWriter
-from megapipe.data.shards import DTYPE_OF_CODE, IndexedDataset, token_dtype
+from megapipe.data.shards import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, IndexedDataset, token_dtype
 from megapipe.training.loop.batches import open_samples
 from tests.checkpoint.disks import no_larger_files
-from tests.data.shards import joined, write_shard
+from tests.data.commands import manifest_of
+from tests.data.shards import joined, shard_manifest, write_shard
 from tests.support.bert_runs import make_bert_config, write_corpus
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
 from tests.support.gpt_runs import write_shard as write_random_shard
@@ -130,31 +133,31 @@ def test_damaged_files_are_refused(tmp_path: Path, kind: str, change: dict, mess
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
-    write_shard(tmp_path / "corpus_text_document", REFERENCE_DOCUMENTS)
+    prefix = write_shard(tmp_path / "corpus_text_document", REFERENCE_DOCUMENTS)
     with pytest.raises(DataError, match=r"corpus.idx does not exist.*contains corpus_text_document"):
         IndexedDataset(tmp_path / "corpus")
     (tmp_path / "corpus_text_document.bin").unlink()
     with pytest.raises(DataError, match=r"corpus_text_document.bin does not exist"):
-        IndexedDataset(tmp_path / "corpus_text_document")
+        IndexedDataset(prefix)
 
 
 class Killed(BaseException):
     """Replaces SIGKILL: no handler may run."""
 
 
-@pytest.mark.parametrize("limit", [None, 100_000, 1_000_000])
-def test_old_none_or_new_shard_after_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
-) -> None:
-    """Killed before every change of the disk, or with a full disk, within the buffer and beyond it."""
+@pytest.mark.parametrize("limit", [100_000, 1_000_000])
+def test_a_full_disk_keeps_the_old_shard(tmp_path: Path, limit: int) -> None:
+    """Within the buffer and beyond it."""
+    prefix = write_shard(tmp_path / "shard", [[[1, 2]], [[3]]])
+    with no_larger_files(100_000), pytest.raises(OSError, match="too large"):
+        write_shard(prefix, [[range(limit)]], "<i4")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.bin", "shard.idx"]
+    assert documents_of(IndexedDataset(prefix)) == [[1, 2], [3]]
+
+
+def test_a_kill_leaves_the_old_no_or_the_new_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed before every change of the disk."""
     old, new = [[[1, 2]], [[3]]], [[[7, 8, 9, 10]]] * 5
-    if limit is not None:
-        prefix = write_shard(tmp_path / "shard", old)
-        with no_larger_files(100_000), pytest.raises(OSError, match="too large"):
-            write_shard(prefix, [[range(limit)]], "<i4")
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["shard.bin", "shard.idx"]
-        assert documents_of(IndexedDataset(prefix)) == [[1, 2], [3]]
-        return
     seen = []
     for step in itertools.count():
         prefix = write_shard(tmp_path / f"shard{step}", old)
@@ -180,21 +183,17 @@ def test_old_none_or_new_shard_after_a_failure(
         seen.append("old" if documents == [[1, 2], [3]] else "new")
         if next(calls) <= step:
             break
-    assert seen == sorted(seen, key=["old", "none", "new"].index)
-    assert {"old", "none", "new"} == set(seen)
+    assert list(dict.fromkeys(seen)) == ["old", "none", "new"]
     assert documents_of(IndexedDataset(write_shard(tmp_path / "shard0", old))) == [[1, 2], [3]]
 
 
 def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
     """A sparse .bin of 6 GiB of zeros: offsets are 64 bits wide throughout."""
     length = 2**30
-    lengths = np.full(3, length, dtype="<i4")
-    offsets = np.arange(3, dtype="<i8") * length * 2
-    header = b"MMIDIDX\x00\x00" + (1).to_bytes(8, "little") + b"\x08" + (3).to_bytes(8, "little") * 1
-    header += (4).to_bytes(8, "little")
-    (tmp_path / "shard.idx").write_bytes(
-        header + lengths.tobytes() + offsets.tobytes() + np.arange(4, dtype="<i8").tobytes()
-    )
+    lengths, offsets = np.full(3, length, dtype="<i4"), np.arange(3, dtype="<i8") * length * 2
+    arrays = (lengths, offsets, np.arange(4, dtype="<i8"))
+    header = HEADER.pack(MAGIC, VERSION, 8, 3, 4)
+    (tmp_path / "shard.idx").write_bytes(header + b"".join(array.tobytes() for array in arrays))
     with (tmp_path / "shard.bin").open("wb") as file:
         file.seek(3 * length * 2 - 2)
         file.write(b"\x2a\x00")
@@ -202,20 +201,6 @@ def test_offsets_beyond_four_gigabytes(tmp_path: Path) -> None:
     assert dataset.num_tokens == 3 * length
     assert dataset.document(2)[-2:].tolist() == [0, 42]
     assert dataset.document_starts_between(1, 3 * length).tolist() == [length, 2 * length]
-
-
-KINDS: dict[str, dict[str, Any]] = {
-    "concat": {},
-    "best_fit": {"pack": "best_fit"},
-    "megatron": {"order": "megatron"},
-    "bert": {"pairs": "next"},
-}
-
-
-def configured(kind: str, folder: Path) -> PretrainConfig:
-    if kind == "bert":
-        return make_bert_config(replace(write_corpus(folder), **KINDS[kind]))
-    return make_config(write_random_shard(folder), GPT2_SHAPE, data=KINDS[kind])
 
 
 def read_all(samples: Any) -> None:
@@ -227,15 +212,18 @@ def read_all(samples: Any) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["bin", "idx"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_truncated_file_is_named(tmp_path: Path, kind: str, suffix: str) -> None:
-    config = configured(kind, tmp_path)
+@pytest.mark.parametrize("data", [{}, {"pack": "best_fit"}, {"order": "megatron"}, {"pairs": "next"}], ids=str)
+def test_a_truncated_file_is_named(tmp_path: Path, data: dict[str, Any], suffix: str) -> None:
+    if "pairs" in data:
+        config = make_bert_config(replace(write_corpus(tmp_path), **data))
+    else:
+        config = make_config(write_random_shard(tmp_path), GPT2_SHAPE, data=data)
     samples = open_samples(config, "train")
     read_all(samples)
     path = f"{config.data.prefix}.{suffix}"
     size = os.path.getsize(path)
     os.truncate(path, 0)
-    if (kind, suffix) == ("best_fit", "idx"):  # its pieces are in memory: the index is not read again
+    if "pack" in data and suffix == "idx":  # its pieces are in memory: the index is not read again
         read_all(samples)
         return
     message = rf"{path} has 0 bytes now and had {size:,} when it was opened.*restore the file"
@@ -255,3 +243,73 @@ def test_files_that_grew_are_named_and_replaced_ones_not(tmp_path: Path) -> None
         file.write(b"more")
     with pytest.raises(DataError, match=r"corpus.idx has .* it was changed while in use"):
         shard.document(0)
+
+
+MANIFEST = shard_manifest()
+
+
+def write_described(prefix: Path, **fields: Any) -> Path:
+    with ShardWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_document([[1, 2, 256]])
+        writer.commit(replace(MANIFEST, **fields))
+    return prefix
+
+
+def open_described(prefix: Path, vocabulary_size: int = 257) -> GptSamples:
+    return GptSamples(prefix, split="train", shares="1", sequence_length=2, seed=0, vocabulary_size=vocabulary_size)
+
+
+def test_a_manifest_has_checksums_which_find_a_flipped_bit(tmp_path: Path) -> None:
+    prefix = write_described(tmp_path / "shard")
+    paths = {kind: Path(f"{prefix}.{kind}") for kind in ("bin", "idx")}
+    hashes = {kind: xxhash.xxh3_128_hexdigest(path.read_bytes()) for kind, path in paths.items()}
+    checksums = {f"{kind}_checksum": f"xxh128:{digest}" for kind, digest in hashes.items()}
+    manifest = manifest_of(prefix)
+    assert manifest == replace(MANIFEST, **checksums)
+    for kind, path in paths.items():
+        manifest.check_checksums(prefix)
+        content = path.read_bytes()
+        path.write_bytes(bytes([content[0] ^ 1]) + content[1:])
+        with pytest.raises(DataError, match=rf"shard\.{kind} is damaged: its checksum is"):
+            manifest.check_checksums(prefix)
+        path.write_bytes(content)
+    write_shard(prefix, [[[1]]])  # a new shard without a manifest does not keep the old one's
+    assert read_manifest(prefix) is None
+
+
+def test_a_shard_of_another_vocabulary_or_manifest_is_refused(tmp_path: Path) -> None:
+    prefix = write_described(tmp_path / "shard")
+    assert open_described(prefix, 300).tokens(0).tolist() == [1, 2, 256]
+    message = "bytes of 257 ids, but the model's vocabulary_size is 256; set it to at least"
+    with pytest.raises(DataError, match=message):
+        open_described(prefix, 256)
+    write_described(prefix, num_tokens=4)
+    with pytest.raises(DataError, match="describes another shard"):
+        open_described(prefix)
+    MANIFEST.check_shard(IndexedDataset(prefix))
+
+
+def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    MANIFEST.check_tokenizer("bytes", "sha256:1234")
+    with pytest.raises(DataError, match=r"tokenized with bytes .*not with gpt2.json"):
+        MANIFEST.check_tokenizer("gpt2.json", "sha256:9999")
+    one = write_described(tmp_path / "one")
+    other = write_described(tmp_path / "other", tokenizer="x", tokenizer_fingerprint="sha256:77")
+    with pytest.raises(DataError, match="tokenized with x"):
+        check_one_tokenizer(map(read_manifest, (one, tmp_path / "without", other)))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not readable JSON.*preprocess again"),
+        ("[]", "is damaged"),
+        ("{}", "is damaged.*format_version"),
+        ('{"format_version": 2}', "version 2; only version 1 can be read"),
+        ('{"format_version": 1}', "is damaged.*tokenizer"),
+    ],
+)
+def test_damaged_manifests_are_refused(tmp_path: Path, content: str, message: str) -> None:
+    manifest_path(tmp_path / "shard").write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_manifest(tmp_path / "shard")
