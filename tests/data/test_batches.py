@@ -21,19 +21,10 @@ layouts = st.tuples(st.integers(1, 6), st.integers(1, 5), st.integers(1, 4))  # 
 
 def ordinals_of_step(consumed: int, layout: tuple[int, int, int]) -> list[int]:
     data_size, micro_size, num_microbatches = layout
-    return [
-        int(ordinal)
-        for rank in range(data_size)
-        for index in range(num_microbatches)
-        for ordinal in microbatch_ordinals(
-            consumed,
-            data_rank=rank,
-            data_size=data_size,
-            microbatch=index,
-            micro_size=micro_size,
-            num_microbatches=num_microbatches,
-        )
-    ]
+    sizes = {"data_size": data_size, "micro_size": micro_size, "num_microbatches": num_microbatches}
+    places = itertools.product(range(data_size), range(num_microbatches))
+    parts = [microbatch_ordinals(consumed, data_rank=rank, microbatch=index, **sizes) for rank, index in places]
+    return np.concatenate(parts).tolist()
 
 
 @settings(max_examples=100, deadline=None)
@@ -46,12 +37,9 @@ def test_each_sample_once_while_the_layout_changes(steps: list, consumed: int) -
     assert seen == list(range(start, consumed))
 
 
-def make_source(folder: Path, lengths: list[int], **changes: object) -> MicrobatchSource:
+def make_source(folder: Path, lengths: list[int], shuffle: bool = True, **changes: object) -> MicrobatchSource:
     prefix = write_shard(folder / "shard", numbered_documents(lengths))
-    samples = GptSamples(
-        prefix, split="train", shares="1", sequence_length=4, seed=1, shuffle="sequential" not in changes
-    )
-    changes.pop("sequential", None)
+    samples = GptSamples(prefix, split="train", shares="1", sequence_length=4, seed=1, shuffle=shuffle)
     arguments: dict = {"data_rank": 0, "data_size": 1, "micro_size": 2, **changes}
     return MicrobatchSource(samples, **arguments)
 
@@ -71,15 +59,13 @@ def test_labels_follow_tokens_and_the_epoch_is_complete(tmp_path: Path) -> None:
 
 def test_padding_and_document_ends_are_masked(tmp_path: Path) -> None:
     lengths = [3, 5, 2]  # tokens 1-3, 4-8, 9-10: windows 1-5, 5-9, 9-10
-    plain = make_source(tmp_path, lengths, sequential=True, micro_size=4).microbatch(0, 0, 1)
+    how = {"shuffle": False, "micro_size": 4}
+    plain = make_source(tmp_path, lengths, **how).microbatch(0, 0, 1)
     assert plain.loss_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
-    masked = make_source(tmp_path, lengths, sequential=True, micro_size=4, mask_end_of_document=True).microbatch(
-        0, 0, 1
-    )
+    masked = make_source(tmp_path, lengths, **how, mask_end_of_document=True).microbatch(0, 0, 1)
     # The labels 4 and 9 start documents.
     assert masked.loss_mask.tolist() == [[1, 1, 0, 1], [1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]]
-    assert masked.labels[0, 2] == 4
-    assert masked.labels[1, 3] == 9
+    assert (masked.labels[0, 2], masked.labels[1, 3]) == (4, 9)
 
 
 @pytest.mark.parametrize(
@@ -121,15 +107,16 @@ def test_documents_end_at_the_mark(tmp_path: Path) -> None:
     assert plain.microbatch(0, 0, 1).document_starts is None
 
 
-def prefetch_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+@pytest.fixture(autouse=True)
+def _threads_end() -> Iterator[None]:
+    yield
+    assert "prefetch" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_results_come_in_order_and_the_thread_ends() -> None:
+def test_results_come_in_order() -> None:
     with Prefetcher(lambda x: x * x, range(50), depth=3) as squares:
         assert list(squares) == [x * x for x in range(50)]
         assert list(squares) == []
-    assert prefetch_threads() == []
 
 
 def test_endless_requests_are_prefetched_to_a_bounded_depth() -> None:
@@ -141,7 +128,6 @@ def test_endless_requests_are_prefetched_to_a_bounded_depth() -> None:
             time.sleep(0.01)
         time.sleep(0.1)
         assert loaded == [0, 1, 2, 3]  # one taken, two waiting, one loaded and waiting for room
-    assert prefetch_threads() == []
 
 
 def test_errors_are_raised_in_their_turn() -> None:
@@ -179,4 +165,3 @@ def test_close_at_any_moment(depth: int) -> None:
         prefetcher.close()
         prefetcher.close()
         assert list(prefetcher) == []
-    assert prefetch_threads() == []

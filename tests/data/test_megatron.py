@@ -15,12 +15,11 @@ from hypothesis import strategies as st
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.data import DataError
-from megapipe.data.manifest import read_manifest
 from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, samples_wanted
 from megapipe.data.samples import SPLIT_NAMES, GptSamples, split_documents
 from megapipe.data.shards import DTYPE_OF_CODE, IndexedDataset
 from megapipe.training.loop.batches import split_samples
-from tests.data.preprocess_runs import preprocess, write_json_lines
+from tests.data.commands import manifest_of, preprocess, write_json_lines
 from tests.data.shards import joined, numbered_documents, write_shard
 
 if sys.version_info >= (3, 14):
@@ -63,13 +62,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return prefixes
 
 
-class Tokenizer(SimpleNamespace):
-    """The attributes of a tokenizer that the builder reads."""
-
-    unique_identifiers: Any = None
+TOKENIZER = SimpleNamespace(unique_identifiers={"name": "none"}, eod=40_000, pad=40_001, vocab_size=50_000)
+"""The attributes of a tokenizer that the builder reads."""
 
 
-def theirs(prefixes: list[str], weights: list[float] | None, length: int, seed: int, cache: Path) -> Any:
+def theirs(prefixes: list[str], weights: Any, length: int, seed: int, cache: Path, size: int = NUM_SAMPLES) -> Any:
     """Return megatron-core's training split."""
     config = GPTDatasetConfig(
         random_seed=seed,
@@ -77,23 +74,19 @@ def theirs(prefixes: list[str], weights: list[float] | None, length: int, seed: 
         blend=(prefixes, weights),
         split="90,5,5",
         path_to_cache=str(cache),
-        tokenizer=Tokenizer(unique_identifiers={"name": "none"}, eod=40_000, pad=40_001, vocab_size=50_000),
+        tokenizer=TOKENIZER,
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, [NUM_SAMPLES, 10, 10], lambda: True, config).build()[0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, [size, 10, 10], lambda: True, config).build()[0]
 
 
 def ours(prefixes: list[str], weights: list[float] | None, length: int, seed: int) -> PretrainConfig:
-    data = DataConfig(split="90,5,5", sequence_length=length, order="megatron")
-    if weights is None:
-        data.prefix = prefixes[0]
-    else:
-        data.blend = dict(zip(prefixes, weights, strict=True))
+    where = {"prefix": prefixes[0]} if weights is None else {"blend": dict(zip(prefixes, weights, strict=True))}
     return PretrainConfig(
         model=ModelConfig(vocabulary_size=50_000),
-        data=data,
+        data=DataConfig(split="90,5,5", sequence_length=length, order="megatron", **where),  # type: ignore[arg-type]
         batch=BatchConfig(global_size=8),
         training=TrainingConfig(steps=NUM_SAMPLES // 8, seed=seed),
     )
@@ -117,37 +110,36 @@ def test_the_first_samples_are_megatrons(
     samples = split_samples(ours(prefixes, weights, length, seed), "train")
     for first in range(0, NUM_SAMPLES, 100):
         ordinals = range(first, first + 100)
-        items = [reference[ordinal] for ordinal in ordinals]
-        expected = np.stack([np.append(item["tokens"], item["labels"][-1:]) for item in items])
-        assert np.array_equal(samples.tokens(ordinals), expected)
+        assert np.array_equal(samples.tokens(ordinals), tokens_of(reference, ordinals))
     assert np.array_equal(samples.num_labels([0, 5]), [length] * 2)
 
 
+def tokens_of(reference: Any, ordinals: range) -> np.ndarray:
+    items = [reference[ordinal] for ordinal in ordinals]
+    return np.stack([np.append(item["tokens"], item["labels"][-1:]) for item in items])
+
+
+def open_samples(prefix: Path, length: int, num_samples: int, **changes: Any) -> MegatronSamples:
+    how = {"split": "train", "shares": "1", "seed": 3, **changes}
+    return MegatronSamples(prefix, sequence_length=length, num_samples=num_samples, **how)
+
+
 @pytest.mark.parametrize("num_samples", [3, 70, 100])
-def test_a_rarely_needed_last_epoch_is_shuffled_separately(
-    tmp_path: Path, num_samples: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "NUM_SAMPLES", num_samples)
-    prefix = str(write_shard(tmp_path / "shard", numbered_documents([21, 3, 0, 40, 9, 17, 50, 1, 8, 30, 4, 6] * 4)))
-    reference = theirs([prefix], None, 20, 1, tmp_path)
-    samples = MegatronSamples(
-        prefix, split="train", shares="90,5,5", sequence_length=20, seed=1, num_samples=num_samples
-    )
+def test_a_rarely_needed_last_epoch_is_shuffled_separately(tmp_path: Path, num_samples: int) -> None:
+    prefix = write_shard(tmp_path / "shard", numbered_documents([21, 3, 0, 40, 9, 17, 50, 1, 8, 30, 4, 6] * 4))
+    reference = theirs([str(prefix)], None, 20, 3, tmp_path, num_samples)
+    samples = open_samples(prefix, 20, num_samples, shares="90,5,5")
     assert len(samples) == len(reference)
-    for ordinal in range(len(samples)):
-        assert samples.tokens(ordinal)[:-1].tolist() == reference[ordinal]["tokens"].tolist()
-        assert samples.tokens(ordinal)[1:].tolist() == reference[ordinal]["labels"].tolist()
+    ordinals = range(len(samples))
+    assert np.array_equal(samples.tokens(ordinals), tokens_of(reference, ordinals))
 
 
 def test_boundaries_are_where_the_numbers_jump(tmp_path: Path) -> None:
     lengths = [7, 2, 30, 1, 12, 5]
-    prefix = write_shard(tmp_path / "shard", numbered_documents(lengths))
+    samples = open_samples(write_shard(tmp_path / "shard", numbered_documents(lengths)), 9, 40)
     starts = set((np.cumsum([0, *lengths]) + 1).tolist())
-    samples = MegatronSamples(prefix, split="train", shares="1", sequence_length=9, seed=3, num_samples=40)
-    for ordinal in range(40):
-        tokens = samples.tokens(ordinal)
-        boundaries = samples.boundaries([ordinal])[0].tolist()
-        assert boundaries == [place for place in range(1, 10) if tokens[place] in starts]
+    for tokens, boundaries in zip(samples.tokens(range(40)), samples.boundaries(range(40)), strict=True):
+        assert boundaries.tolist() == [place for place in range(1, 10) if tokens[place] in starts]
 
 
 @settings(max_examples=100, deadline=None)
@@ -174,20 +166,16 @@ def test_a_corpus_that_blending_exceeds_is_named() -> None:
         order.check_supply(names, [1, 1, 1, 2])
 
 
-def test_a_sample_after_the_run_is_refused(tmp_path: Path) -> None:
-    prefix = write_shard(tmp_path / "shard", numbered_documents([50]))
-    samples = MegatronSamples(prefix, split="train", shares="1", sequence_length=4, seed=3, num_samples=10)
+def test_missing_samples_are_refused(tmp_path: Path) -> None:
+    samples = open_samples(write_shard(tmp_path / "shard", numbered_documents([50])), 4, 10)
     assert len(samples) == 12
     with pytest.raises(DataError, match=r"sample 12 of .* does not exist.* made for 12 samples.*training\.stop_at"):
         samples.tokens([3, 12])
     with pytest.raises(DataError, match=r"sample 13 does not exist.* made for 13 samples.*training\.stop_at"):
         MegatronBlendOrder([0.3, 0.7], 12).assign(13)
-
-
-def test_a_split_without_samples_is_refused(tmp_path: Path) -> None:
-    prefix = write_shard(tmp_path / "shard", numbered_documents([3, 3]))
-    with pytest.raises(DataError, match=r"the train split of .*shard has 1 of 2 sequences and 3 tokens"):
-        MegatronSamples(prefix, split="train", shares="1,1", sequence_length=4, seed=3, num_samples=10)
+    prefix = write_shard(tmp_path / "short", numbered_documents([3, 3]))
+    with pytest.raises(DataError, match=r"the train split of .*short has 1 of 2 sequences and 3 tokens"):
+        open_samples(prefix, 4, 10, shares="1,1")
 
 
 documents_strategy = st.lists(
@@ -195,24 +183,32 @@ documents_strategy = st.lists(
 )
 
 
+def write_theirs(prefix: Path, documents: list, dtype: np.dtype) -> None:
+    """Write a shard with megatron-core. documents: lists of sequences of token ids."""
+    builder = indexed_dataset.IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype.type)
+    for document in documents:
+        builder.add_document(torch.tensor(joined(document)), [len(sequence) for sequence in document])
+    builder.finalize(f"{prefix}.idx")
+
+
+def assert_same_shards(one: Path, other: Path) -> None:
+    for kind in ("bin", "idx"):
+        assert Path(f"{one}.{kind}").read_bytes() == Path(f"{other}.{kind}").read_bytes()
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own numpy use
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(documents=documents_strategy, code=st.sampled_from([1, 3, 4, 5, 8]))
 def test_both_writers_give_the_same_bytes(tmp_path: Path, documents: list, code: int) -> None:
     dtype = DTYPE_OF_CODE[code]
-    prefix = str(tmp_path / "theirs")
-    builder = indexed_dataset.IndexedDatasetBuilder(prefix + ".bin", dtype=dtype.type)
-    for document in documents:
-        builder.add_document(torch.tensor(joined(document)), [len(sequence) for sequence in document])
-    builder.finalize(prefix + ".idx")
+    write_theirs(tmp_path / "theirs", documents, dtype)
     write_shard(tmp_path / "ours", documents, dtype.str)
-    for kind in ("bin", "idx"):
-        assert (tmp_path / f"ours.{kind}").read_bytes() == (tmp_path / f"theirs.{kind}").read_bytes()
+    assert_same_shards(tmp_path / "ours", tmp_path / "theirs")
     sequences = [sequence for document in documents for sequence in document]
     if sequences:  # theirs reads no empty shard
         reader = indexed_dataset.IndexedDataset(str(tmp_path / "ours"))
         assert [reader[index].tolist() for index in range(len(reader))] == sequences
-    dataset = IndexedDataset(prefix)
+    dataset = IndexedDataset(tmp_path / "theirs")
     assert [dataset.document(index).tolist() for index in range(len(documents))] == list(map(joined, documents))
 
 
@@ -234,19 +230,16 @@ def test_windows_are_megatrons_sample_index(tmp_path: Path, lengths: list[int], 
 
 
 @settings(max_examples=200, deadline=None)
-@given(num_documents=st.integers(0, 100_000), shares=st.lists(st.integers(0, 1000), min_size=3, max_size=3))
+@given(
+    num_documents=st.integers(0, 100_000), shares=st.lists(st.integers(0, 1000), min_size=3, max_size=3).filter(any)
+)
 def test_splits_have_megatrons_bounds(num_documents: int, shares: list[int]) -> None:
-    if sum(shares) == 0:
-        shares[0] = 1
     text = ",".join(map(str, shares))
     ours = split_documents(num_documents, text)
     matrix = convert_split_vector_to_split_matrix(normalised_shares(text))
     for name, bounds in zip(SPLIT_NAMES, matrix, strict=True):
-        if bounds is not None:
-            begin, end = (round(bound * float(num_documents)) for bound in bounds)
-            assert ours[name] == range(begin, end)
-        else:
-            assert len(ours[name]) == 0
+        begin, end = (round(bound * float(num_documents)) for bound in bounds or (0.0, 0.0))
+        assert ours[name] == range(begin, end)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of its own numpy use
@@ -254,20 +247,10 @@ def test_sentences_have_the_layout_of_its_tool(tmp_path: Path) -> None:
     documents = ["One sentence. Another one! A third?", "", "Only this.", "\n\n"]
     write_json_lines(tmp_path / "in.jsonl", [{"text": text} for text in documents])
     arguments = ["--input", tmp_path / "in.jsonl", "--split-sentences", "--append-eod"]
-    assert preprocess(*arguments, "--output-prefix", tmp_path / "out") == 0
-    builder = indexed_dataset.IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.uint16)
-    for document in ([b"One sentence. ", b"Another one! ", b"A third?"], [], [b"Only this."], [b"\n\n"]):
-        ids = [list(sentence) for sentence in document]
-        if not ids:
-            builder.end_document()
-            continue
-        ids[-1].append(256)
-        builder.add_document(torch.tensor(joined(ids)), [len(sentence) for sentence in ids])
-    builder.finalize(str(tmp_path / "theirs.idx"))
-    for kind in ("bin", "idx"):
-        assert (tmp_path / f"out_text_sentence.{kind}").read_bytes() == (tmp_path / f"theirs.{kind}").read_bytes()
-    manifest = read_manifest(tmp_path / "out_text_sentence")
-    assert manifest is not None
+    preprocess(*arguments, "--output-prefix", tmp_path / "out")
+    first = [[*b"One sentence. "], [*b"Another one! "], [*b"A third?", 256]]
+    write_theirs(tmp_path / "theirs", [first, [], [[*b"Only this.", 256]], [[*b"\n\n", 256]]], np.dtype("<u2"))
+    assert_same_shards(tmp_path / "out_text_sentence", tmp_path / "theirs")
+    manifest = manifest_of(tmp_path / "out_text_sentence")
     assert (manifest.num_documents, manifest.num_sequences) == (4, 5)
-    assert manifest.sentences is not None
-    assert manifest.sentences.startswith("sentencex ")
+    assert str(manifest.sentences).startswith("sentencex ")

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess import run
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, cut_into_parts, find_inputs
@@ -16,7 +15,7 @@ from megapipe.data.preprocess.tokenize_part import SeenDocuments, digest_of, spl
 from megapipe.data.shards import IndexedDataset
 from megapipe.data.tokenizers import open_tokenizer
 from tests.checkpoint.disks import no_larger_files
-from tests.data.preprocess_runs import TOOL, preprocess, texts_of, write_json_lines
+from tests.data.commands import TOOL, manifest_of, preprocess, texts_of, write_json_lines
 
 fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lines = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), max_size=12)
@@ -43,16 +42,11 @@ def test_text_files_are_documents_in_sorted_order(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("" if "empty" in name else f"# {name}\r\n")
     arguments = ["--input", tmp_path / "source", "--include", "*.py", "--exclude", "test*"]
-    assert preprocess(*arguments, "--append-eod", "--output-prefix", tmp_path / "new" / "out") == 0
+    preprocess(*arguments, "--append-eod", "--output-prefix", tmp_path / "new" / "out")
     prefix = tmp_path / "new" / "out_text_document"
-    dataset = IndexedDataset(prefix)
-    assert [dataset.document(index).tolist() for index in range(3)] == [
-        [],
-        [*b"# a/z.py\r\n", 256],
-        [*b"# b.py\r\n", 256],
-    ]
-    manifest = read_manifest(prefix)
-    assert manifest is not None
+    dataset, manifest = IndexedDataset(prefix), manifest_of(prefix)
+    documents = [dataset.document(index).tolist() for index in range(3)]
+    assert documents == [[], [*b"# a/z.py\r\n", 256], [*b"# b.py\r\n", 256]]
     assert (manifest.tokenizer, manifest.vocabulary_size, manifest.end_of_document) == ("bytes", 257, 256)
     assert (manifest.num_documents, manifest.num_tokens, manifest.dtype) == (3, dataset.num_tokens, "uint16")
     assert manifest.tokenizer_fingerprint == open_tokenizer("bytes").fingerprint
@@ -99,50 +93,40 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("reason", BROKEN)
-def test_a_broken_line_is_named_and_can_be_skipped(
-    tmp_path: Path, reason: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_line_is_named_and_can_be_skipped(tmp_path: Path, reason: str) -> None:
     good = b'{"text": "fine", "more": "x"}\n'
     (tmp_path / "in.jsonl").write_bytes(good + b"\n" + good + BROKEN[reason] + b"\n" + good)
     arguments = ["--input", tmp_path / "in.jsonl", "--json-keys", "text", "more", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 2
-    message = capsys.readouterr().err
+    message = preprocess(*arguments, status=2).err
     assert f"{tmp_path}/in.jsonl, line 4: " in message
     assert reason in message
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
-    assert preprocess(*arguments, "--on-error", "skip") == 0
-    captured = capsys.readouterr()
-    assert "in.jsonl, line 4: " in captured.err
-    assert "1 documents skipped" in captured.err
+    message = preprocess(*arguments, "--on-error", "skip").err
+    assert "in.jsonl, line 4: " in message
+    assert "1 documents skipped" in message
     assert texts_of(tmp_path / "out_text_document") == ["fine"] * 3
     assert texts_of(tmp_path / "out_more_document") == ["x"] * 3
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
-        (["--input", "nowhere"], "'nowhere' gives no files: give a file, a folder"),
-        (["--input", "empty"], "'empty' gives no files: the folder is empty"),
-        (["--input", "dataset:"], "'dataset:' names no dataset: give dataset:NAME"),
-        (["--input", "blank.jsonl"], "no usable document"),
-        (["--input", "nothing.txt"], "no usable document for out/shard_text_document (documents without text: 1)"),
-        (["--input", "untitled.jsonl", "--json-keys", "text", "title"], "no usable document for out/shard_title_docu"),
-        (["--input", "a.txt", "--output-prefix", "/proc/shard"], "/proc/shard.parts: No such file or directory; cho"),
-        (["--input", "a.txt", "--tokenizer", "gpt5"], "no tokenizer 'gpt5'"),
-        (["--input", "a.txt", "--tokenizer", "a.txt"], "a.txt is not a tokenizer.json"),
-        (["--input", "a.txt", "--json-keys", "body"], "a.txt is read as plain text and has the one field 'text'"),
-        (["--input", "latin.txt"], "latin.txt: not UTF-8"),
-        (["--input", "packed.jsonl.xz"], ".xz files cannot be read"),
-        (["--input", ".", "--include", "*.rs"], "'.' gives no files that pass --include"),
+        ("nowhere", "'nowhere' gives no files: give a file, a folder"),
+        ("empty", "'empty' gives no files: the folder is empty"),
+        ("dataset:", "'dataset:' names no dataset: give dataset:NAME"),
+        ("blank.jsonl", "no usable document"),
+        ("nothing.txt", "no usable document for out/shard_text_document (documents without text: 1)"),
+        ("untitled.jsonl --json-keys text title", "no usable document for out/shard_title_docu"),
+        ("a.txt --output-prefix /proc/shard", "/proc/shard.parts: No such file or directory; cho"),
+        ("a.txt --tokenizer gpt5", "no tokenizer 'gpt5'"),
+        ("a.txt --tokenizer a.txt", "a.txt is not a tokenizer.json"),
+        ("a.txt --json-keys body", "a.txt is read as plain text and has the one field 'text'"),
+        ("latin.txt", "latin.txt: not UTF-8"),
+        ("packed.jsonl.xz", ".xz files cannot be read"),
+        (". --include *.rs", "'.' gives no files that pass --include"),
     ],
 )
-def test_unusable_input_is_refused(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_unusable_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     (tmp_path / "a.txt").write_text("text")
@@ -151,31 +135,24 @@ def test_unusable_input_is_refused(
     (tmp_path / "untitled.jsonl").write_text('{"text": "x", "title": ""}\n' * 2)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "packed.jsonl.xz").write_bytes(b"\x1f\x8b")
-    assert preprocess("--output-prefix", "out/shard", *arguments) == 2
-    assert message in capsys.readouterr().err
+    assert message in preprocess("--output-prefix", "out/shard", "--input", *words.split(), status=2).err
     assert not list(tmp_path.rglob("shard*"))
 
 
-def test_a_full_disk_fails_and_keeps_the_old_shard(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_fails_and_keeps_the_old_shard(tmp_path: Path) -> None:
     arguments = ["--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out"]
     for text, limit, status in (("old", 10**9, 0), ("new" * 100_000, 100_000, 2), ("new" * 100_000, 10**9, 0)):
         (tmp_path / "a.txt").write_text(text)
         with no_larger_files(limit):
-            assert preprocess(*arguments) == status
-        assert ("File too large" in capsys.readouterr().err) == (status != 0)
+            messages = preprocess(*arguments, status=status).err
+        assert ("File too large" in messages) == (status != 0)
         assert texts_of(tmp_path / "out_text_document") == [text if status == 0 else "old"]
         assert not list(tmp_path.glob("*.part*"))
 
 
-any_text = st.lists(
-    st.one_of(
-        st.sampled_from(
-            [". ", "? ", "!", "\n", "\n\n", " \n \n", "Dr. ", "A", "b", '"', "\u2028", "\x85", "。", "\r\n"]
-        ),
-        st.text(st.characters(exclude_categories=["Cs"]), max_size=3),
-    ),
-    max_size=40,
-).map("".join)
+marks = [". ", "? ", "!", "\n", "\n\n", " \n \n", "Dr. ", "A", "b", '"', "\u2028", "\x85", "。", "\r\n"]
+letters = st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
+any_text = st.lists(st.one_of(st.sampled_from(marks), letters), max_size=40).map("".join)
 
 
 @settings(max_examples=400)
@@ -188,13 +165,8 @@ def test_sentences_together_are_the_text(text: str, language: str) -> None:
 
 def test_sentences_of_plain_english() -> None:
     text = 'Dr. Smith paid 3.50 dollars. "Why?" he\nasked.\n\nA heading\n\nThe end!  Really.'
-    assert [sentence.strip() for sentence in split_sentences(text)] == [
-        "Dr. Smith paid 3.50 dollars.",
-        '"Why?" he\nasked.',
-        "A heading",
-        "The end!",
-        "Really.",
-    ]
+    expected = ["Dr. Smith paid 3.50 dollars.", '"Why?" he\nasked.', "A heading", "The end!", "Really."]
+    assert [sentence.strip() for sentence in split_sentences(text)] == expected
     repeated = split_sentences(f"{text}\n\n" * 3000)  # longer than what the library looks at in one go
     assert len(repeated) == 3000 * len(split_sentences(text))
 
@@ -220,22 +192,15 @@ def test_duplicates_are_found_across_parts_and_crashes(
     again.close()
 
 
-def test_duplicates_are_left_out_of_every_field(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_duplicates_are_left_out_of_every_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "cut_into_parts", partial(cut_into_parts, part_bytes=20_000))
-    records = [{"a": str(n % 350), "b": "ab"[n % 2] + "x" * 40} for n in range(1400)]
-    write_json_lines(tmp_path / "in.jsonl", records)
+    write_json_lines(tmp_path / "in.jsonl", [{"a": str(n % 350), "b": "ab"[n % 2] + "x" * 40} for n in range(1400)])
     for workers in (1, 2):
-        arguments = ["--json-keys", "a", "b", "--drop-duplicates", "--workers", workers]
-        assert (
-            preprocess("--input", tmp_path / "in.jsonl", *arguments, "--output-prefix", tmp_path / f"o{workers}") == 0
-        )
-    assert "1,050 duplicates omitted" in capsys.readouterr().out
+        arguments = ["--input", tmp_path / "in.jsonl", "--json-keys", "a", "b", "--drop-duplicates"]
+        printed = preprocess(*arguments, "--workers", workers, "--output-prefix", tmp_path / f"o{workers}")
+        assert "1,050 duplicates omitted" in printed.out
     assert texts_of(tmp_path / "o1_a_document") == [str(n) for n in range(350)]
     assert IndexedDataset(tmp_path / "o1_b_document").num_documents == 350
     for name in ("a_document.bin", "a_document.idx", "b_document.bin", "b_document.idx"):
         assert (tmp_path / f"o1_{name}").read_bytes() == (tmp_path / f"o2_{name}").read_bytes()
-    manifest = read_manifest(tmp_path / "o1_a_document")
-    assert manifest is not None
-    assert manifest.num_duplicates == 1050
+    assert manifest_of(tmp_path / "o1_a_document").num_duplicates == 1050

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from hashlib import sha1
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
 import numpy as np
@@ -19,30 +20,87 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data import DataError
-from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess import inputs, run, tables
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, cut_into_parts, find_inputs
 from megapipe.data.preprocess.tables import DatasetName
-from tests.data.format_files import (
-    FORMATS,
-    TEXTS,
-    TITLES,
-    json_lines,
-    save_dataset,
-    save_splits,
-    write_arrow_file,
-    write_gzip,
-    write_parquet,
-    write_zstandard,
-)
-from tests.data.preprocess_runs import ROOT, preprocess, texts_of
+from tests.data.commands import ROOT, manifest_of, preprocess, texts_of
 from tests.support.hub import serving
+
+TITLES = [f"title {number}" for number in range(2500)]
+TEXTS = [f"{number} naïve 東京 " + "words " * (number % 50) for number in range(2500)]
+TABLE = pa.table({"id": list(range(2500)), "text": TEXTS, "title": pa.array(TITLES, pa.large_string())})
+
+
+def json_lines() -> bytes:
+    lines = (json.dumps({"text": text, "title": title}) for text, title in zip(TEXTS, TITLES, strict=True))
+    return "\n".join(lines).encode()
+
+
+def write_gzip(folder: Path) -> str:
+    half = len(json_lines()) // 2  # two members, as `cat a.gz b.gz` gives
+    (folder / "in.jsonl.gz").write_bytes(gzip.compress(json_lines()[:half]) + gzip.compress(json_lines()[half:]))
+    return "in.jsonl.gz"
+
+
+def write_zstandard(folder: Path) -> str:
+    with pa.output_stream(folder / "in.jsonl.zst", compression="zstd") as file:
+        file.write(json_lines())
+    return "in.jsonl.zst"
+
+
+def write_parquet(folder: Path, name: str = "in.parquet") -> str:
+    pyarrow.parquet.write_table(TABLE, folder / name, row_group_size=400)
+    return name
+
+
+def write_arrow_file(folder: Path, new: Callable = pa.ipc.new_file) -> str:
+    with new(folder / "in.arrow", TABLE.schema) as writer:
+        writer.write_table(TABLE, max_chunksize=300)
+    return "in.arrow"
+
+
+def write_arrow_stream(folder: Path) -> str:
+    return write_arrow_file(folder, pa.ipc.new_stream)
+
+
+def save_dataset(folder: Path) -> str:
+    datasets.Dataset.from_dict(TABLE.to_pydict()).save_to_disk(str(folder / "saved"))
+    return "saved"
+
+
+def save_splits(folder: Path) -> str:
+    other = datasets.Dataset.from_dict({"text": ["no"], "title": ["no"]})
+    splits = {"test": other, "extra": datasets.Dataset.from_dict(TABLE.to_pydict())}
+    datasets.DatasetDict(splits).save_to_disk(str(folder / "saved"))
+    return f"dataset:{folder / 'saved'}@extra"
+
+
+def save_chosen_rows(folder: Path) -> str:
+    """Rows in reverse, turned back by an index mapping, as filter and shuffle leave one."""
+    backwards = list(range(2499, -1, -1))
+    rows = datasets.Dataset.from_dict(TABLE.take(backwards).to_pydict()).select(backwards)
+    rows.save_to_disk(str(folder / "saved"))
+    return "saved"
+
+
+def write_folder_of_data_files(folder: Path) -> str:
+    (folder / "hub").mkdir()
+    write_parquet(folder, "hub/train.parquet")
+    return f"dataset:{folder / 'hub'}"
+
+
+FORMATS: list[Callable[[Path], str]] = [
+    *(write_gzip, write_zstandard, write_parquet, write_arrow_file, write_arrow_stream),
+    *(save_dataset, save_splits, save_chosen_rows, write_folder_of_data_files),
+]
+"""Functions that write the same documents as a file of a format, and return its name as an input."""
 
 
 @pytest.fixture(autouse=True)
 def _offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+    tables._opened.cache_clear()  # relative names of earlier tests
 
 
 @pytest.mark.parametrize("write", FORMATS)
@@ -67,13 +125,11 @@ def test_every_format_and_worker_count_gives_the_same_bytes(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "cut_into_parts", partial(cut_into_parts, part_bytes=20_000))
-    source = write(tmp_path)
     (tmp_path / "plain.jsonl").write_bytes(json_lines())
-    plain = ["--input", "plain.jsonl", "--json-keys", "text", "title", "--append-eod", "--output-prefix", "plain"]
-    assert preprocess(*plain) == 0
-    for workers in (1, 2):
-        command = ["--input", source, "--json_keys", "text", "title", "--append-eod", "--workers", workers]
-        assert preprocess(*command, "--output-prefix", f"out{workers}") == 0
+    source = write(tmp_path)
+    for name, file, workers in (("plain", "plain.jsonl", 1), ("out1", source, 1), ("out2", source, 2)):
+        command = ["--input", file, "--json_keys", "text", "title", "--append-eod", "--workers", workers]
+        preprocess(*command, "--output-prefix", name)
     for key in ("text", "title"):
         for kind in ("bin", "idx", "manifest.json"):
             names = ["out1", "out2"] if kind == "manifest.json" else ["out1", "out2", "plain"]
@@ -82,33 +138,28 @@ def test_every_format_and_worker_count_gives_the_same_bytes(
 
 def test_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    fingerprints = []
+    checksums = []
     for texts in (["one"], ["two"], ["one"]):
         datasets.Dataset.from_dict({"text": texts}).save_to_disk("saved")
         fingerprint = datasets.load_from_disk("saved")._fingerprint
         tables._opened.cache_clear()
-        assert preprocess("--input", "saved", "--output-prefix", "out") == 0
-        manifest = read_manifest("out_text_document")
-        assert manifest is not None
-        assert manifest.sources is not None
-        assert manifest.sources["files"][0]["checksum"] == f"datasets:{fingerprint}"
-        fingerprints.append(manifest.sources["checksum"])
-    assert fingerprints[0] == fingerprints[2] != fingerprints[1]
+        preprocess("--input", "saved", "--output-prefix", "out")
+        sources = manifest_of("out_text_document").sources
+        assert sources is not None
+        assert sources["files"][0]["checksum"] == f"datasets:{fingerprint}"
+        checksums.append(sources["checksum"])
+    assert checksums[0] == checksums[2] != checksums[1]
 
 
-def test_idle_workers_are_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_idle_workers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inputs, "PART_BYTES", 1000)
     monkeypatch.chdir(tmp_path)
     command = ["--input", write_zstandard(tmp_path), "--output-prefix", "out"]
-    assert preprocess(*command) == 0
-    assert "workers busy" not in capsys.readouterr().err
-    assert preprocess(*command, "--workers", 2) == 0
-    notes = [line for line in capsys.readouterr().err.splitlines() if line.startswith("note")]
-    assert len(notes) == 1
-    assert "in.jsonl.zst keeps 1 of 2 workers busy" in notes[0]
-    assert "several files" in notes[0]
+    assert "workers busy" not in preprocess(*command).err
+    messages = preprocess(*command, "--workers", 2).err
+    (note,) = (line for line in messages.splitlines() if line.startswith("note"))
+    assert "in.jsonl.zst keeps 1 of 2 workers busy" in note
+    assert "several files" in note
     large = 10 * inputs.PART_BYTES
     whole = [InputFile(Path(f"{number}.txt"), large) for number in range(3)]
     assert inputs.idle_workers(whole, 3) is None
@@ -117,33 +168,26 @@ def test_idle_workers_are_reported(
     assert inputs.idle_workers([InputFile(Path("a.jsonl.gz"), 100)], 8) is None
 
 
-def test_dataset_names_without_a_network_give_one_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def no_such_host(*arguments: object) -> None:
-        raise OSError(-2, "Name or service not known")
-
-    def not_there(*arguments: object, **options: object) -> None:
-        raise ConnectionError("Couldn't reach the Hugging Face Hub\nat all")
-
+def test_dataset_names_without_a_network_give_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # what it sets ends with the test
+    no_such_host = Mock(side_effect=OSError(-2, "Name or service not known"))
     monkeypatch.setattr(tables.socket, "getaddrinfo", no_such_host)
     monkeypatch.setattr(tables.urllib.request, "getproxies", dict)
+    not_there = Mock(side_effect=ConnectionError("Couldn't reach the Hugging Face Hub\nat all"))
     monkeypatch.setattr(datasets, "load_dataset", not_there)
-    monkeypatch.chdir(tmp_path)
-    assert preprocess("--input", "dataset:missing/missing@train", "--output-prefix", "out") == 2
-    (message,) = capsys.readouterr().err.splitlines()
+    command = ["--input", "dataset:missing/missing@train", "--output-prefix", tmp_path / "out"]
+    (message,) = preprocess(*command, status=2).err.splitlines()
     assert "huggingface.co cannot be reached (Name or service not known)" in message
     assert "dataset:FOLDER" in message
 
 
 def test_compressed_text_and_joined_fields_are_one_document(tmp_path: Path) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"one\ntwo\n"))
-    assert preprocess("--input", tmp_path / "a.txt.gz", "--output-prefix", tmp_path / "gz") == 0
+    preprocess("--input", tmp_path / "a.txt.gz", "--output-prefix", tmp_path / "gz")
     assert texts_of(tmp_path / "gz_text_document") == ["one\ntwo\n"]
     (tmp_path / "in.jsonl").write_text('{"title": "T", "text": "x"}\n{"title": "", "text": "y"}\n')
     arguments = ["--json-keys", "title", "text", "--join-keys", ": ", "--output-prefix", tmp_path / "out"]
-    assert preprocess("--input", tmp_path / "in.jsonl", *arguments) == 0
+    preprocess("--input", tmp_path / "in.jsonl", *arguments)
     assert texts_of(tmp_path / "out_title_text_document") == ["T: x", ": y"]
 
 
@@ -162,51 +206,57 @@ def test_any_texts_are_read_from_tables(tmp_path: Path, texts: list[str], rows: 
         assert read == texts
 
 
-def test_broken_rows_are_named_and_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def broken_rows(folder: Path) -> Path:
+    """Write a table with a row that is not UTF-8 and one that is null."""
     offsets, content = np.array([0, 1, 3, 4, 4], np.int32), b"a\xff\xfeb"
     buffers = [pa.py_buffer(b"\x07"), pa.py_buffer(offsets.tobytes()), pa.py_buffer(content)]
     table = pa.table({"text": pa.Array.from_buffers(pa.string(), 4, buffers)})
-    pyarrow.parquet.write_table(table, tmp_path / "in.parquet")
-    arguments = ["--input", tmp_path / "in.parquet", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 2
-    assert "in.parquet, row 1: field 'text' is not UTF-8" in capsys.readouterr().err
-    assert preprocess(*arguments, "--on-error", "skip") == 0
-    assert "in.parquet, row 3: field 'text' is null, but must be text" in capsys.readouterr().err
-    assert texts_of(tmp_path / "out_text_document") == ["a", "b"]
+    pyarrow.parquet.write_table(table, folder / "in.parquet")
+    return folder / "in.parquet"
 
 
-def test_missing_columns_splits_and_datasets_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for write, name in ((write_parquet, "in.parquet"), (write_arrow_file, "in.arrow"), (save_dataset, "saved")):
-        write(tmp_path)
-        arguments = ["--json-keys", "body", "--output-prefix", tmp_path / "out"]
-        assert preprocess("--input", tmp_path / name, *arguments) == 2
-        assert "has no column 'body', only 'id', 'text', 'title'" in capsys.readouterr().err
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "splits").mkdir()
-    save_splits(tmp_path / "splits")
-    for source, message in (
-        (f"dataset:{tmp_path / 'empty'}", "cannot be opened as a dataset; check the folder"),
-        (str(tmp_path / "splits/saved"), "has the splits test, extra: name one"),
-    ):
-        assert preprocess("--input", source, "--output-prefix", tmp_path / "out") == 2
-        assert message in capsys.readouterr().err
+def unreadable(folder: Path) -> Path:
+    """Return memory that is not mapped: reading gives an input/output error, as a broken disk does."""
+    (folder / "b.txt").symlink_to("/proc/self/mem")
+    return folder / "b.txt"
 
 
-@pytest.mark.parametrize("write", [write_gzip, write_zstandard])
-def test_a_truncated_compressed_file_gives_its_beginning(
-    tmp_path: Path, write: Callable[[Path], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / write(tmp_path)
+def truncated(write: Callable[[Path], str], folder: Path) -> Path:
+    path = folder / write(folder)
     path.write_bytes(path.read_bytes()[: path.stat().st_size * 2 // 3])
+    return path
+
+
+@pytest.mark.parametrize(
+    ("damaged", "message", "skipped", "texts"),
+    [
+        (broken_rows, ", row 1: field 'text' is not UTF-8", ", row 3: field 'text' is null, but must be", ["a", "b"]),
+        (unreadable, " cannot be read (Input/output error)", " cannot be read", []),
+        *(
+            (partial(truncated, write), ": the compressed data is damaged or cut off after line", "", TEXTS)
+            for write in (write_gzip, write_zstandard)
+        ),
+    ],
+    ids=["rows", "disk", "gzip", "zstandard"],
+)
+def test_damage_is_named_and_can_be_skipped(
+    tmp_path: Path, damaged: Callable[[Path], Path], message: str, skipped: str, texts: list[str]
+) -> None:
+    path = damaged(tmp_path)
     (tmp_path / "z.jsonl").write_text('{"text": "after"}\n')
     arguments = ["--input", path, tmp_path / "z.jsonl", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 2
-    assert f"{path}: the compressed data is damaged or cut off after line" in capsys.readouterr().err
-    assert preprocess(*arguments, "--on-error", "skip") == 0
+    assert f"{path}{message}" in preprocess(*arguments, status=2).err
+    assert f"{path}{skipped}" in preprocess(*arguments, "--on-error", "skip").err
     *before, last = texts_of(tmp_path / "out_text_document")
     assert last == "after"
-    assert before == TEXTS[: len(before)]
-    assert len(before) > 100
+    assert before == texts[: len(before)]
+    assert len(before) >= min(len(texts), 100)
+
+
+@pytest.mark.parametrize("write", [write_parquet, write_arrow_file, save_dataset])
+def test_missing_columns_are_named(tmp_path: Path, write: Callable[[Path], str]) -> None:
+    arguments = ["--input", tmp_path / write(tmp_path), "--json-keys", "body", "--output-prefix", tmp_path / "out"]
+    assert "has no column 'body', only 'id', 'text', 'title'" in preprocess(*arguments, status=2).err
 
 
 @pytest.mark.parametrize(
@@ -216,27 +266,20 @@ def test_a_truncated_compressed_file_gives_its_beginning(
         ("in.jsonl.zst", "the compressed data is damaged"),
         ("in.parquet", "cannot be read as Parquet"),
         ("in.arrow", "cannot be read as Arrow"),
+        ("dataset:empty", "cannot be opened as a dataset; check the folder"),
+        ("saved", "has the splits test, extra: name one"),
     ],
 )
-def test_a_file_of_another_format_is_refused(
-    tmp_path: Path, name: str, message: str, capsys: pytest.CaptureFixture[str]
+def test_a_source_of_another_format_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
-    (tmp_path / name).write_bytes(b'{"text": "plain"}\n' * 20)
-    assert preprocess("--input", tmp_path / name, "--output-prefix", tmp_path / "out") == 2
-    assert message in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == [name]
-
-
-def test_an_unreadable_file_is_named_and_can_be_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "a.txt").write_text("good")
-    # Memory that is not mapped: reading gives an input/output error, as a broken disk does.
-    (tmp_path / "b.txt").symlink_to("/proc/self/mem")
-    arguments = ["--input", tmp_path / "a.txt", tmp_path / "b.txt", "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 2
-    assert "b.txt cannot be read (Input/output error)" in capsys.readouterr().err
-    assert preprocess(*arguments, "--on-error", "skip") == 0
-    assert "b.txt cannot be read" in capsys.readouterr().err
-    assert texts_of(tmp_path / "out_text_document") == ["good"]
+    monkeypatch.chdir(tmp_path)
+    if name.startswith("in."):
+        Path(name).write_bytes(b'{"text": "plain"}\n' * 20)
+    Path("empty").mkdir()
+    save_splits(tmp_path)
+    assert message in preprocess("--input", name, "--output-prefix", "out", status=2).err
+    assert not list(tmp_path.glob("out*"))
 
 
 RUN_ALL = "import json, sys; from megapipe.data.preprocess.command import main; " + (
@@ -248,12 +291,9 @@ def text_lines(*texts: str) -> bytes:
     return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
 
 
+PARTS = [text_lines("a", "b"), text_lines("c"), text_lines("d", "e")]
 REVISIONS = {
-    "main": {
-        "train-0.jsonl": text_lines("a", "b"),
-        "train-1.jsonl": text_lines("c"),
-        "train-2.jsonl": text_lines("d", "e"),
-    },
+    "main": {f"train-{number}.jsonl": part for number, part in enumerate(PARTS)},
     "v1": {"train-0.jsonl": text_lines("old")},
 }
 
@@ -283,23 +323,16 @@ def test_datasets_by_name_and_revision_downloaded_and_streamed(tmp_path: Path) -
         environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home"), "no_proxy": "*"}
         environment |= {"HF_HUB_DISABLE_XET": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
         # In one process: importing the datasets library takes longer than all of this.
-        done = subprocess.run(
-            [sys.executable, "-c", RUN_ALL, json.dumps(commands)],
-            cwd=ROOT,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        program = [sys.executable, "-c", RUN_ALL, json.dumps(commands)]
+        done = subprocess.run(program, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0, 2, 2]", done.stderr
     for name in names:
         revision, kind = name.split("-")
         assert texts_of(tmp_path / f"{name}_text_document") == (["old"] if revision == "v1" else list("abcde"))
-        manifest = read_manifest(tmp_path / f"{name}_text_document")
-        assert manifest is not None
-        assert manifest.sources is not None
+        sources = manifest_of(tmp_path / f"{name}_text_document").sources
+        assert sources is not None
         commit = f"commit:{sha1(revision.encode()).hexdigest()}"
-        assert (manifest.sources["files"][0]["checksum"] == commit) == (kind == "stream")
+        assert (sources["files"][0]["checksum"] == commit) == (kind == "stream")
     errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(errors) == 2
     assert all("check name and revision" in error or "check the name and revision" in error for error in errors)

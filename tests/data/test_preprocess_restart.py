@@ -1,5 +1,6 @@
 """A run that is killed or interrupted continues when it is repeated, and ends with the bytes of an undisturbed run."""
 
+import json
 import os
 import random
 import signal
@@ -7,6 +8,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -14,10 +17,10 @@ from megapipe.data import DataError
 from megapipe.data.preprocess import command as program
 from megapipe.data.preprocess import run as preprocess_run
 from megapipe.data.preprocess.inputs import find_inputs
-from megapipe.data.preprocess.run import interrupts_delayed, map_in_order, read_journal
+from megapipe.data.preprocess.run import interrupts_delayed, map_in_order
 from megapipe.data.preprocess.run import preprocess as preprocess_files
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
-from tests.data.preprocess_runs import ROOT, TOOL, preprocess, texts_of, write_json_lines
+from tests.data.commands import ROOT, TOOL, preprocess, run_command, texts_of, write_json_lines
 from tests.support.patience import wait_until
 
 SETTINGS = TokenizeSettings(tokenizer="bytes", append_end_of_document=True, json_keys=("a", "b"), drop_duplicates=True)
@@ -34,26 +37,26 @@ class Stop(BaseException):
     """Ends a run like SIGKILL: no files are cleaned up."""
 
 
-def stopped_after(files: list, prefix: Path, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = 0
+def run(folder: Path, prefix: Path, **how: Any) -> int:
+    """Preprocess a folder's documents; return the part that the run started from."""
+    started: list[int] = []
+    how = {"on_start": lambda journal: started.append(journal.next_part), **how}
+    preprocess_files(find_inputs([str(folder / "in.jsonl")]), str(prefix), SETTINGS, **how)
+    return started[0]
 
-    def stop(part: TokenizedPart) -> None:
-        nonlocal seen
-        seen += 1
-        if seen > parts:
-            raise Stop
 
-    with monkeypatch.context() as patch:
+def stopped_after(folder: Path, prefix: Path, parts: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preprocess_run, "JOURNAL_SECONDS", 0.0)
         with pytest.raises(Stop):
-            preprocess_files(files, str(prefix), SETTINGS, on_part=stop)
+            run(folder, prefix, on_part=Mock(side_effect=[*[None] * parts, Stop]))
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
     write_input(folder, 24)
-    preprocess_files(find_inputs([str(folder / "in.jsonl")]), str(folder / "out"), SETTINGS)
+    run(folder, folder / "out")
     return folder
 
 
@@ -63,23 +66,13 @@ def same_as_undisturbed(prefix: Path, undisturbed: Path) -> None:
     assert not list(prefix.parent.glob("*.part*"))
 
 
-def test_a_run_continues_after_its_journal(tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, prefix = find_inputs([str(undisturbed / "in.jsonl")]), tmp_path / "out"
-    stopped_after(files, prefix, 3, monkeypatch)
-    assert not list(tmp_path.glob("*.idx"))
-    started: list[int] = []
-    preprocess_files(files, str(prefix), SETTINGS, on_start=lambda journal: started.append(journal.next_part))
-    assert started == [3]
-    same_as_undisturbed(prefix, undisturbed)
-
-
-@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "journal", "parts", "other job"])
-def test_damaged_files_are_not_used(
-    tmp_path: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+@pytest.mark.parametrize("damage", [None, "flip", "cut", "remove", "journal", "parts", "other job"])
+def test_a_run_continues_after_its_journal_unless_damaged(
+    tmp_path: Path, undisturbed: Path, damage: str | None
 ) -> None:
-    files, prefix = find_inputs([str(undisturbed / "in.jsonl")]), tmp_path / "out"
-    stopped_after(files, prefix, 2, monkeypatch)
-    tokens = tmp_path / "out_b_document.bin.partial"
+    stopped_after(undisturbed, tmp_path / "out", 2)
+    assert not list(tmp_path.glob("*.idx"))
+    tokens, journal = tmp_path / "out_b_document.bin.partial", tmp_path / "out.parts" / "journal.json"
     content = tokens.read_bytes()
     if damage == "flip":
         tokens.write_bytes(b"\x00" + content[1:])
@@ -88,35 +81,26 @@ def test_damaged_files_are_not_used(
     elif damage == "remove":
         (tmp_path / "out_a_document.lengths.partial").unlink()
     elif damage == "journal":
-        (tmp_path / "out.parts" / "journal.json").write_text("{")
+        journal.write_text("{")
     elif damage == "parts":
         (tmp_path / "out.parts" / "00000002_0.bin").write_bytes(b"left over")
         tokens.write_bytes(content + b"more than the journal knows")
-    else:
-        path = tmp_path / "out.parts" / "journal.json"
-        journal = read_journal(path, path.read_text().split('"job": "')[1].split('"')[0])
-        assert journal is not None
-        journal.job = "sha256:0"
-        journal.save(path)
-    started: list[int] = []
-    preprocess_files(files, str(prefix), SETTINGS, on_start=lambda journal: started.append(journal.next_part))
-    assert started == [2 if damage == "parts" else 0]
-    same_as_undisturbed(prefix, undisturbed)
+    elif damage == "other job":
+        journal.write_text(json.dumps({**json.loads(journal.read_text()), "job": "sha256:0"}))
+    assert run(undisturbed, tmp_path / "out") == (2 if damage in (None, "parts") else 0)
+    same_as_undisturbed(tmp_path / "out", undisturbed)
 
 
 def test_two_runs_cannot_write_one_output(tmp_path: Path, undisturbed: Path) -> None:
-    files = find_inputs([str(undisturbed / "in.jsonl")])
     refused = []
 
     def again(part: TokenizedPart) -> None:
-        try:
-            preprocess_files(files, str(tmp_path / "out"), SETTINGS)
-        except ValueError as error:
-            refused.append(str(error))
+        with pytest.raises(ValueError, match="another run is writing"):
+            run(undisturbed, tmp_path / "out")
+        refused.append(part)
 
-    preprocess_files(files, str(tmp_path / "out"), SETTINGS, on_part=again)
+    run(undisturbed, tmp_path / "out", on_part=again)
     assert refused
-    assert all("another run is writing" in message for message in refused)
     same_as_undisturbed(tmp_path / "out", undisturbed)
 
 
@@ -178,13 +162,14 @@ def test_leftovers_of_a_killed_run_are_not_used(tmp_path: Path) -> None:
     (tmp_path / "out.parts").mkdir()
     (tmp_path / "out.parts" / "000000_0.bin").write_bytes(b"bad")
     (tmp_path / "out_text_document.bin.partial").write_bytes(b"bad")
-    assert preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out") == 0
+    preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out")
     assert texts_of(tmp_path / "out_text_document") == ["good"]
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def blocked_tool(folder: Path) -> list[str]:
-    """Return a tool that waits after the first part that it has joined, and never ends."""
+def blocked_tool(folder: Path, copies: int, **how: Any) -> tuple[subprocess.Popen, list[object]]:
+    """Start a tool that waits after the first part that it has joined, and never ends; return its arguments, too."""
+    write_json_lines(folder / "in.jsonl", [{"text": "x" * 100_000}] * copies)
     program = folder / "blocked.py"
     program.write_text(
         "import runpy, time\n"
@@ -192,42 +177,35 @@ def blocked_tool(folder: Path) -> list[str]:
         "command.ProgressLine.show = lambda *_: time.sleep(1000)\n"
         f"if __name__ == '__main__': runpy.run_path({TOOL[1]!r}, run_name='__main__')\n"
     )
-    return [sys.executable, str(program)]
+    arguments = ["--input", folder / "in.jsonl", "--tokenizer", "bytes", "--output-prefix", folder / "out"]
+    command = [sys.executable, program, *arguments, "--workers", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, **how), arguments
+
+
+def assert_interrupted(process: subprocess.Popen) -> None:
+    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
+    assert process.returncode == 130
 
 
 def test_an_interrupted_run_can_be_repeated(tmp_path: Path) -> None:
-    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 90)
-    arguments = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes"]
-    arguments += ["--output-prefix", str(tmp_path / "out")]
-    process = subprocess.Popen(
-        [*blocked_tool(tmp_path), *arguments, "--workers", "2"],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
+    process, arguments = blocked_tool(tmp_path, 90)
     wait_until(lambda: list(tmp_path.glob("out.parts/0*")) != [])
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
-    assert process.returncode == 130
+    assert_interrupted(process)
     assert not list(tmp_path.glob("*.idx"))
-    assert preprocess(*arguments) == 0
+    preprocess(*arguments)
     assert texts_of(tmp_path / "out_text_document") == ["x" * 100_000] * 90
-    (tmp_path / "blocked.py").unlink()
-    assert len(list(tmp_path.iterdir())) == 4
+    assert len(list(tmp_path.iterdir())) == 5
 
 
 @pytest.mark.exhaustive
 def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
     """A terminal sends it to every process of the command; a worker that imports would print a traceback."""
-    write_json_lines(tmp_path / "in.jsonl", [{"text": "x" * 100_000}] * 800)
-    options = ["--input", str(tmp_path / "in.jsonl"), "--tokenizer", "bytes", "--workers", "2"]
-    command = [*blocked_tool(tmp_path), *options, "--output-prefix", str(tmp_path / "out")]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True, env=environment)
+    process, _ = blocked_tool(tmp_path, 800, start_new_session=True)
     wait_until(lambda: num_children(process.pid) >= 2)  # the first one tracks the others
     os.killpg(process.pid, signal.SIGINT)
-    assert process.communicate(timeout=60)[1] == "interrupted; the same command continues where it stopped\n"
-    assert process.returncode == 130
+    assert_interrupted(process)
 
 
 def ctrl_c_is_blocked() -> bool:
@@ -252,16 +230,11 @@ def test_workers_block_ctrl_c_and_delay_it_while_starting() -> None:
     assert not ctrl_c_is_blocked()
 
 
-def test_ctrl_c_while_a_tokenizer_is_trained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(arguments: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(program, "train_tokenizer", interrupted)
-    options = ["--input", str(tmp_path), "--type", "byte-level-bpe", "--vocabulary-size", "300"]
-    assert program.main(["train-tokenizer", *options, "--output", str(tmp_path / "t.json")]) == 130
-    assert capsys.readouterr().err == "interrupted; nothing was written\n"
+def test_ctrl_c_while_a_tokenizer_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "train_tokenizer", Mock(side_effect=KeyboardInterrupt))
+    options = ["--input", tmp_path, "--type", "byte-level-bpe", "--vocabulary-size", "300"]
+    printed = run_command(program.main, "train-tokenizer", *options, "--output", tmp_path / "t.json", status=130)
+    assert printed.err == "interrupted; nothing was written\n"
 
 
 def test_ctrl_c_while_the_program_starts_is_one_line() -> None:

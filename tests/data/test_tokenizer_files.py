@@ -1,6 +1,5 @@
 """BERT vocabularies and tiktoken files, against the libraries that they come from."""
 
-import base64
 import json
 from functools import cache
 from pathlib import Path
@@ -16,14 +15,8 @@ from megapipe.data import DataError
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.hugging_face import BERT_SPECIAL_TOKENS, train_byte_level_bpe, train_word_piece
 from megapipe.data.tokenizers.model_files import ENCODINGS
-from tests.data.test_tokenizers import texts
-
-any_text = st.one_of(
-    st.text(st.characters(exclude_categories=["Cs"]), max_size=60),
-    st.lists(st.sampled_from(["it's", "WE'LL", " 1234", "\r\n", "  ", "é", "[MASK]", "def main", "!?", "東京"])).map(
-        "".join
-    ),
-)
+from tests.data.small_tokenizers import write_tiktoken
+from tests.data.test_tokenizers import code_like, texts
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["uncased", "cased"])
@@ -36,7 +29,7 @@ def word_piece(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @settings(max_examples=100)
-@given(text=any_text)
+@given(text=code_like)
 def test_bert_vocabularies_give_the_ids_of_the_library(word_piece: tuple[Path, bool], text: str) -> None:
     path, lowercase = word_piece
     for spec in (f"bert-{'uncased' if lowercase else 'cased'}:{path}", str(path.with_name("tokenizer.json"))):
@@ -76,20 +69,8 @@ def test_a_bert_vocabulary_knows_its_special_tokens(word_piece: tuple[Path, bool
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[bytes, int]]:
     """A small vocabulary as a .tiktoken file."""
-    vocabulary = json.loads(train_byte_level_bpe(texts(), 700, []))["model"]["vocab"]
-    letters = byte_letters()
-    tokens = [bytes(letters[letter] for letter in token) for token in vocabulary if token != "<|endoftext|>"]
-    rank_of_token = {token: rank for rank, token in enumerate(tokens)}
     path = tmp_path_factory.mktemp("tiktoken") / "cl100k_base.tiktoken"
-    path.write_bytes(b"".join(base64.b64encode(token) + b" %d\n" % rank for token, rank in rank_of_token.items()))
-    return path, rank_of_token
-
-
-def byte_letters() -> dict[str, int]:
-    """GPT-2's letters for bytes."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    return path, write_tiktoken(path, json.loads(train_byte_level_bpe(texts(), 700, []))["model"]["vocab"])
 
 
 @pytest.mark.parametrize("encoding", list(ENCODINGS))
@@ -102,7 +83,7 @@ def test_encodings_are_the_published_ones(encoding: str, monkeypatch: pytest.Mon
 
 
 @settings(max_examples=100)
-@given(text=any_text, encoding=st.sampled_from(list(ENCODINGS)))
+@given(text=code_like, encoding=st.sampled_from(list(ENCODINGS)))
 def test_tiktoken_files_give_the_ids_of_tiktoken(
     ranks: tuple[Path, dict[bytes, int]], text: str, encoding: str
 ) -> None:
@@ -124,13 +105,12 @@ def test_tiktoken_files_say_what_they_are_by_name(ranks: tuple[Path, dict[bytes,
     assert open_tokenizer(str(path), "<|endofprompt|>").end_of_document == 100276
     with pytest.raises(DataError, match=r"no special token '<nope>'; it has <\|endoftext\|>"):
         open_tokenizer(str(path), "<nope>")
-    other = tmp_path / "mine.tiktoken"
-    other.write_bytes(path.read_bytes())
-    with pytest.raises(DataError, match=r"for example cl100k_base:.*mine\.tiktoken"):
-        open_tokenizer(str(other))
-    other.write_bytes(path.read_bytes().partition(b"\n")[2])
-    with pytest.raises(DataError, match="has no token for byte"):
-        open_tokenizer(f"o200k_base:{other}")
-    other.write_bytes(b"not base64 at all\n")
-    with pytest.raises(DataError, match=r"is not a \.tiktoken file"):
-        open_tokenizer(f"o200k_base:{other}")
+    other, content = tmp_path / "mine.tiktoken", path.read_bytes()
+    for written, spec, message in (
+        (content, str(other), r"for example cl100k_base:.*mine\.tiktoken"),
+        (content.partition(b"\n")[2], f"o200k_base:{other}", "has no token for byte"),
+        (b"not base64 at all\n", f"o200k_base:{other}", r"is not a \.tiktoken file"),
+    ):
+        other.write_bytes(written)
+        with pytest.raises(DataError, match=message):
+            open_tokenizer(spec)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from megapipe.data import DataError
@@ -25,23 +24,30 @@ from megapipe.data.tokenizers.hugging_face import (
     use_fast_core,
     why_no_fast_core,
 )
-from tests.data.preprocess_runs import ROOT, preprocess
+from tests.data.commands import ROOT, preprocess
 
 CORPUS = ["def main(argv):\n    return 0\n", "  the loss   falls, the loss fell\n\n", "naïve café — 東京\t\x00"] * 30
 any_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=60)
 
 
+def train_byte_level(
+    texts: list[str], size: int, special: list[str], word: pre_tokenizers.PreTokenizer | None = None
+) -> Tokenizer:
+    """Train a byte-level BPE. word: how to split, if not like GPT-2."""
+    tokenizer = Tokenizer(models.BPE(ignore_merges=word is not None))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=word is None)
+    tokenizer.pre_tokenizer = bytes_of if word is None else pre_tokenizers.Sequence([word, bytes_of])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=special, initial_alphabet=alphabet)
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
 @pytest.fixture(scope="module")
 def library_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a byte-level BPE with a template, truncation and padding, which a corpus must not contain."""
-    tokenizer = LibraryTokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<s>", "</s>", "<|stop|>"]
-    tokenizer.train_from_iterator(
-        CORPUS, trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet)
-    )
+    tokenizer = train_byte_level(CORPUS, 400, ["<s>", "</s>", "<|stop|>"])
     tokenizer.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
     )
@@ -76,42 +82,36 @@ def test_tokenizer_json_gives_the_ids_of_transformers(library_tokenizer: Path, t
 
 
 def test_end_of_document_and_fingerprint(library_tokenizer: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "tokenizer.json"
+    copy, settings_file = tmp_path / "tokenizer.json", tmp_path / "tokenizer_config.json"
     copy.write_bytes(library_tokenizer.read_bytes())
     assert open_tokenizer(str(copy)).end_of_document == 1  # </s> by its name
     assert open_tokenizer(str(tmp_path), "<|stop|>").end_of_document == 2
-    for token in ("<|stop|>", {"content": "<|stop|>", "lstrip": False}):
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
-        assert open_tokenizer(str(copy)).end_of_document == 2
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": None}))
-    assert open_tokenizer(str(copy)).end_of_document == 1
-    with pytest.raises(DataError, match="no token '<nope>'"):
-        open_tokenizer(str(copy), "<nope>")
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(DataError, match=r"tokenizer_config.json is not readable"):
-        open_tokenizer(str(copy))
+    for token, end in (("<|stop|>", 2), ({"content": "<|stop|>", "lstrip": False}, 2), (None, 1)):
+        settings_file.write_text(json.dumps({"eos_token": token}))
+        assert open_tokenizer(str(copy)).end_of_document == end
+    settings_file.write_text("{")
+    for spec, end_name, message in (
+        (library_tokenizer, "<nope>", "no token '<nope>'"),
+        (copy, None, r"tokenizer_config.json is not readable"),
+        ("bytes", "</s>", "256"),
+    ):
+        with pytest.raises(DataError, match=message):
+            open_tokenizer(str(spec), end_name)
+    settings_file.unlink()
     fingerprint = open_tokenizer(str(library_tokenizer)).fingerprint
-    (tmp_path / "tokenizer_config.json").unlink()
     assert open_tokenizer(str(copy)).fingerprint == fingerprint
     content = json.loads(copy.read_text())
     content["added_tokens"][2]["content"] = "<|halt|>"
     copy.write_text(json.dumps(content))
-    others = {open_tokenizer(str(copy)).fingerprint, open_tokenizer("bytes").fingerprint}
-    assert len({fingerprint, *others}) == 3
+    assert len({fingerprint, open_tokenizer(str(copy)).fingerprint, open_tokenizer("bytes").fingerprint}) == 3
     # The vocabulary size is the largest id + 1, because ids may have gaps.
-    LibraryTokenizer(models.WordLevel({"a": 0, "b": 900}, unk_token="a")).save(str(copy))
+    Tokenizer(models.WordLevel({"a": 0, "b": 900}, unk_token="a")).save(str(copy))
     gaps = open_tokenizer(str(copy))
     assert (gaps.vocabulary_size, gaps.end_of_document) == (901, None)
-    with pytest.raises(DataError, match="256"):
-        open_tokenizer("bytes", "</s>")
 
 
-code_like = st.one_of(
-    any_text,
-    st.lists(st.sampled_from(["it's", "WE'LL", " 1234", "\r\n", "  ", "<|endoftext|>", "def main", "aaaa", "é"])).map(
-        "".join
-    ),
-)
+words = ["it's", "WE'LL", " 1234", "\r\n", "  ", "<|endoftext|>", "[MASK]", "def main", "aaaa", "é", "!?", "東京"]
+code_like = st.one_of(any_text, st.lists(st.sampled_from(words)).map("".join))
 LLAMA_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
     r"\s+(?!\S)|\s+"
@@ -133,19 +133,9 @@ def gpt2_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(kind: str, folder: Path) -> Path:
-    tokenizer = Tokenizer(models.BPE(ignore_merges=kind == "llama3"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if kind == "llama3":
-        split = pre_tokenizers.Split(Regex(LLAMA_PATTERN), "isolated")
-        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    special = ["<|endoftext|>", "[MASK]"]
-    trainer = trainers.BpeTrainer(vocab_size=900, special_tokens=special, initial_alphabet=alphabet)
-    tokenizer.train_from_iterator(texts(), trainer)
+    word = pre_tokenizers.Split(Regex(LLAMA_PATTERN), "isolated") if kind == "llama3" else None
     path = folder / "tokenizer.json"
-    tokenizer.save(str(path))
+    train_byte_level(texts(), 900, ["<|endoftext|>", "[MASK]"], word).save(str(path))
     return path
 
 
@@ -196,9 +186,7 @@ def test_a_core_with_other_ids_is_rejected(gpt2_file: Path, monkeypatch: pytest.
         assert "its ids differ from those of the tokenizers library for " in reason
 
 
-def test_the_library_encodes_what_the_core_does_not_know(
-    gpt2_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_library_encodes_what_the_core_does_not_know(gpt2_file: Path, tmp_path: Path) -> None:
     content = json.loads(gpt2_file.read_text())
     split = {"type": "Split", "pattern": {"Regex": "[aeiou]+|[^aeiou]+"}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
@@ -206,8 +194,7 @@ def test_the_library_encodes_what_the_core_does_not_know(
     (tmp_path / "tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "a.txt").write_text("some text of vowels")
     arguments = ["--input", tmp_path / "a.txt", "--tokenizer", tmp_path, "--output-prefix", tmp_path / "out"]
-    assert preprocess(*arguments) == 0
-    assert "with the tokenizers library, not with the fast core: it " in capsys.readouterr().err
+    assert "with the tokenizers library, not with the fast core: it " in preprocess(*arguments).err
 
 
 def test_the_core_runs_on_one_thread() -> None:

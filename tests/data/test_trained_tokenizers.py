@@ -1,5 +1,6 @@
 """Trained vocabularies: exact size, reproducible, lossless, with the ids of their libraries."""
 
+import argparse
 import json
 from functools import cache
 from pathlib import Path
@@ -12,12 +13,11 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from transformers import GPT2Tokenizer
 
 from megapipe.data import DataError
-from megapipe.data.manifest import read_manifest
 from megapipe.data.preprocess.command import main
 from megapipe.data.preprocess.documents import SampledTexts
-from megapipe.data.preprocess.inputs import InputFile, find_inputs
-from megapipe.data.shards import IndexedDataset
+from megapipe.data.preprocess.inputs import InputFile
 from megapipe.data.tokenizers import TRAINERS, Tokenizer, open_tokenizer
+from tests.data.commands import run_command
 
 SOURCES = ["--input", "python-stdlib", "--include", "arg*.py", "textwrap.py", "json/*.py"]
 VOCABULARY = 500
@@ -25,9 +25,10 @@ VOCABULARY = 500
 any_text = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581"), max_size=60)
 
 
-def train(kind: str, output: Path, *more: str) -> int:
-    arguments = ["train-tokenizer", *SOURCES, "--type", kind, "--vocabulary-size", str(VOCABULARY)]
-    return main([*arguments, "--output", str(output), *more])
+def train(kind: str, output: Path, *more: object, status: int = 0) -> str:
+    """Train with the command; return its messages."""
+    words = ["train-tokenizer", *SOURCES, "--type", kind, "--vocabulary-size", VOCABULARY, "--output", output, *more]
+    return run_command(main, *words, status=status).err
 
 
 LOSSLESS = [kind for kind in TRAINERS if not kind.startswith("wordpiece")]
@@ -35,9 +36,8 @@ LOSSLESS = [kind for kind in TRAINERS if not kind.startswith("wordpiece")]
 
 @pytest.fixture(scope="module", params=LOSSLESS)
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    kind = request.param
-    output = tmp_path_factory.mktemp(kind) / f"tokenizer{TRAINERS[kind][0]}"
-    assert train(kind, output) == 0
+    output = tmp_path_factory.mktemp(request.param) / f"tokenizer{TRAINERS[request.param][0]}"
+    train(request.param, output)
     return output
 
 
@@ -53,49 +53,31 @@ def test_every_text_is_decoded_again(trained: Path, text: str) -> None:
 
 @pytest.mark.exhaustive
 def test_training_again_gives_the_same_file(trained: Path, tmp_path: Path) -> None:
-    kind = trained.parent.name.removesuffix("0")
-    again = tmp_path / trained.name
-    assert train(kind, again) == 0
-    assert again.read_bytes() == trained.read_bytes()
+    train(trained.parent.name.removesuffix("0"), tmp_path / trained.name)
+    assert (tmp_path / trained.name).read_bytes() == trained.read_bytes()
 
 
 def test_the_library_reads_the_file_and_agrees(trained: Path) -> None:
-    text = "def main(argv):\n\n    return  0\t# naïve 東京\n"
+    source = Path(argparse.__file__).read_text("utf-8")
+    text = f"def main(argv):\n\n    return  0\t# naïve 東京\n{source}"
     if trained.suffix == ".model":
         expected = sentencepiece.SentencePieceProcessor(model_file=str(trained)).encode(text)
-    else:
-        expected = LibraryTokenizer.from_file(str(trained)).encode(text).ids
-    assert cached(trained).encode(text) == expected
-    if trained.suffix == ".model":
         assert cached(trained).end_of_document == 2
         assert open_tokenizer(str(trained), "\n").end_of_document == 1
         with pytest.raises(DataError, match="no piece '<nope>'"):
             open_tokenizer(str(trained), "<nope>")
-    for content in (b"", b"not a model", b"\x0a\x05"):
-        damaged = trained.with_name("damaged.model")
-        damaged.write_bytes(content)
-        with pytest.raises(DataError, match=r"damaged.model is not a SentencePiece model"):
-            open_tokenizer(str(damaged))
+    else:
+        expected = LibraryTokenizer.from_file(str(trained)).encode(text).ids
+    assert cached(trained).encode(text) == expected
+    assert cached(trained).vocabulary_size == VOCABULARY
+    assert len(expected) < len(text) / 1.8
 
 
-def test_shards_are_written_with_a_trained_tokenizer(trained: Path, tmp_path: Path) -> None:
-    arguments = [*SOURCES, "--tokenizer", str(trained), "--append-eod", "--output-prefix", str(tmp_path / "out")]
-    assert main([*arguments, "--workers", "1"]) == 0
-    prefix = tmp_path / "out_text_document"
-    dataset, manifest, tokenizer = IndexedDataset(prefix), read_manifest(prefix), cached(trained)
-    assert manifest is not None
-    assert manifest.vocabulary_size == VOCABULARY
-    manifest.check_tokenizer(tokenizer.spec, tokenizer.fingerprint)
-    with pytest.raises(DataError, match="not with bytes"):
-        manifest.check_tokenizer("bytes", open_tokenizer("bytes").fingerprint)
-    files, characters = find_inputs([SOURCES[1]], include=SOURCES[3:]), 0
-    for index, file in enumerate(files):
-        ids = dataset.document(index).tolist()
-        assert ids[-1] == tokenizer.end_of_document
-        text = file.path.read_text("utf-8")
-        assert tokenizer.decode(ids) == text
-        characters += len(text)
-    assert dataset.num_tokens < characters / 1.8
+@pytest.mark.parametrize("content", [b"", b"not a model", b"\x0a\x05"])
+def test_a_damaged_model_is_refused(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "damaged.model").write_bytes(content)
+    with pytest.raises(DataError, match=r"damaged.model is not a SentencePiece model"):
+        open_tokenizer(str(tmp_path / "damaged.model"))
 
 
 @cache
@@ -106,9 +88,8 @@ def cached(path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def gpt2_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("gpt2")
-    assert train("byte-level-bpe", folder / "tokenizer.json") == 0
-    library = LibraryTokenizer.from_file(str(folder / "tokenizer.json"))
-    library.model.save(str(folder))
+    train("byte-level-bpe", folder / "tokenizer.json")
+    LibraryTokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))
     (folder / "tokenizer.json").unlink()
     return folder
 
@@ -127,11 +108,8 @@ def gpt2_oracle(folder: Path) -> GPT2Tokenizer:
 
 
 def test_gpt2_files_are_found_by_folder_or_name(gpt2_folder: Path, tmp_path: Path) -> None:
-    fingerprints = {
-        open_tokenizer(str(path)).fingerprint
-        for path in (gpt2_folder, gpt2_folder / "vocab.json", gpt2_folder / "merges.txt")
-    }
-    assert len(fingerprints) == 1
+    paths = (gpt2_folder, gpt2_folder / "vocab.json", gpt2_folder / "merges.txt")
+    assert len({open_tokenizer(str(path)).fingerprint for path in paths}) == 1
     assert cached(gpt2_folder).end_of_document == 0
     assert cached(gpt2_folder).encode("a<|endoftext|>b")[1] == 0
     (tmp_path / "vocab.json").write_text("{}")
@@ -140,40 +118,33 @@ def test_gpt2_files_are_found_by_folder_or_name(gpt2_folder: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("kind", "suffix", "arguments", "message"),
+    ("kind", "output", "size", "message"),
     [
-        ("sentencepiece-bpe", ".model", ["--vocabulary-size", "90000"], "too small for a vocabulary of 90000"),
-        ("sentencepiece-unigram", ".model", ["--vocabulary-size", "90000"], "too small for a vocabulary of 90000"),
-        ("byte-level-bpe", ".json", ["--vocabulary-size", "90000"], "too small for a vocabulary of 90000"),
-        ("sentencepiece-bpe", ".model", ["--vocabulary-size", "100"], "is too small for the single characters"),
-        ("byte-level-bpe", ".json", ["--vocabulary-size", "100"], "is too small for all bytes, which need 257"),
-        ("sentencepiece-bpe", ".json", [], "is a .model file"),
-        ("byte-level-bpe", ".model", [], "is a .json file"),
-        ("byte-level-bpe", ".vocab.json", [], "tokenizer.json"),
+        ("sentencepiece-bpe", "out.model", 90_000, "too small for a vocabulary of 90000"),
+        ("sentencepiece-unigram", "out.model", 90_000, "too small for a vocabulary of 90000"),
+        ("byte-level-bpe", "out.json", 90_000, "too small for a vocabulary of 90000"),
+        ("sentencepiece-bpe", "out.model", 100, "is too small for the single characters"),
+        ("byte-level-bpe", "out.json", 100, "is too small for all bytes, which need 257"),
+        ("sentencepiece-bpe", "out.json", 500, "is a .model file"),
+        ("byte-level-bpe", "out.model", 500, "is a .json file"),
+        ("byte-level-bpe", "out.vocab.json", 500, "tokenizer.json"),
     ],
 )
-def test_impossible_vocabularies_are_refused(
-    tmp_path: Path, kind: str, suffix: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(kind, tmp_path / f"out{suffix}", *arguments) == 2
-    assert message in capsys.readouterr().err
+def test_impossible_vocabularies_are_refused(tmp_path: Path, kind: str, output: str, size: int, message: str) -> None:
+    assert message in train(kind, tmp_path / output, "--vocabulary-size", size, status=2)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("kind", list(TRAINERS))
-def test_broken_and_empty_input_is_refused(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_and_empty_input_is_refused(tmp_path: Path, kind: str) -> None:
     lines = [json.dumps({"text": f"line {number} of some text"}) for number in range(300)]
     source, output = tmp_path / "in.jsonl", tmp_path / f"out{TRAINERS[kind][0]}"
-    arguments = ["train_tokenizer", "--input", str(source), "--type", kind, "--vocabulary_size", "290"]
-    arguments += ["--output", str(output)]
-    source.write_text("\n".join([*lines[:200], "{broken", *lines[200:]]))
-    assert main(arguments) == 2
-    assert "in.jsonl, line 201: not JSON" in capsys.readouterr().err
-    assert not output.exists()
-    source.write_text("\n\n")
-    assert main(arguments) == 2
-    assert "error: " in capsys.readouterr().err
-    assert not output.exists()
+    words = ["--input", source, "--type", kind, "--vocabulary_size", 290, "--output", output]
+    broken = "\n".join([*lines[:200], "{broken", *lines[200:]])
+    for content, message in ((broken, "in.jsonl, line 201: not JSON"), ("\n\n", "error: ")):
+        source.write_text(content)
+        assert message in run_command(main, "train_tokenizer", *words, status=2).err
+        assert not output.exists()
 
 
 def test_a_large_input_is_sampled_evenly(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from megapipe.inference import evaluation
 from megapipe.inference.evaluation import score
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.parallel.mesh import Mesh
+from tests.data.commands import run_command
 from tests.inference.test_generate import filled_with, make_config
 from tests.inference.test_generate_command import save_run
 from tests.models.hugging_face import Case, case_of, opened
@@ -60,22 +61,14 @@ def test_scores_equal_those_of_transformers(
         (["--tokenizer", "bytes"], "--tasks-folder and --tokenizer are for --tasks"),
     ],
 )
-def test_options_that_exclude_each_other_are_refused(
-    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert evaluate(["--checkpoint", "nowhere", *words]) == 2
-    assert part in capsys.readouterr().err
+def test_options_that_exclude_each_other_are_refused(words: list[str], part: str) -> None:
+    assert part in run_command(evaluate, "--checkpoint", "nowhere", *words, status=2).err
 
 
-def test_tasks_without_lm_eval_name_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_without_lm_eval_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [each for each in sys.modules if each.startswith("lm_eval.")]:
         monkeypatch.delitem(sys.modules, name)  # of other tests, where it is installed
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    folder = save_run(tmp_path, "")
-    words = ["--checkpoint", str(folder), "--tokenizer", "bytes", "--device", "cpu", "--tasks", "t"]
-    assert evaluate(words) == 2
-    assert "--tasks needs lm-eval, but lm_eval is not installed: pip install 'megapipe[evaluation]'" in (
-        capsys.readouterr().err
-    )
+    words = ["--checkpoint", save_run(tmp_path, ""), "--tokenizer", "bytes", "--device", "cpu", "--tasks", "t"]
+    message = "--tasks needs lm-eval, but lm_eval is not installed: pip install 'megapipe[evaluation]'"
+    assert message in run_command(evaluate, *words, status=2).err

@@ -16,6 +16,7 @@ from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainCo
 from megapipe.parallel.launch import initialize
 from megapipe.training.loop.replica import Replica
 from tests.data.bert_shards import SPECIAL
+from tests.data.commands import Printed, run_command
 from tests.inference.test_generate_command import save_run
 from tests.models.hugging_face import exported
 from tests.support.gpt_runs import assembled, shards
@@ -26,7 +27,7 @@ MODEL = BertModelConfig(
 )
 TEXT = "def [MASK](self, name[MASK]):"
 
-Fill = Callable[..., tuple[int, str, str]]
+Fill = Callable[..., Printed]
 
 
 def save_bert(folder: Path, vocabulary: Path, model: BertModelConfig = MODEL) -> Replica:
@@ -54,13 +55,9 @@ def replica(folder: Path) -> Replica:
 
 
 @pytest.fixture
-def fill(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> Fill:
-    """Run the command: exit status, standard output, standard error."""
-
-    def run(*words: str, checkpoint: Path = folder) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(["--checkpoint", str(checkpoint), "--device", "cpu", *words])
-        return status, *capsys.readouterr()
+def fill(folder: Path, replica: Replica) -> Fill:
+    def run(*words: object, checkpoint: Path = folder, status: int = 0) -> Printed:
+        return run_command(main, "--checkpoint", checkpoint, "--device", "cpu", *words, status=status)
 
     return run
 
@@ -86,73 +83,59 @@ def test_candidates_are_those_of_transformers(fill: Fill, folder: Path, replica:
         inputs = tokenizer(TEXT, return_tensors="pt")
         logits = theirs(**inputs).prediction_logits[0]
     expected = logits[inputs.input_ids[0] == WORDS.index("[MASK]")].softmax(-1).topk(3)
-    status, output, messages = fill("--text", TEXT, "--top-k", "3")
-    assert status == 0, messages
-    filled, *gaps = output.splitlines()
+    filled, *gaps = fill("--text", TEXT, "--top-k", "3").out.splitlines()
     assert len(gaps) == 2
     for number, (gap, places, shares) in enumerate(zip(gaps, expected.indices, expected.values, strict=True), start=1):
-        choices = ", ".join(
-            f"{WORDS[place]} {share:.1%}" for place, share in zip(places, shares.tolist(), strict=True)
-        )
-        assert gap == f"  gap {number}: {choices}"
+        choices = [f"{WORDS[place]} {share:.1%}" for place, share in zip(places, shares.tolist(), strict=True)]
+        assert gap == f"  gap {number}: {', '.join(choices)}"
     first, second = (WORDS[place].removeprefix("##") for place in expected.indices[:, 0])
     assert filled == f"def {first}(self, name{second}):"
 
 
 def test_several_texts_and_a_steps_folder(fill: Fill, folder: Path) -> None:
-    status, output, messages = fill("--text", "[MASK]", "--text", "for [MASK]")
-    assert status == 0
+    output, messages = fill("--text", "[MASK]", "--text", "for [MASK]")
     assert len(re.findall(r"^  gap 1: (\S+ \d+\.\d%(, )?){5}$", output, re.MULTILINE)) == 2
     assert f"{folder}/checkpoints/step-00000007 (step 7), tokenizer bert-uncased:" in messages
     step = folder / "checkpoints/step-00000007"
-    assert fill("--text", "[MASK]", "--text", "for [MASK]", checkpoint=step)[1] == output
+    assert fill("--text", "[MASK]", "--text", "for [MASK]", checkpoint=step).out == output
 
 
 @pytest.mark.parametrize(
     ("words", "parts"),
     [
-        (["--text", "def name"], ["'def name' has no gap", "[MASK]"]),
-        (["--text", "name " * 14 + "[MASK]"], ["has 17 tokens with [CLS] and [SEP]", "trained on samples of 16"]),
-        (["--text", "[MASK]\udcff"], ["is not UTF-8"]),
-        (["--text", "[MASK]", "--tokenizer", "bytes"], ["bytes has no [CLS], [SEP], [MASK]"]),
-        (["--text", "[MASK]", "--tokenizer", "no-such-file"], ["no tokenizer 'no-such-file'"]),
+        (["def name"], ["'def name' has no gap", "[MASK]"]),
+        (["name " * 14 + "[MASK]"], ["has 17 tokens with [CLS] and [SEP]", "trained on samples of 16"]),
+        (["[MASK]\udcff"], ["is not UTF-8"]),
+        (["[MASK]", "--tokenizer", "bytes"], ["bytes has no [CLS], [SEP], [MASK]"]),
+        (["[MASK]", "--tokenizer", "no-such-file"], ["no tokenizer 'no-such-file'"]),
+        (["while [MASK]", "--tokenizer", "bert-uncased:vocab.txt"], ["has token 15 but the model's vocabulary is 15"]),
     ],
 )
-def test_a_wrong_input_names_value_and_rule(fill: Fill, words: list[str], parts: list[str]) -> None:
-    status, output, messages = fill(*words)
-    assert (status, output) == (2, "")
+def test_a_wrong_input_names_value_and_rule(
+    fill: Fill, words: list[str], parts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
+    output, messages = fill("--text", *words, status=2)
+    assert output == ""
     for part in parts:
         assert part in messages
 
 
-def test_a_vocabulary_larger_than_the_models_is_reported(fill: Fill, tmp_path: Path) -> None:
-    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in [*WORDS, "while"]))
-    status, _, messages = fill("--text", "while [MASK]", "--tokenizer", f"bert-uncased:{tmp_path / 'vocab.txt'}")
-    assert status == 2
-    assert f"has token {len(WORDS)} but the model's vocabulary is {len(WORDS)}" in messages
-
-
-def test_missing_and_gpt_checkpoints_are_reported(fill: Fill, tmp_path: Path) -> None:
-    assert "no complete checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path)[2]
-    status, output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""))
-    assert (status, output) == (2, "")
+def test_missing_and_other_checkpoints_are_reported(
+    fill: Fill, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no complete checkpoint in" in fill("--text", "[MASK]", checkpoint=tmp_path, status=2).err
+    output, messages = fill("--text", "[MASK]", checkpoint=save_run(tmp_path, ""), status=2)
+    assert output == ""
     assert "the checkpoint is a GPT, which" in messages
     assert "megapipe generate" in messages
-
-
-def test_text_is_not_generated_from_a_bert(folder: Path, replica: Replica, capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(["--checkpoint", str(folder), "--device", "cpu", "--prompt", "def "]) == 2
-    output, messages = capsys.readouterr()
+    words = ["--checkpoint", folder, "--device", "cpu", "--prompt", "def "]
+    output, messages = run_command(generate, *words, status=2)
     assert output == ""
     assert "the checkpoint is a BERT, which" in messages
     assert "megapipe fill-mask" in messages
-
-
-def test_more_than_one_rank_is_refused(fill: Fill, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "2")):
+    ranks = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in {**ranks, "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("MASTER_PORT", "29500")
-    status, _, messages = fill("--text", "[MASK]")
-    assert status == 2
-    assert "2 ranks were started" in messages
+    assert "2 ranks were started" in fill("--text", "[MASK]", status=2).err

@@ -15,15 +15,16 @@ from megapipe.checkpoint import RunState, save
 from megapipe.cli.trained_models import generate as main
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.preprocess.command import main as preprocess
+from megapipe.data.preprocess.command import main as preprocess_main
 from megapipe.parallel.launch import initialize
 from megapipe.training.loop.replica import Replica
+from tests.data.commands import Printed, preprocess, run_command
 from tests.support.launch import ROOT, environment
 
 MODEL = ModelConfig(vocabulary_size=257, num_layers=2, hidden_size=32, num_heads=4, max_positions=32, init_std=0.3)
 ALWAYS = ("--device", "cpu", "--max-new-tokens", "12")
 
-Generate = Callable[..., tuple[int, str, str]]
+Generate = Callable[..., Printed]
 
 
 def save_run(folder: Path, prefix: str, model: ModelConfig = MODEL) -> Path:
@@ -42,35 +43,31 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run trained on a shard of bytes, which is in the same folder."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "text.txt").write_text("some text")
-    words = ["--input", str(folder / "text.txt"), "--tokenizer", "bytes", "--append-eod", "--workers", "1"]
-    assert preprocess([*words, "--output-prefix", str(folder / "corpus")]) == 0
+    preprocess("--input", folder / "text.txt", "--append-eod", "--output-prefix", folder / "corpus")
     return save_run(folder, str(folder / "corpus_text_document"))
 
 
 @pytest.fixture
-def generate(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> Generate:
-    """Run the command: exit status, standard output, standard error."""
-
-    def run(*words: str, checkpoint: Path = run_folder) -> tuple[int, str, str]:
-        capsys.readouterr()
-        status = main(["--checkpoint", str(checkpoint), *ALWAYS, *words])
-        return status, *capsys.readouterr()
+def generate(run_folder: Path) -> Generate:
+    def run(*words: object, checkpoint: Path = run_folder, status: int = 0) -> Printed:
+        return run_command(main, "--checkpoint", checkpoint, *ALWAYS, *words, status=status)
 
     return run
 
 
-def test_one_prompt_prints_its_text_alone(generate: Generate, run_folder: Path) -> None:
-    status, output, messages = generate("--prompt", "import ")
-    assert status == 0
-    assert output.startswith("import ")
-    assert len(output) > len("import \n")
+@pytest.mark.parametrize("prompt", ["import ", ""])
+def test_one_prompt_prints_its_text_alone(generate: Generate, run_folder: Path, prompt: str) -> None:
+    """An empty prompt starts a document."""
+    output, messages = generate("--prompt", prompt)
+    assert output.startswith(prompt)
+    assert len(output) > len(f"{prompt}\n")
     assert f"{run_folder}/checkpoints/step-00000007 (step 7), tokenizer bytes" in messages
 
 
 def test_a_slow_generation_shows_its_progress(generate: Generate, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "generating" not in generate("--prompt", "import ")[2]
+    assert "generating" not in generate("--prompt", "import ").err
     monkeypatch.setattr("megapipe.config.command_line.time.monotonic", itertools.count(step=11).__next__)
-    _, output, messages = generate("--prompt", "import ", "--num-samples", "2")
+    output, messages = generate("--prompt", "import ", "--num-samples", 2)
     counts = [int(count) for count in re.findall(r"^generating: (\d+) of 24 tokens, .*/s$", messages, re.MULTILINE)]
     assert counts[0] == 2
     assert counts == sorted(counts)
@@ -79,45 +76,31 @@ def test_a_slow_generation_shows_its_progress(generate: Generate, monkeypatch: p
 
 def test_several_texts_have_headings(generate: Generate, tmp_path: Path) -> None:
     (tmp_path / "prompt.txt").write_text("two\nlines\n")
-    status, output, _ = generate("--prompt", "a", "--prompt-file", str(tmp_path / "prompt.txt"), "--num-samples", "2")
-    assert status == 0
+    output, _ = generate("--prompt", "a", "--prompt-file", tmp_path / "prompt.txt", "--num-samples", 2)
     pieces = output.split("--- prompt ")[1:]
-    assert [piece.split(" ---\n")[0] for piece in pieces] == [
-        "1, sample 1",
-        "1, sample 2",
-        "2, sample 1",
-        "2, sample 2",
-    ]
-    assert pieces[2].split(" ---\n")[1].startswith("two\nlines")
-    assert pieces[0].split("\n")[1:] != pieces[1].split("\n")[1:]
+    headings, texts = zip(*(piece.split(" ---\n", 1) for piece in pieces), strict=True)
+    assert headings == ("1, sample 1", "1, sample 2", "2, sample 1", "2, sample 2")
+    assert texts[2].startswith("two\nlines")
+    assert texts[0] != texts[1]
 
 
 def test_a_step_folder_gives_what_its_run_gives(generate: Generate, run_folder: Path) -> None:
-    expected = generate("--prompt", "x")[1]
-    for folder in (run_folder / "checkpoints", run_folder / "checkpoints/step-00000007"):
-        assert generate("--prompt", "x", checkpoint=folder)[1] == expected
+    folders = (run_folder, run_folder / "checkpoints", run_folder / "checkpoints/step-00000007")
+    assert len({generate("--prompt", "x", checkpoint=folder).out for folder in folders}) == 1
 
 
 def test_settings_reach_the_text(generate: Generate) -> None:
-    texts = {generate("--prompt", "x", *words)[1] for words in (
-        (), ("--seed", "1"), ("--temperature", "0"), ("--top_k", "3"), ("--top-p", "0.3"), ("--max-new-tokens", "3"),
-        ("--min-p", "0.5"), ("--repetition-penalty", "1.5"),
-    )}  # fmt: skip
+    settings = ("", "--seed 1", "--temperature 0", "--top_k 3", "--top-p 0.3", "--max-new-tokens 3", "--min-p 0.5")
+    texts = {generate("--prompt", "x", *words.split()).out for words in (*settings, "--repetition-penalty 1.5")}
     assert len(texts) == 8
 
 
 def test_stop_strings_end_a_text_before_them(generate: Generate) -> None:
-    words = ["--prompt", "import ", "--temperature", "0"]
-    whole = generate(*words)[1].removesuffix("\n")
+    words = ["--prompt", "import ", "--temperature", 0]
+    whole = generate(*words).out.removesuffix("\n")
     stop = whole[len("import ") + 4]
     expected = whole[: whole.index(stop, len("import "))] + "\n"
-    assert generate(*words, "--stop", "never", "--stop", stop)[1] == expected
-
-
-def test_an_empty_prompt_starts_a_document(generate: Generate) -> None:
-    status, output, _ = generate("--prompt", "")
-    assert status == 0
-    assert len(output) > 1
+    assert generate(*words, "--stop", "never", "--stop", stop).out == expected
 
 
 @pytest.mark.slow
@@ -125,15 +108,10 @@ def test_an_empty_prompt_starts_a_document(generate: Generate) -> None:
 def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: Path, layout: list[str]) -> None:
     prompts = ["--prompt", "import ", "--prompt", "def", "--seed", "5"]
     program = [str(ROOT / "tools/generate.py"), "--checkpoint", str(run_folder), *ALWAYS, *prompts, *layout]
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program],
-        env=environment(),
-        capture_output=True,
-        timeout=120,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr.decode()
-    assert finished.stdout.decode() == generate(*prompts)[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
+    finished = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout == generate(*prompts).out
 
 
 @pytest.mark.parametrize(
@@ -153,45 +131,42 @@ def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: 
     ],
 )
 def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str], parts: list[str]) -> None:
-    status, output, messages = generate(*words)
-    assert (status, output) == (2, "")
+    output, messages = generate(*words, status=2)
+    assert output == ""
     for part in parts:
         assert part in messages
 
 
 def test_a_folder_without_checkpoints_is_reported(generate: Generate, tmp_path: Path) -> None:
-    for folder, part in ((tmp_path, "no complete checkpoint in"), (tmp_path / "absent", "is not a folder")):
-        status, _, messages = generate("--prompt", "x", checkpoint=folder)
-        assert status == 2
-        assert part in messages
-        assert str(folder) in messages
+    for folder, message in (
+        (tmp_path, f"no complete checkpoint in {tmp_path}"),
+        (tmp_path / "absent", f"{tmp_path}/absent is not a folder"),
+    ):
+        assert message in generate("--prompt", "x", checkpoint=folder, status=2).err
 
 
 def test_a_tokenizer_must_be_known_and_fit(generate: Generate, tmp_path: Path) -> None:
     folder = save_run(tmp_path, "no-such-shard", replace(MODEL, vocabulary_size=100))
-    status, _, messages = generate("--prompt", "x", checkpoint=folder)
-    assert status == 2
+    messages = generate("--prompt", "x", checkpoint=folder, status=2).err
     assert "no-such-shard" in messages
     assert "--tokenizer" in messages
-    status, _, messages = generate("--prompt", "x", "--tokenizer", "bytes", checkpoint=folder)
-    assert status == 2
+    messages = generate("--prompt", "x", "--tokenizer", "bytes", checkpoint=folder, status=2).err
     assert "prompt 1 has token 120 but the model's vocabulary is 100" in messages
 
 
 @pytest.mark.exhaustive
 def test_a_tokenizer_that_is_gone_is_named(generate: Generate, tmp_path: Path) -> None:
-    words = ["--input", str(ROOT / "megapipe/config"), "--include", "*.py"]
+    words = ["--input", ROOT / "megapipe/config", "--include", "*.py"]
     here, there = tmp_path / "t.json", tmp_path / "moved.json"
-    train = ["train-tokenizer", *words, "--type", "byte-level-bpe", "--vocabulary-size", "257", "--output", str(here)]
-    assert preprocess(train) == 0
+    train = ["train-tokenizer", *words, "--type", "byte-level-bpe", "--vocabulary-size", 257, "--output", here]
+    run_command(preprocess_main, *train)
     prefix = str(tmp_path / "corpus")
-    assert preprocess([*words, "--tokenizer", str(here), "--workers", "1", "--output-prefix", prefix]) == 0
+    preprocess(*words, "--tokenizer", here, "--output-prefix", prefix)
     here.rename(there)
     folder = save_run(tmp_path, f"{prefix}_text_document")
-    assert generate("--prompt", "x", checkpoint=folder)[0] == 0  # from the copy next to the shard
+    generate("--prompt", "x", checkpoint=folder)  # from the copy next to the shard
     shutil.rmtree(f"{prefix}_text_document.tokenizer")
-    status, _, messages = generate("--prompt", "x", checkpoint=folder)
-    assert status == 2
+    messages = generate("--prompt", "x", checkpoint=folder, status=2).err
     assert str(here) in messages
     assert "--tokenizer" in messages
-    assert generate("--prompt", "x", "--tokenizer", str(there), checkpoint=folder)[0] == 0
+    generate("--prompt", "x", "--tokenizer", there, checkpoint=folder)
