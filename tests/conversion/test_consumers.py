@@ -3,7 +3,6 @@
 The models are trained here, on shards of tokenizers that this project did not make.
 """
 
-import base64
 import importlib
 import io
 import json
@@ -18,26 +17,23 @@ from typing import Any
 import pytest
 import sentencepiece
 import tokenizers
-import torch
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megapipe.cli.trained_models import evaluate, fill_mask, generate
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.conversion.command import main as convert
-from megapipe.conversion.tokenizer_files import LETTERS
-from megapipe.data.preprocess.command import main as preprocess
 from megapipe.data.shards import IndexedDataset
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
+from tests.conversion.test_command import convert
+from tests.data.commands import preprocess, run_command, write_json_lines
+from tests.data.small_tokenizers import write_tiktoken
 from tests.support.bert_runs import make_bert_config, write_corpus
-from tests.support.gpt_runs import make_config
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config
 from tests.support.launch import environment
 
 TEXTS = ["The cat sat on the mat.", "A dog ate 12 green apples, naïvely.", "Two birds flew  over Köln — 東京!"]
-SMALL = {"num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_positions": 32}
 FAST = {"learning_rate": 1e-2, "warmup_steps": 2}
 WORDS = [text.split(" ") for text in TEXTS]
 CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}"
@@ -55,15 +51,10 @@ def made_tokenizer(kind: str, folder: Path) -> tuple[str, int]:
     bpe = tokenizers.Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        TEXTS * 20,
-        trainers.BpeTrainer(
-            vocab_size=320,
-            special_tokens=[] if kind == "tiktoken" else ["<|endoftext|>"],
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-            show_progress=False,
-        ),
-    )
+    special = [] if kind == "tiktoken" else ["<|endoftext|>"]
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=letters)
+    bpe.train_from_iterator(TEXTS * 20, trainer)
     if kind == "byte-level BPE":
         bpe.save(str(folder / "theirs.json"))
         return str(folder / "theirs.json"), bpe.get_vocab_size()
@@ -73,10 +64,7 @@ def made_tokenizer(kind: str, folder: Path) -> tuple[str, int]:
         )
         whole.save_pretrained(folder / "theirs")
         return str(folder / "theirs"), bpe.get_vocab_size()
-    byte_of = {letter: byte for byte, letter in LETTERS.items()}
-    tokens = {bytes(byte_of[letter] for letter in name): rank for name, rank in bpe.get_vocab().items()}
-    lines = sorted((rank, base64.b64encode(token).decode()) for token, rank in tokens.items())
-    (folder / "theirs.tiktoken").write_text("".join(f"{token} {rank}\n" for rank, token in lines))
+    write_tiktoken(folder / "theirs.tiktoken", bpe.get_vocab())
     return f"r50k_base:{folder / 'theirs.tiktoken'}", 50257
 
 
@@ -85,26 +73,17 @@ def exported(folder: Path, config: PretrainConfig) -> Path:
     config.training = replace(config.training, directory=str(folder / "run"))
     config.parallel = replace(config.parallel, device="cpu")
     assert pretrain(config, LaunchEnvironment()) == 0
-    assert convert(["convert", str(folder / "run"), "--to", "hf", str(folder / "exported")]) == 0
+    convert(folder / "run", "hf", folder / "exported")
     return folder / "exported"
 
 
 def trained_gpt(folder: Path, kind: str, steps: int) -> tuple[Path, str]:
     """Return the export of a GPT trained on TEXTS, and the prefix of its shard."""
     spec, size = made_tokenizer(kind, folder)
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 20))
-    words = ["--input", str(folder / "text.jsonl"), "--tokenizer", spec, "--append-eod", "--workers", "1"]
-    assert preprocess([*words, "--output-prefix", str(folder / "corpus")]) == 0
-    model = ModelConfig(
-        vocabulary_size=size,
-        normalization="rms_norm",
-        activation="swiglu",
-        positions="rotary",
-        bias="none",
-        tie_embeddings=False,
-        **SMALL,  # type: ignore[arg-type]
-    )
+    source = write_json_lines(folder / "text.jsonl", [{"text": text} for text in TEXTS * 20])
+    preprocess("--input", source, "--tokenizer", spec, "--append-eod", "--output-prefix", folder / "corpus")
     prefix = str(folder / "corpus_text_document")
+    model = replace(LLAMA_SHAPE, vocabulary_size=size, num_kv_heads=None, max_positions=32)
     # Attention sees one document, and every document starts a text.
     data = {"sequence_length": 32, "isolate_documents": True, "mask_end_of_document": True, "pack": "best_fit"}
     config = make_config(prefix, model, optimizer=FAST, training={"steps": steps}, data=data)
@@ -181,40 +160,33 @@ def test_a_gguf_converter_reads_an_exported_llama(tmp_path: Path, monkeypatch: p
     assert sorted(sorted(each.data.flatten().tolist()) for each in reader.tensors) == expected
 
 
-def test_text_generation_ends_with_the_document(gpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_generation_ends_with_the_document(gpt: Path) -> None:
+    """Of single texts, and of a padded batch."""
     writer: Any = transformers.pipeline("text-generation", model=str(gpt))
     for text, (first, *_) in zip(TEXTS, WORDS, strict=True):
         (generated,) = writer(first, max_new_tokens=28, do_sample=False)
         assert generated["generated_text"] == text
-        capsys.readouterr()
-        words = ["--prompt", first, "--temperature", "0", "--max-new-tokens", "24", "--device", "cpu"]
-        assert generate(["--checkpoint", str(gpt), *words]) == 0
-        assert capsys.readouterr().out == f"{text}\n"
-
-
-def test_padded_batches_continue_like_single_texts(gpt: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt, padding_side="left")
-    tokenizer.pad_token = tokenizer.eos_token  # as for any GPT that was trained without padding
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(gpt)
+        words = ["--prompt", first, "--temperature", 0, "--max-new-tokens", 24, "--device", "cpu"]
+        assert run_command(generate, "--checkpoint", gpt, *words).out == f"{text}\n"
+    tokenizer = writer.tokenizer
+    tokenizer.padding_side, tokenizer.pad_token = "left", tokenizer.eos_token  # as for any GPT trained without padding
     prompts = [" ".join(words[: number + 1]) for number, words in enumerate(WORDS)]
-    batch = tokenizer(prompts, padding=True, return_tensors="pt")
-    assert batch.attention_mask.sum(1).unique().numel() > 1
-    tokens = model.generate(**batch, max_new_tokens=28, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-    assert tokenizer.batch_decode(tokens, skip_special_tokens=True) == TEXTS
+    assert len({len(tokenizer(prompt).input_ids) for prompt in prompts}) > 1
+    batch = writer(prompts, batch_size=len(prompts), max_new_tokens=28, do_sample=False)
+    assert [generated["generated_text"] for (generated,) in batch] == TEXTS
 
 
-def test_gaps_are_filled_by_a_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gaps_are_filled_by_a_pipeline(tmp_path: Path) -> None:
     data = write_corpus(tmp_path)
     data.tokenizer = f"bert-uncased:{data.tokenizer}"
-    model = BertModelConfig(vocabulary_size=61, **SMALL)  # type: ignore[arg-type]
+    model = BertModelConfig(vocabulary_size=61, num_layers=2, hidden_size=32, num_heads=4, max_positions=32)
     folder = exported(tmp_path, make_bert_config(data, model, training={"steps": 3}))
     text = "word1 word2 [MASK] word4"
     filler: Any = transformers.pipeline("fill-mask", model=str(folder))
     assert type(filler.model) is transformers.BertForMaskedLM
-    capsys.readouterr()
-    assert fill_mask(["--checkpoint", str(folder), "--text", text, "--top-k", "1", "--device", "cpu"]) == 0
     (filled,) = filler(text, top_k=1)
-    assert f"gap 1: {filled['token_str']} {filled['score']:.1%}\n" in capsys.readouterr().out
+    printed = run_command(fill_mask, "--checkpoint", folder, "--text", text, "--top-k", 1, "--device", "cpu")
+    assert f"gap 1: {filled['token_str']} {filled['score']:.1%}\n" in printed.out
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     first, second = tokenizer(["word1", "word2 word3"], ["word4", "word5"], padding=True).input_ids
     names = "[CLS] word1 [SEP] word4 [SEP] [PAD]", "[CLS] word2 word3 [SEP] word5 [SEP]"
@@ -256,7 +228,7 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         {"start": first, "ends": [text.removeprefix(first), " other words."], "right": 0}
         for text, (first, *_) in zip(TEXTS, WORDS, strict=True)
     ]
-    (tmp_path / "ends.jsonl").write_text("".join(json.dumps(each) + "\n" for each in documents))
+    write_json_lines(tmp_path / "ends.jsonl", documents)
     for name, kind in KINDS.items():
         task = {
             "task": name,
@@ -272,24 +244,21 @@ def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_tasks_have_the_scores_of_lm_evals_own_loader(
-    ranks: int, gpt: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tasks_have_the_scores_of_lm_evals_own_loader(ranks: int, gpt: Path, tasks: Path) -> None:
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(gpt)
     theirs = simple_evaluate(
-        HFLM(model, tokenizer=transformers.AutoTokenizer.from_pretrained(gpt), batch_size=2),
+        HFLM(pretrained=str(gpt), device="cpu", batch_size=2),
         tasks=list(KINDS),
         task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
     )["results"]
+    assert theirs["ends"]["acc,none"] == 1.0
     words = ["--checkpoint", str(gpt), "--device", "cpu", "--json", "--tasks", ",".join(KINDS)]
     words += ["--tasks-folder", str(tasks), "--tensor", str(ranks)]
     if ranks == 1:
-        assert evaluate(words) == 0
-        output = capsys.readouterr().out
+        output = run_command(evaluate, *words).out
     else:
         torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", "megapipe"]
         command = [sys.executable, *torchrun, "evaluate", *words]
@@ -305,38 +274,13 @@ def test_tasks_have_the_scores_of_lm_evals_own_loader(
 
 
 @pytest.mark.slow
-def test_tasks_that_cannot_be_answered_are_refused(gpt: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--checkpoint", str(gpt), "--device", "cpu", "--tasks-folder", str(tasks), "--tasks"]
-    assert evaluate([*words, "end"]) == 2
-    assert f"no task 'end' in {tasks}: it has ends, whole, written" in capsys.readouterr().err
+def test_tasks_that_cannot_be_answered_are_refused(gpt: Path, tasks: Path) -> None:
+    words = ["--checkpoint", gpt, "--device", "cpu", "--tasks-folder", tasks, "--tasks"]
+    messages = run_command(evaluate, *words, "end", status=2).err
+    assert f"no task 'end' in {tasks}: it has ends, whole, written" in messages
     changed = KINDS["written"] | {"generation_kwargs": {"max_gen_toks": 40, "num_beams": 2}}
     task = json.loads((tasks / "written.yaml").read_text()) | changed
     (tasks / "written.yaml").write_text(json.dumps(task))
-    assert evaluate([*words, "written"]) == 2
-    messages = capsys.readouterr().err
+    messages = run_command(evaluate, *words, "written", status=2).err
     assert "generation_kwargs of the task has num_beams" in messages
     assert "the task generates 40 tokens, but the model has 32 positions" in messages
-
-
-@pytest.mark.slow
-def test_lm_eval_scores_an_export(gpt: Path, tasks: Path) -> None:
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
-    model = HFLM(pretrained=str(gpt), device="cpu", batch_size=2)
-    results = simple_evaluate(
-        model,
-        tasks=["ends"],
-        task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
-        bootstrap_iters=0,
-    )
-    assert results["results"]["ends"]["acc,none"] == 1.0
-    logits = transformers.AutoModelForCausalLM.from_pretrained(gpt)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(gpt)
-    for sample, text, (first, *_) in zip(results["samples"]["ends"], TEXTS, WORDS, strict=True):
-        ids = torch.tensor([tokenizer(text).input_ids])
-        start = len(tokenizer(first).input_ids)
-        with torch.no_grad():
-            scores = logits(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
-        assert sample["resps"][0][0][0] == pytest.approx(float(scores[start - 1 :].sum()), abs=1e-3)

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from tokenizers import Tokenizer, models
 
 from megapipe.checkpoint import storage
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.command import main
 from megapipe.conversion.formats import Contents, StoredTensor
 from megapipe.conversion.megapipe_format import MegapipeTarget
-from tests.conversion.test_command import tensors, write
+from tests.conversion.test_command import convert, run, tensors, write
 from tests.models.hugging_face import case_of
 
 
@@ -43,8 +43,10 @@ def folder(harmless: dict[str, bytes], tmp_path: Path) -> Path:
     return target
 
 
-def converted(folder: Path) -> int:
-    return main(["convert", "--from", "hf", str(folder), "--to", "megapipe", str(folder.parents[1] / "out")])
+def refusal(folder: Path) -> str:
+    """Return the error of a conversion."""
+    command = ["convert", "--from", "hf", folder, "--to", "megapipe", folder.parents[1] / "out"]
+    return run(*command, status=2).err
 
 
 def index_to(folder: Path, place: str) -> None:
@@ -58,14 +60,19 @@ def link_out(folder: Path) -> None:
     (folder / SINGLE).symlink_to(folder.parent / SINGLE)
 
 
+def with_tensor(folder: Path, name: str, tensor: torch.Tensor) -> None:
+    tensors = safetensors.torch.load_file(folder / SINGLE)
+    safetensors.torch.save_file({**tensors, name: tensor}, folder / SINGLE)
+
+
 def linked_shard(folder: Path) -> None:
     (folder / "shard.safetensors").symlink_to(folder.parent / SINGLE)
     index_to(folder, "shard.safetensors")
 
 
 def edited(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    config = json.loads((folder / "config.json").read_text())
+    config_is(folder, json.dumps({**config, **changes}))
 
 
 def header_of(folder: Path, length: int, size: int) -> None:
@@ -75,24 +82,26 @@ def header_of(folder: Path, length: int, size: int) -> None:
         file.truncate(size)
 
 
-def written(folder: Path, header: str, data: bytes = bytes(64)) -> None:
+def written(folder: Path, header: str) -> None:
     text = header.encode()
-    (folder / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + data)
+    (folder / SINGLE).write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
 
 
-def described(name: str, start: int, stop: int) -> str:
-    entry = {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
-    return f"{json.dumps(name)}: {json.dumps(entry)}"
+def described(folder: Path, *tensors: tuple[str, int, int]) -> None:
+    """Write a header with tensors of a name and the place of their bytes, which need not be different."""
+    entries = []
+    for name, start, stop in tensors:
+        entry = {"dtype": "F32", "shape": [(stop - start) // 4], "data_offsets": [start, stop]}
+        entries.append(f"{json.dumps(name)}: {json.dumps(entry)}")
+    written(folder, f"{{{', '.join(entries)}}}")
 
 
-def climbing_tensor(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / SINGLE)
-    safetensors.torch.save_file({**tensors, "../../x": torch.zeros(2)}, folder / SINGLE)
+def many_shards(folder: Path) -> None:
+    (folder / INDEX).write_text(json.dumps({"weight_map": {f"{n}": f"{n}" for n in range(10_001)}}))
 
 
-def wrong_shape(folder: Path) -> None:
-    tensors = safetensors.torch.load_file(folder / SINGLE)
-    safetensors.torch.save_file({**tensors, "transformer.wpe.weight": torch.zeros(1)}, folder / SINGLE)
+def config_is(folder: Path, text: str) -> None:
+    (folder / "config.json").write_text(text)
 
 
 def pickled(folder: Path) -> None:
@@ -100,92 +109,73 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
 
 
+UNREADABLE = "not a readable safetensors file"
 FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "absolute path": (lambda folder: index_to(folder, str(folder.parent / SINGLE)), "not in its folder"),
-    "parent": (lambda folder: index_to(folder, f"../{SINGLE}"), "not in its folder"),
-    "inner folder": (lambda folder: index_to(folder, f"a/{SINGLE}"), "not in its folder"),
-    "dots alone": (lambda folder: index_to(folder, ".."), "not in its folder"),
-    "empty name": (lambda folder: index_to(folder, ""), "not in its folder"),
-    "NUL": (lambda folder: index_to(folder, f"{SINGLE}\0"), "not in its folder"),
+    "absolute path": (lambda path: index_to(path, str(path.parent / SINGLE)), "not in its folder"),
+    "parent": (lambda path: index_to(path, f"../{SINGLE}"), "not in its folder"),
+    "inner folder": (lambda path: index_to(path, f"a/{SINGLE}"), "not in its folder"),
+    "dots alone": (lambda path: index_to(path, ".."), "not in its folder"),
+    "empty name": (lambda path: index_to(path, ""), "not in its folder"),
+    "NUL": (lambda path: index_to(path, f"{SINGLE}\0"), "not in its folder"),
     "link out": (link_out, "a link that leads out of its folder"),
     "link out by an index": (linked_shard, "a link that leads out of its folder"),
-    "weight_map of numbers": (lambda folder: (folder / INDEX).write_text('{"weight_map": {"a": 3}}'), "no weight_map"),
-    "header beyond the file": (lambda folder: header_of(folder, 2**62, 64), "header of 4,611,686,018,427,387,904"),
-    "header above the limit": (lambda folder: header_of(folder, 2**28, 2**29), "at most 100,000,000 are read"),
-    "empty file": (lambda folder: (folder / SINGLE).write_bytes(b""), "not a readable safetensors file"),
-    "header too deep": (lambda folder: written(folder, "[" * 9000), "not a readable safetensors file"),
-    "tensor twice": (
-        lambda folder: written(folder, f"{{{described('a', 0, 32)}, {described('a', 32, 64)}}}"),
-        "not a readable safetensors file",
-    ),
-    "overlap": (
-        lambda folder: written(folder, f"{{{described('a', 0, 32)}, {described('b', 16, 64)}}}"),
-        "not a readable safetensors file",
-    ),
-    "out of bounds": (
-        lambda folder: written(folder, f"{{{described('a', 0, 4096)}}}"),
-        "not a readable safetensors file",
-    ),
-    "shards": (
-        lambda folder: (folder / INDEX).write_text(
-            json.dumps({"weight_map": {f"{n}": f"{n}" for n in range(10_001)}})
-        ),
-        "names 10,001 files; at most 10,000",
-    ),
-    "JSON too long": (lambda folder: os.truncate(folder / "config.json", 2**30), "1,073,741,824 bytes; at most"),
+    "weight_map of numbers": (lambda path: (path / INDEX).write_text('{"weight_map": {"a": 3}}'), "no weight_map"),
+    "header beyond the file": (lambda path: header_of(path, 2**62, 64), "header of 4,611,686,018,427,387,904"),
+    "header above the limit": (lambda path: header_of(path, 2**28, 2**29), "at most 100,000,000 are read"),
+    "empty file": (lambda path: (path / SINGLE).write_bytes(b""), UNREADABLE),
+    "header too deep": (lambda path: written(path, "[" * 9000), UNREADABLE),
+    "tensor twice": (lambda path: described(path, ("a", 0, 32), ("a", 32, 64)), UNREADABLE),
+    "overlap": (lambda path: described(path, ("a", 0, 32), ("b", 16, 64)), UNREADABLE),
+    "out of bounds": (lambda path: described(path, ("a", 0, 4096)), UNREADABLE),
+    "shards": (many_shards, "names 10,001 files; at most 10,000"),
+    "JSON too long": (lambda path: os.truncate(path / "config.json", 2**30), "1,073,741,824 bytes; at most"),
     "key twice": (
-        lambda folder: (folder / "config.json").write_text('{"model_type": "gpt2", "model_type": "llama"}'),
-        "the key 'model_type' twice",
+        lambda path: config_is(path, '{"model_type": "gpt2", "model_type": "llama"}'),
+        "'model_type' twice",
     ),
-    "no object": (lambda folder: (folder / "config.json").write_text("[]"), "does not contain a JSON object"),
+    "no object": (lambda path: config_is(path, "[]"), "does not contain a JSON object"),
     "a billion layers": (
-        lambda folder: edited(folder, n_layer=10**9),
-        "num_layers is 1000000000; it must be from 1 to 1048576",
+        lambda path: edited(path, n_layer=10**9),
+        "num_layers is 1000000000; it must be from 1 to",
     ),
     "a billion columns": (
-        lambda folder: edited(folder, n_embd=12 * 10**9),
+        lambda path: edited(path, n_embd=12 * 10**9),
         "hidden_size is 12000000000; it must be from 1 to 1048576",
     ),
-    "a field of another type": (lambda folder: edited(folder, n_positions="../x"), "cannot be used|n_positions"),
+    "a field of another type": (lambda path: edited(path, n_positions="../x"), "cannot be used|n_positions"),
     "model_type of another type": (
-        lambda folder: edited(folder, model_type=["bert"]),
+        lambda path: edited(path, model_type=["bert"]),
         r"model_type \['bert'\] is not",
     ),
-    "a climbing tensor": (climbing_tensor, "'../../x' is unknown"),
-    "wrong shape": (wrong_shape, r"the shape \(1,\), but .* needs \(64, 64\)"),
+    "a climbing tensor": (lambda path: with_tensor(path, "../../x", torch.zeros(2)), "'../../x' is unknown"),
+    "wrong shape": (
+        lambda path: with_tensor(path, "transformer.wpe.weight", torch.zeros(1)),
+        r"the shape \(1,\), but .* needs \(64, 64\)",
+    ),
     "pickle": (pickled, "is a pickle, which can carry code"),
 }
 
 
 @pytest.mark.parametrize("name", FIXTURES)
-def test_refused_by_name_with_nothing_written(
-    folder: Path, name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_refused_by_name_with_nothing_written(folder: Path, name: str, tmp_path: Path) -> None:
     damage, message = FIXTURES[name]
     damage(folder)
     before = sorted(tmp_path.rglob("*"))
-    assert converted(folder) == 2
-    error = capsys.readouterr().err
+    error = refusal(folder)
     assert re.search(message, error), error
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_limits_of_tensors_and_links_of_tokenizers(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tokenizers import Tokenizer, models
-
+def test_limits_of_tensors_and_links_of_tokenizers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         index_to(folder, SINGLE)
         patch.setattr(storage, "MAX_TENSORS", 20)
-        assert converted(folder) == 2
-        assert "tensors; at most 20 are read" in capsys.readouterr().err
+        assert "tensors; at most 20 are read" in refusal(folder)
     secret = folder.parent / "secret"
     secret.write_text("{}")
     Tokenizer(models.BPE(vocab={"a": 0}, merges=[])).save(str(folder / "tokenizer.json"))
     (folder / "special_tokens_map.json").symlink_to(secret)
-    assert main(["convert", str(folder), "--to", "hf", str(folder.parents[1] / "out")]) == 2
-    assert "a link that leads out" in capsys.readouterr().err
+    assert "a link that leads out" in convert(folder, "hf", folder.parents[1] / "out", status=2).err
 
 
 def test_links_of_the_hubs_client_are_followed(folder: Path) -> None:
@@ -197,35 +187,33 @@ def test_links_of_the_hubs_client_are_followed(folder: Path) -> None:
     for number, file in enumerate(sorted(folder.iterdir())):
         file.rename(blobs / str(number))
         (snapshot / file.name).symlink_to(f"../../blobs/{number}")
-    command = ["convert", str(snapshot), "--to", "megapipe", str(folder.parents[1] / "out")]
-    assert main(command) == 0
+    convert(snapshot, "megapipe", folder.parents[1] / "out")
 
 
 def test_code_in_a_folder_is_neither_run_nor_copied(folder: Path) -> None:
     edited(folder, auto_map={"AutoConfig": "evil.Config"})
     (folder / "evil.py").write_text("raise SystemExit('ran')")
     out = folder.parents[1] / "out"
-    assert main(["convert", str(folder), "--to", "hf", str(out)]) == 0
+    convert(folder, "hf", out)
     assert not list(out.glob("*.py"))
     assert "auto_map" not in (out / "config.json").read_text()
 
 
-def test_a_megapipe_checkpoint_of_a_billion_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_megapipe_checkpoint_of_a_billion_layers(tmp_path: Path) -> None:
     """Only the manifest is wrong, and its checksum is right."""
     tensor = StoredTensor("embedding.word.weight", "weights", (2,), "F32")
     target = MegapipeTarget(tmp_path / "in", Contents(ModelConfig(num_layers=10**9), (tensor,)))
     target.add(tensor, torch.ones(2))
     target.finish()
-    assert main(["convert", str(tmp_path / "in"), "--to", "hf", str(tmp_path / "out")]) == 2
-    assert "model.num_layers is 1000000000; it must be from 1 to 1048576" in capsys.readouterr().err
+    error = convert(tmp_path / "in", "hf", tmp_path / "out", status=2).err
+    assert "model.num_layers is 1000000000; it must be from 1 to 1048576" in error
 
 
-def test_a_megapipe_checkpoint_whose_file_is_a_link_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_megapipe_checkpoint_whose_file_is_a_link_out(tmp_path: Path) -> None:
     folder = write(tmp_path / "in/step", tensors(0))
     (folder / "part-00000.safetensors").rename(tmp_path / "elsewhere")
     (folder / "part-00000.safetensors").symlink_to(tmp_path / "elsewhere")
-    assert main(["convert", str(folder), "--to", "hf", str(tmp_path / "out")]) == 2
-    assert "a link that leads out of its folder" in capsys.readouterr().err
+    assert "a link that leads out of its folder" in convert(folder, "hf", tmp_path / "out", status=2).err
     assert not (tmp_path / "out").exists()
 
 
@@ -238,9 +226,8 @@ def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:
     assert files == {"a", "a/b"}
 
 
-def test_nothing_is_overwritten(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten(folder: Path) -> None:
     out = folder.parents[1] / "out"
     out.mkdir()
-    assert converted(folder) == 2
-    assert f"{out} already exists" in capsys.readouterr().err
+    assert f"{out} already exists" in refusal(folder)
     assert not list(out.iterdir())

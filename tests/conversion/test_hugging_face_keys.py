@@ -17,19 +17,15 @@ from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import fitting
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.command import main
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.family import FamilyError, families, family_of
-from tests.conversion.test_round_trips import logits_of, theirs_of
+from tests.conversion.test_command import convert
+from tests.conversion.test_round_trips import check_logits, theirs_of
 from tests.models.hugging_face import CONFIGS, ENCODERS
 
 FAMILIES = [
-    "mistral",
-    *(
-        pytest.param(name, marks=(pytest.mark.slow, pytest.mark.one_in(8)))
-        for name in (*CONFIGS, *ENCODERS)
-        if name != "mistral"
-    ),
+    name if name == "mistral" else pytest.param(name, marks=(pytest.mark.slow, pytest.mark.one_in(8)))
+    for name in (*CONFIGS, *ENCODERS)
 ]
 OF_4 = {
     "torch_dtype": "float64",
@@ -85,16 +81,8 @@ CHANGES: dict[str, list[Any]] = {
     "summary_activation": ["tanh"],
 }
 NOT_TRIED_TOGETHER = {
-    "dtype",
-    "torch_dtype",
-    "architectures",
-    "transformers_version",
-    "label2id",
-    "torchscript",
-    "return_dict",
-    "classifier_pooling",
-    "slow_but_exact",
-    "use_sliding_window",
+    *("dtype", "torch_dtype", "architectures", "transformers_version", "torchscript", "return_dict"),
+    *("label2id", "classifier_pooling", "slow_but_exact", "use_sliding_window"),
 }
 """Keys that decide how transformers loads the model, its class, and how it returns logits; and one of a classifier,
 of which transformers refuses other words; and two that count only together with another one, of BLOOM and Qwen."""
@@ -142,12 +130,6 @@ def opened(folder: Path) -> HuggingFaceSource | None:
         return HuggingFaceSource(folder)
     except CheckpointError:
         return None
-
-
-def check_logits(folder: Path, source: HuggingFaceSource, what: str) -> None:
-    weights = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
-    for logits, expected in logits_of(folder, source.contents.model, weights):
-        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max(), what
 
 
 def fields_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:
@@ -219,40 +201,35 @@ def test_wrong_values_of_any_type_are_one_error_line(family: str, tmp_path: Path
             assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("qwen2", marks=pytest.mark.slow), "bert"])
-def test_a_stored_head_that_differs_unties_the_model(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "head", "embedding"),
+    [
+        ("gpt2", "lm_head.weight", "transformer.wte.weight"),
+        pytest.param("qwen2", "lm_head.weight", "model.embed_tokens.weight", marks=pytest.mark.slow),
+        ("bert", "cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+    ],
+)
+def test_a_stored_head_that_differs_unties_the_model(name: str, head: str, embedding: str, tmp_path: Path) -> None:
     theirs_of(name).save_pretrained(tmp_path)
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    head, embedding = (
-        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight")
-        if name == "bert"
-        else ("lm_head.weight", "transformer.wte.weight" if name == "gpt2" else "model.embed_tokens.weight")
-    )
     for scale in (1.0, 2.0):
         tensors[head] = scale * tensors[embedding]
         safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
         source = HuggingFaceSource(tmp_path)
         assert source.contents.model.tie_embeddings == (scale == 1.0)
         assert bool(source.contents.notes) == (scale != 1.0)
-        if scale != 1.0:
-            assert torch.equal(
-                source.read(next(each for each in source.contents.tensors if each.name == "head.output.weight")),
-                tensors[head],
-            )
-        check_logits(tmp_path, source, name)
+        heads = [source.read(each) for each in source.contents.tensors if each.name == "head.output.weight"]
+        assert scale == 1.0 or torch.equal(heads[0], tensors[head])
+        check_logits(tmp_path, source)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
-def test_heads_that_contradict_the_tensors_are_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_that_contradict_the_tensors_are_refused(name: str, tmp_path: Path) -> None:
     theirs_of(name).save_pretrained(tmp_path / "theirs")
     file = tmp_path / "theirs/config.json"
     config = json.loads(file.read_text())
-    capsys.readouterr()
     for key, value in (("num_key_value_heads", 4), ("num_attention_heads", 2), ("head_dim", 32)):
         file.write_text(json.dumps({**config, key: value}))
-        assert main(["convert", str(tmp_path / "theirs"), "--to", "megapipe", str(tmp_path / "out")]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        (line,) = convert(tmp_path / "theirs", "megapipe", tmp_path / "out", status=2).err.splitlines()
         assert "has the shape" in line
         assert "_proj.weight" in line

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from megapipe.checkpoint import RunState, save
 from megapipe.config.parallel import ZeroConfig
-from megapipe.conversion.command import main
 from megapipe.conversion.megapipe_format import MegapipeSource
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.replica import Replica
 from tests.checkpoint.runs import assert_same_bits, config_in, run
-from tests.conversion.test_round_trips import logits_of
+from tests.conversion.test_command import convert
+from tests.conversion.test_command import run as command
+from tests.conversion.test_round_trips import check_logits
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards, write_shard
 from tests.support.meshes import run_threads
 
@@ -44,18 +45,21 @@ def saved(mesh: Mesh, folder: Path) -> dict[str, list[Shard]]:
     }
 
 
+Saved = tuple[Path, dict[str, dict[str, Tensor]]]
+
+
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Tensor]]]:
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Return a checkpoint of eight ranks, and its whole tensors by kind and name."""
     folder = tmp_path_factory.mktemp("ranks")
     ranks: Sequence[dict[str, list[Shard]]] = run_threads(SIZES, saved, folder)
     return folder, {kind: assembled([rank[kind] for rank in ranks]) for kind in ranks[0]}
 
 
-def test_all_tensors_of_all_ranks(checkpoint: tuple[Path, dict[str, dict[str, Tensor]]]) -> None:
-    folder, expected = checkpoint
+def assert_holds(folder: Path, expected: dict[str, dict[str, Tensor]]) -> None:
+    """All tensors of all ranks."""
     source = MegapipeSource(folder)
-    assert source.contents.kinds == ["weights", *MOMENTS]
+    assert source.contents.kinds == list(expected)
     assert {(each.kind, each.name) for each in source.contents.tensors} == {
         (kind, name) for kind, tensors in expected.items() for name in tensors
     }
@@ -66,7 +70,7 @@ def test_all_tensors_of_all_ranks(checkpoint: tuple[Path, dict[str, dict[str, Te
 
 @settings(max_examples=15, deadline=None)
 @given(st.data())
-def test_any_slice(checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], data: st.DataObject) -> None:
+def test_any_slice(checkpoint: Saved, data: st.DataObject) -> None:
     folder, expected = checkpoint
     source = MegapipeSource(folder)
     tensor = data.draw(st.sampled_from(source.contents.tensors))
@@ -78,39 +82,29 @@ def test_any_slice(checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], data: 
     source.close()
 
 
-def test_copies_are_equal_and_verified(
-    checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_copies_have_all_tensors_of_all_ranks(checkpoint: Saved, tmp_path: Path) -> None:
     folder, expected = checkpoint
-    assert main(["convert", str(folder), "--to", "megapipe", str(tmp_path / "copy")]) == 0
-    assert main(["diff", str(folder), str(tmp_path / "copy")]) == 0
-    assert main(["verify", str(tmp_path / "copy")]) == 0
-    source, copy = MegapipeSource(folder), MegapipeSource(tmp_path / "copy")
-    assert copy.manifest.run == source.manifest.run
-    assert copy.contents.applied_updates == dict.fromkeys(expected["weights"], 3)
-    assert "equal:" in capsys.readouterr().out
-    half = ["convert", str(folder), "--to", "megapipe", str(tmp_path / "half"), "--precision", "bf16"]
-    assert main(half) == 0
-    source = MegapipeSource(tmp_path / "half")
-    for tensor in source.contents.tensors:
-        wanted = expected[tensor.kind][tensor.name]
-        wanted = wanted.bfloat16() if tensor.kind == "weights" else wanted
-        assert torch.equal(source.read(tensor), wanted), tensor
-    bare = ["convert", str(folder), "--to", "megapipe", str(tmp_path / "bare"), "--weights_only"]
-    assert main(bare) == 0
-    contents = MegapipeSource(tmp_path / "bare").contents
-    assert contents.kinds == ["weights"]
-    assert not contents.applied_updates
+    copy, half, bare = (tmp_path / name for name in ("copy", "half", "bare"))
+    assert_holds(folder, expected)
+    convert(folder, "megapipe", copy)
+    assert "equal:" in command("diff", folder, copy).out
+    command("verify", copy)
+    copied = MegapipeSource(copy)
+    assert copied.manifest.run == MegapipeSource(folder).manifest.run
+    assert copied.contents.applied_updates == dict.fromkeys(expected["weights"], 3)
+    convert(folder, "megapipe", half, "--precision", "bf16")
+    halves = {name: tensor.bfloat16() for name, tensor in expected["weights"].items()}
+    assert_holds(half, {**expected, "weights": halves})
+    convert(folder, "megapipe", bare, "--weights_only")
+    assert_holds(bare, {"weights": expected["weights"]})
+    assert not MegapipeSource(bare).contents.applied_updates
 
 
-def test_checkpoints_of_eight_ranks_have_transformers_logits(
-    checkpoint: tuple[Path, dict[str, dict[str, Tensor]]], tmp_path: Path
-) -> None:
-    folder, expected = checkpoint
-    assert main(["convert", str(folder), "--to", "hf", str(tmp_path / "theirs")]) == 0
-    ((ours, theirs),) = logits_of(tmp_path / "theirs", MODEL, expected["weights"])
+def test_checkpoints_of_eight_ranks_have_transformers_logits(checkpoint: Saved, tmp_path: Path) -> None:
+    folder, _ = checkpoint
+    convert(folder, "hf", tmp_path / "theirs")
+    ((_, theirs),) = check_logits(tmp_path / "theirs", MegapipeSource(folder))
     assert 0.5 < theirs.std() < 50.0
-    assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 @pytest.mark.slow
@@ -121,7 +115,7 @@ def test_a_run_resumes_from_a_converted_checkpoint(tmp_path: Path) -> None:
     config = config_in(tmp_path / "run", corpus, GPT2_SHAPE, checkpoint={"every": 2})
     run(layout, config, 2)
     step = "checkpoints/step-00000002"
-    assert main(["convert", str(tmp_path / "run" / step), "--to", "megapipe", str(tmp_path / "other" / step)]) == 0
+    convert(tmp_path / "run" / step, "megapipe", tmp_path / "other" / step)
     expected = run(layout, config, 4)
     config.training = replace(config.training, directory=str(tmp_path / "other"))
     outcome = run(layout, config, 4)

@@ -5,6 +5,7 @@ The folders are written and read by transformers, which is the oracle throughout
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 from megapipe.checkpoint import CheckpointError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.command import main
-from megapipe.conversion.formats import Contents, StoredTensor
+from megapipe.conversion.formats import Contents, Source, StoredTensor
 from megapipe.conversion.hugging_face import HuggingFaceSource, exported_config
 from megapipe.conversion.megapipe_format import MegapipeSource, MegapipeTarget
-from tests.layers.bound import bind_model, make_context, run
+from tests.conversion.test_command import convert
+from tests.layers.bound import bind_model, load, make_context, run
 from tests.models import test_bert_hugging_face as bert
 from tests.models.hugging_face import CONFIGS, ENCODERS, case_of
 
@@ -51,29 +52,31 @@ FAMILIES = [
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
-def trip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A family's name, and a folder with what transformers wrote, our checkpoint of it, and what we export."""
+def trip(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what transformers wrote, our checkpoint of it, and what we export."""
     folder = tmp_path_factory.mktemp(request.param)
     theirs_of(request.param).save_pretrained(folder / "theirs", max_shard_size="100KB")
-    assert main(["convert", str(folder / "theirs"), "--to", "megapipe", str(folder / "ours")]) == 0
-    exported = ["convert", str(folder / "ours"), "--to", "hf", str(folder / "back"), "--max_shard_bytes", "150000"]
-    assert main(exported) == 0
-    return request.param, folder
+    there_and_back(folder, "--max_shard_bytes", 150_000)
+    return folder
 
 
-def test_every_bit_comes_back(trip: tuple[str, Path]) -> None:
-    _, folder = trip
-    expected, actual = tensors_of(folder / "theirs"), tensors_of(folder / "back")
+def there_and_back(folder: Path, *options: object) -> None:
+    """Convert FOLDER/theirs to FOLDER/ours and FOLDER/back."""
+    convert(folder / "theirs", "megapipe", folder / "ours")
+    convert(folder / "ours", "hf", folder / "back", *options)
+
+
+def test_every_bit_comes_back(trip: Path) -> None:
+    expected, actual = tensors_of(trip / "theirs"), tensors_of(trip / "back")
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype
         assert torch.equal(actual[name], tensor), name
 
 
-def test_the_exported_configuration_is_the_one_that_was_read(trip: tuple[str, Path]) -> None:
+def test_the_exported_configuration_is_the_one_that_was_read(trip: Path) -> None:
     """All that shapes the model; dropout and the like are a run's own."""
-    _, folder = trip
-    before, after = (transformers.AutoConfig.from_pretrained(folder / place) for place in ("theirs", "back"))
+    before, after = (transformers.AutoConfig.from_pretrained(trip / place) for place in ("theirs", "back"))
     assert type(before) is type(after)
     ignored = {"bos_token_id", "eos_token_id", "pad_token_id", "transformers_version", "_name_or_path"}
     expected = {**before.to_dict()}
@@ -86,22 +89,24 @@ def test_the_exported_configuration_is_the_one_that_was_read(trip: tuple[str, Pa
             assert value == expected[name], name
 
 
-def test_transformers_and_we_agree_on_logits(trip: tuple[str, Path]) -> None:
-    name, folder = trip
-    source = MegapipeSource(folder / "ours")
-    weights = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
-    model = source.contents.model
-    for ours, expected in logits_of(folder / "back", model, weights):
-        assert 0.5 < expected.std() < 50.0
-        assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max(), name
+def test_transformers_and_we_agree_on_logits(trip: Path) -> None:
+    source = MegapipeSource(trip / "ours")
+    assert all(0.5 < expected.std() < 50.0 for _, expected in check_logits(trip / "back", source))
+
+
+def check_logits(folder: Path, source: Source, what: str = "") -> list[tuple[Tensor, Tensor]]:
+    """Compare ours of a source with theirs of a folder, and return both. what: said if they differ."""
+    weights = {each.name: source.read(each) for each in source.contents.tensors if each.kind == "weights"}
+    both = logits_of(folder, source.contents.model, weights)
+    for ours, expected in both:
+        assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max(), what
+    return both
 
 
 def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Ours and theirs."""
-    kind = transformers.AutoConfig.from_pretrained(folder).architectures[0]
-    theirs, report = getattr(transformers, kind).from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
-    )
+    kind = getattr(transformers, transformers.AutoConfig.from_pretrained(folder).architectures[0])
+    theirs, report = kind.from_pretrained(folder, attn_implementation="eager", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     theirs.eval()
@@ -109,21 +114,15 @@ def logits_of(folder: Path, model: ModelConfig, weights: dict[str, Tensor]) -> l
         if isinstance(model, BertModelConfig):
             context = bert.make_context(model)
             layers = bert.bound(model, weights, torch.float32)
-            real = torch.arange(bert.LENGTH) < context.lengths[:, None]
-            actual, expected = (
-                bert.run(layers, replace(context, labels=None, training=False)),
-                bert.their_logits(theirs, context),
-            )
-            rows = (real, slice(None))
-            return [(ours[row], theirs[row]) for ours, theirs, row in zip(actual, expected, rows, strict=False)]
+            actual = bert.run(layers, replace(context, labels=None, training=False))
+            rows = (torch.arange(bert.LENGTH) < context.lengths[:, None], slice(None))
+            both = zip(actual, bert.their_logits(theirs, context), rows, strict=False)
+            return [(ours[row], expected[row]) for ours, expected, row in both]
         bound = bind_model(model)
-        for layer in bound:
-            for name, parameter in layer.parameters().items():
-                parameter.copy_(weights[name])
-        decoder_context = make_context(model, batch=3, length=40)
-        return [
-            (run(bound, replace(decoder_context, labels=None, training=False)), theirs(decoder_context.tokens).logits)
-        ]
+        load(bound, weights)
+        context = make_context(model, batch=3, length=40)
+        ours = run(bound, replace(context, labels=None, training=False))
+        return [(ours, theirs(context.tokens).logits)]
 
 
 @pytest.mark.parametrize("name", ["roberta", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in BERTS)])
@@ -135,34 +134,27 @@ def test_an_untied_head_keeps_the_bias_that_transformers_reads(name: str, tmp_pa
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     theirs.save_pretrained(tmp_path / "theirs")
-    assert main(["convert", str(tmp_path / "theirs"), "--to", "megapipe", str(tmp_path / "ours")]) == 0
-    assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 0
+    there_and_back(tmp_path)
     back, report = type(theirs).from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not report["missing_keys"]
     context = bert.make_context(HuggingFaceSource(tmp_path / "theirs").contents.model)
-    for ours, expected in zip(
-        bert.their_logits(back.eval(), context), bert.their_logits(theirs, context), strict=True
-    ):
-        assert torch.equal(ours, expected)
+    both = zip(bert.their_logits(back.eval(), context), bert.their_logits(theirs, context), strict=True)
+    assert all(torch.equal(ours, expected) for ours, expected in both)
 
 
-def test_tokenizers_whose_padding_differs_from_positions_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenizers_whose_padding_differs_from_positions_are_refused(tmp_path: Path) -> None:
     theirs_of("roberta").save_pretrained(tmp_path / "theirs")
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(92))]
     (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
     named = ["--tokenizer", f"bert-cased:{tmp_path}/vocab.txt"]
-    command = ["convert", str(tmp_path / "theirs"), "--to", "hf", str(tmp_path / "out"), *named]
-    assert main(command) == 2
-    assert "padding has the id 0, but the model's positions count from the row after 1" in capsys.readouterr().err
+    error = convert(tmp_path / "theirs", "hf", tmp_path / "out", *named, status=2).err
+    assert "padding has the id 0, but the model's positions count from the row after 1" in error
     assert not (tmp_path / "out").exists()
 
 
 def test_bf16_is_what_torch_rounds_to(tmp_path: Path) -> None:
     theirs_of("qwen2").save_pretrained(tmp_path / "theirs")
-    command = ["convert", str(tmp_path / "theirs"), "--to", "hf", str(tmp_path / "half"), "--precision", "bf16"]
-    assert main(command) == 0
+    convert(tmp_path / "theirs", "hf", tmp_path / "half", "--precision", "bf16")
     halves = tensors_of(tmp_path / "half")
     assert halves
     for name, tensor in tensors_of(tmp_path / "theirs").items():
@@ -170,14 +162,13 @@ def test_bf16_is_what_torch_rounds_to(tmp_path: Path) -> None:
     assert transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "half").dtype == torch.bfloat16
 
 
-def test_values_beyond_fp16_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_beyond_fp16_are_refused(tmp_path: Path) -> None:
     theirs = theirs_of("gpt2")
     theirs.transformer.ln_f.weight.data[3] = 1e6
     theirs.save_pretrained(tmp_path / "theirs")
-    command = ["convert", str(tmp_path / "theirs"), "--to", "hf", str(tmp_path / "half"), "--precision", "fp16"]
-    assert main(command) == 2
-    assert "head.norm.weight has values beyond 65504" in capsys.readouterr().err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["theirs"]
+    refused = convert(tmp_path / "theirs", "hf", tmp_path / "half", "--precision", "fp16", status=2)
+    assert "head.norm.weight has values beyond 65504" in refused.err
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
 
 
 BALANCE = {"expert_balance_rate": ModelConfig().expert_balance_rate}
@@ -201,54 +192,43 @@ BALANCE = {"expert_balance_rate": ModelConfig().expert_balance_rate}
     ],
     ids=str,
 )
-def test_models_of_no_family_are_refused_with_their_fields(
-    name: str, changes: dict[str, object], message: str
-) -> None:
-    model = replace(case_of(name).model, **{"family": "", **changes})
-    with pytest.raises(CheckpointError) as raised:
-        exported_config(model, "F32")
-    assert message in str(raised.value)
-
-
-def balanced(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """A model whose experts are balanced, with Mixtral's random weights and random biases, and its checkpoint."""
-    theirs_of("mixtral").save_pretrained(folder / "theirs")
-    source = HuggingFaceSource(folder / "theirs")
-    model = replace(source.contents.model, family="", **BALANCE)
-    values = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
-    generator = torch.Generator().manual_seed(0)
-    values |= {f"blocks.{block}.mlp.router.bias": torch.randn(4, generator=generator) for block in range(2)}
-    described = tuple(StoredTensor(name, "weights", tuple(each.shape), "F32") for name, each in values.items())
-    target = MegapipeTarget(folder / "ours", Contents(model, described))
-    for tensor in described:
-        target.add(tensor, values[tensor.name])
-    target.finish()
-    return model, values
+def test_models_of_no_family_are_refused_with_their_fields(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        exported_config(replace(case_of(name).model, **{"family": "", **changes}), "F32")
 
 
 def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
-    model, values = balanced(tmp_path)
-    assert main(["convert", str(tmp_path / "ours"), "--to", "hf", str(tmp_path / "back")]) == 0
+    """With Mixtral's random weights and random biases of the experts."""
+    theirs_of("mixtral").save_pretrained(tmp_path / "theirs")
+    source = HuggingFaceSource(tmp_path / "theirs")
+    model = replace(source.contents.model, family="", **BALANCE)
+    plain = {tensor.name: source.read(tensor) for tensor in source.contents.tensors}
+    generator = torch.Generator().manual_seed(0)
+    values = plain | {f"blocks.{block}.mlp.router.bias": torch.randn(4, generator=generator) for block in range(2)}
+    described = tuple(StoredTensor(name, "weights", tuple(each.shape), "F32") for name, each in values.items())
+    target = MegapipeTarget(tmp_path / "ours", Contents(model, described))
+    for tensor in described:
+        target.add(tensor, values[tensor.name])
+    target.finish()
+    convert(tmp_path / "ours", "hf", tmp_path / "back")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "ernie4_5_moe"
-    ((ours, expected),) = logits_of(tmp_path / "back", model, values)
-    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
-    ((without, _),) = logits_of(tmp_path / "theirs", replace(model, expert_balance_rate=0.0), values)
-    assert (ours - without).abs().max() > 0.1 * expected.abs().max(), "the biases decided nothing"
+    ((_, expected),) = check_logits(tmp_path / "back", MegapipeSource(tmp_path / "ours"))
+    ((without, _),) = logits_of(tmp_path / "theirs", replace(model, expert_balance_rate=0.0), plain)
+    assert (expected - without).abs().max() > 0.1 * expected.abs().max(), "the biases decided nothing"
 
 
-def test_router_and_biases_may_be_fp32_among_bf16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_router_and_biases_may_be_fp32_among_bf16(tmp_path: Path) -> None:
     """As transformers saves an Ernie that it loaded in bf16."""
-    theirs, ours, back = (str(tmp_path / name) for name in ("theirs", "ours", "back"))
+    theirs, ours, back = (tmp_path / name for name in ("theirs", "ours", "back"))
     theirs_of("ernie4_5_moe").save_pretrained(tmp_path / "fp32")
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    load(tmp_path / "fp32", dtype=torch.bfloat16).save_pretrained(theirs)
-    stored = tensors_of(tmp_path / "theirs")
+    load_theirs = transformers.AutoModelForCausalLM.from_pretrained
+    load_theirs(tmp_path / "fp32", dtype=torch.bfloat16).save_pretrained(theirs)
+    stored = tensors_of(theirs)
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16, torch.float32}
-    assert main(["convert", theirs, "--to", "megapipe", ours]) == 0
-    assert main(["convert", ours, "--to", "hf", back]) == 2
-    assert "choose it with --precision" in capsys.readouterr().err
-    assert main(["convert", ours, "--to", "hf", back, "--precision", "fp32"]) == 0
-    tensors = tensors_of(tmp_path / "back")
+    convert(theirs, "megapipe", ours)
+    assert "choose it with --precision" in convert(ours, "hf", back, status=2).err
+    convert(ours, "hf", back, "--precision", "fp32")
+    tensors = tensors_of(back)
     assert tensors.keys() == stored.keys()
     for name, tensor in stored.items():
         assert torch.equal(tensors[name], tensor.float()), name

@@ -30,13 +30,13 @@ def write_tiktoken(path: Path, vocabulary: dict[str, int]) -> dict[bytes, int]:
     return ranks
 
 
-def make(kind: str, folder: Path) -> str:
+def make(kind: str, folder: Path, first: tuple[str, ...] = ()) -> str:
     """Make a small tokenizer of a kind; return its name for --tokenizer."""
     if kind == "bytes":
         return "bytes"
     if kind in SIZES:
         path = folder / f"t{TRAINERS[kind][0]}"
-        path.write_bytes(train(kind))
+        path.write_bytes(train(kind, first))
         return str(path)
     model = json.loads(train("byte-level-bpe"))["model"]
     if kind == "gpt2 files":

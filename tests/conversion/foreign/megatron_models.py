@@ -28,6 +28,12 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.utils import openai_gelu
 
+SAME = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "normalization", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "activation_func_clamp_value",
+    "glu_linear_offset", "softmax_type", "window_size", "window_attn_skip_freq", "mtp_num_layers",
+    "mtp_loss_scaling_factor", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+)  # fmt: skip
 EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_router_pre_softmax", "moe_router_score_function",
     "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
@@ -65,50 +71,28 @@ def build(arguments: argparse.Namespace, **how: object) -> GPTModel | BertModel:
     """The model that Megatron-LM's arguments describe."""
     gelu = quick_gelu if arguments.quick_geglu else openai_gelu if arguments.openai_gelu else torch.nn.functional.gelu
     kind = MLATransformerConfig if arguments.multi_latent_attention else TransformerConfig
+    names = SAME + (EXPERTS if arguments.num_experts else ()) + (LATENTS if arguments.multi_latent_attention else ())
     config = kind(
-        num_layers=arguments.num_layers,
-        hidden_size=arguments.hidden_size,
-        ffn_hidden_size=arguments.ffn_hidden_size,
-        num_attention_heads=arguments.num_attention_heads,
-        num_query_groups=arguments.num_query_groups,
-        kv_channels=arguments.kv_channels,
+        **{name: getattr(arguments, name) for name in names},
         gated_linear_unit=arguments.swiglu or arguments.quick_geglu,
         activation_func=torch.nn.functional.silu if arguments.swiglu else gelu,
-        normalization=arguments.normalization,
         layernorm_epsilon=arguments.norm_epsilon,
-        add_bias_linear=arguments.add_bias_linear,
-        add_qkv_bias=arguments.add_qkv_bias,
-        qk_layernorm=arguments.qk_layernorm,
-        activation_func_clamp_value=arguments.activation_func_clamp_value,
-        glu_linear_offset=arguments.glu_linear_offset,
-        softmax_type=arguments.softmax_type,
-        window_size=arguments.window_size,
-        window_attn_skip_freq=arguments.window_attn_skip_freq,
-        mtp_num_layers=arguments.mtp_num_layers,
-        mtp_loss_scaling_factor=arguments.mtp_loss_scaling_factor,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
         bias_activation_fusion=arguments.bias_gelu_fusion,
         masked_softmax_fusion=False,
-        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
         pipeline_dtype=torch.float32,
         num_moe_experts=arguments.num_experts,
-        **({name: getattr(arguments, name) for name in EXPERTS} if arguments.num_experts else {}),
-        **({name: getattr(arguments, name) for name in LATENTS} if arguments.multi_latent_attention else {}),
     )
+    how |= {
+        "vocab_size": arguments.padded_vocab_size,
+        "max_sequence_length": arguments.max_position_embeddings,
+        "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
+    }
     if hasattr(arguments, "bert_binary_head"):
-        return BertModel(
-            config,
-            2 if arguments.bert_binary_head else 0,
-            bert_layer_local_spec,
-            vocab_size=arguments.padded_vocab_size,
-            max_sequence_length=arguments.max_position_embeddings,
-            share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
-            add_binary_head=arguments.bert_binary_head,
-            **how,  # type: ignore[arg-type]
-        ).eval()
+        has_head = arguments.bert_binary_head
+        return BertModel(config, 2 if has_head else 0, bert_layer_local_spec, add_binary_head=has_head, **how).eval()
     for name in (each for each in vars(arguments) if each.startswith("yarn_")):
         setattr(config, name, getattr(arguments, name))
     layers = get_gpt_decoder_block_spec(config, False, normalization=arguments.normalization)
@@ -116,10 +100,7 @@ def build(arguments: argparse.Namespace, **how: object) -> GPTModel | BertModel:
         config,
         layers,
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers, False),
-        vocab_size=arguments.padded_vocab_size,
-        max_sequence_length=arguments.max_position_embeddings,
         position_embedding_type=arguments.position_embedding_type,
-        share_embeddings_and_output_weights=not arguments.untie_embeddings_and_output_weights,
         rotary_base=arguments.rotary_base,
         rope_scaling=arguments.use_rope_scaling,
         rope_scaling_factor=arguments.rope_scaling_factor,
@@ -160,31 +141,37 @@ def logits(model: GPTModel | BertModel, folder: Path) -> tuple[torch.Tensor, ...
     return outputs[-1], *outputs[:-1]
 
 
-def exchange(folder: Path, shape: str) -> None:
-    """Load both layouts strictly, write the logits, save both."""
-    state = torch.load(folder / f"{shape}-torch/release/mp_rank_00/model_optim_rng.pt", weights_only=False)
-    arguments, found = state["args"], {}
-    model = build(arguments)
+COMMON = {"checkpoint_version": 3.0, "iteration": 7}
+"""What Megatron-LM's own save adds to the model's state and arguments."""
+
+
+def loaded(
+    folder: Path, shape: str, ranks: Path, **ends: object
+) -> tuple[argparse.Namespace, GPTModel | BertModel, GPTModel | BertModel]:
+    """Load both layouts strictly: the arguments, and the models of `torch` and of `torch_dist`. ranks: the folder of
+    this rank."""
+    state = torch.load(ranks / "model_optim_rng.pt", weights_only=False)
+    arguments = state["args"]
+    model, other = build(arguments, **ends), build(arguments, **ends)
     model.load_state_dict(state["model"], strict=True)
-    found["torch"] = logits(model, folder)
+    read = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
+    other.load_state_dict(read["model"], strict=True)
+    assert read["args"].hidden_size == arguments.hidden_size
+    return arguments, model, other
 
-    other = build(arguments)
-    loaded = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
-    other.load_state_dict(loaded["model"], strict=True)
-    assert loaded["args"].hidden_size == arguments.hidden_size
-    found["dist"] = logits(other, folder)
+
+def exchange(folder: Path, shape: str) -> None:
+    """Load both layouts, write the logits, save both."""
+    arguments, model, other = loaded(folder, shape, folder / f"{shape}-torch/release/mp_rank_00")
+    found = {"torch": logits(model, folder), "dist": logits(other, folder)}
     torch.save(found, folder / f"{shape}-logits.pt")
-
-    # What Megatron-LM's own save adds to the model's state.
-    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
-    place = folder / f"{shape}-saved-torch/iter_0000007/mp_rank_00"
-    place.mkdir(parents=True)
-    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, place / "model_optim_rng.pt")
-    (folder / f"{shape}-saved-torch/latest_checkpointed_iteration.txt").write_text("7")
-    place = folder / f"{shape}-saved-dist/iter_0000007"
-    place.mkdir(parents=True)
-    dist_checkpointing.save({**common, "model": sharded(model)}, str(place))
-    (folder / f"{shape}-saved-dist/latest_checkpointed_iteration.txt").write_text("7")
+    for layout, part in (("torch", "iter_0000007/mp_rank_00"), ("dist", "iter_0000007")):
+        (folder / f"{shape}-saved-{layout}" / part).mkdir(parents=True)
+        (folder / f"{shape}-saved-{layout}" / "latest_checkpointed_iteration.txt").write_text("7")
+    common = {**COMMON, "args": arguments}
+    path = folder / f"{shape}-saved-torch/iter_0000007/mp_rank_00/model_optim_rng.pt"
+    torch.save({**common, "model": model.state_dict_for_save_checkpoint()}, path)
+    dist_checkpointing.save({**common, "model": sharded(model)}, str(folder / f"{shape}-saved-dist/iter_0000007"))
 
 
 def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
@@ -194,24 +181,16 @@ def exchange_sharded(rank: int, folder: Path, shape: str) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=limit)
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     tensor, stage = rank % 2, rank // 2
-    place = f"release/mp_rank_{tensor:02d}_{stage:03d}/model_optim_rng.pt"
-    state = torch.load(folder / f"{shape}-sharded" / place, weights_only=False)
-    arguments, found = state["args"], {}
+    place = folder / f"{shape}-sharded/release/mp_rank_{tensor:02d}_{stage:03d}"
     ends = {"pre_process": stage == 0, "post_process": stage == 1, "parallel_output": False}
-    model = build(arguments, **ends)
-    model.load_state_dict(state["model"], strict=True)
-    found["torch"] = staged_logits(model, folder, rank, arguments.hidden_size)
-
-    other = build(arguments, **ends)
-    loaded = dist_checkpointing.load({"model": sharded(other)}, str(folder / f"{shape}-dist/release"))
-    other.load_state_dict(loaded["model"], strict=True)
-    found["dist"] = staged_logits(other, folder, rank, arguments.hidden_size)
+    arguments, model, other = loaded(folder, shape, place, **ends)
+    size = arguments.hidden_size
+    found = {"torch": staged_logits(model, folder, rank, size), "dist": staged_logits(other, folder, rank, size)}
     if rank == 2:
         torch.save(found, folder / f"{shape}-sharded-logits.pt")
     saved = folder / f"{shape}-sharded-saved-dist"
     saved.mkdir(exist_ok=True)
-    common = {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
-    dist_checkpointing.save({**common, "model": sharded(model)}, str(saved))
+    dist_checkpointing.save({**COMMON, "args": arguments, "model": sharded(model)}, str(saved))
     dist.barrier()
 
 
@@ -221,10 +200,8 @@ def staged_logits(model: GPTModel | BertModel, folder: Path, rank: int, hidden_s
         (hidden,) = logits(model, folder)
         dist.send(hidden.contiguous(), rank + 2)
         return (hidden,)
-    samples = (
-        torch.load(folder / "samples.pt")[0] if isinstance(model, BertModel) else torch.load(folder / "tokens.pt")
-    )
-    received = torch.empty(*samples.T.shape, hidden_size)
+    tokens = torch.load(folder / "samples.pt")[0] if isinstance(model, BertModel) else torch.load(folder / "tokens.pt")
+    received = torch.empty(*tokens.T.shape, hidden_size)
     dist.recv(received, rank - 2)
     model.set_input_tensor(received)
     return logits(model, folder)
@@ -232,10 +209,8 @@ def staged_logits(model: GPTModel | BertModel, folder: Path, rank: int, hidden_s
 
 def on_four_ranks(folder: Path, shape: str) -> None:
     """Forks: Megatron is imported once, and takes its groups from the process."""
-    ranks = [
-        multiprocessing.get_context("fork").Process(target=exchange_sharded, args=(rank, folder, shape))
-        for rank in range(4)
-    ]
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=exchange_sharded, args=(rank, folder, shape)) for rank in range(4)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -83,11 +83,8 @@ def our_logits(model: ModelConfig, values: dict[str, torch.Tensor]) -> tuple[tor
 @pytest.mark.parametrize("name", SHAPES)
 def test_megatron_computes_our_logits_from_what_is_written(name: str, layout: str, exchanged: Path) -> None:
     model = MODELS[name.removesuffix("-sharded")]
-    _, values = drawn(model)
-    ours, all_found = (
-        {tensor.name: value for tensor, value in values.items()},
-        torch.load(exchanged / f"{name}-logits.pt"),
-    )
+    ours = {tensor.name: value for tensor, value in drawn(model)[1].items()}
+    found = torch.load(exchanged / f"{name}-logits.pt")[layout]
     with torch.no_grad():
         if model.kind == "bert":
             context = berts.make_context()
@@ -95,8 +92,8 @@ def test_megatron_computes_our_logits_from_what_is_written(name: str, layout: st
             real = torch.arange(berts.LENGTH) < context.lengths[:, None]
         else:
             all_expected, real = our_logits(model, ours), slice(None)
-    assert len(all_found[layout]) == len(all_expected)
-    for logits, expected, rows in zip(all_found[layout], all_expected, (real, slice(None)), strict=False):
+    assert len(found) == len(all_expected)
+    for logits, expected, rows in zip(found, all_expected, (real, slice(None)), strict=False):
         assert 0.1 < expected[rows].std() < 50.0
         assert (logits[..., : expected.shape[-1]] - expected)[rows].abs().max() <= 1e-5 * expected[rows].abs().max()
 

@@ -48,14 +48,12 @@ def sandbox() -> Iterator[Sandbox]:
 def hostile(mark: Path) -> dict[str, tuple[object, str]]:
     """Return values with the name that the refusal contains. Unpickling one would create the file `mark`."""
     command = f"touch {mark}"
+    system = Harm(os.system, command)
     return {
-        "system": (Harm(os.system, command), "posix.system"),
+        "system": (system, "posix.system"),
         "eval": (Harm(builtins.eval, f"open({str(mark)!r}, 'w')"), "builtins.eval"),
-        "nested": ({"model": [OrderedDict(weight=(1, {2: Harm(os.system, command)}))]}, "posix.system"),
-        "within a listed class": (
-            Namespace(hidden=Harm(subprocess.call, command)),
-            r"(subprocess|commands)\.call",
-        ),
+        "nested": ({"model": [OrderedDict(weight=(1, {2: system}))]}, "posix.system"),
+        "within a listed class": (Namespace(hidden=Harm(subprocess.call, command)), r"(subprocess|commands)\.call"),
         "hub": (Harm(torch.hub.load, "someone/something", "model"), "torch.hub.load"),
         "open": (Harm(open, str(mark), "w"), "open"),
         "getattr": (Harm(getattr, Path, "unlink"), "builtins.getattr"),
@@ -130,11 +128,15 @@ def test_damaged_and_oversized_pickles_are_refused(kind: str, sandbox: Sandbox, 
         assert Archive(archived(content, tmp_path / "weights.pt"), sandbox).value is None
 
 
+def body(value: object) -> bytes:
+    """Return the pickle of a value as a part of another one: without a head and an end."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
 def late_state(name: str) -> bytes:
     """Return a pickle that makes an object of a class and sets its state twice."""
-    module, _, name = name.rpartition(".")
-    first, second = (pickle.dumps(each, 2)[2:-1] for each in ({"a": 1}, {"a": 2}))
-    return b"\x80\x02" + f"c{module}\n{name}\n".encode() + b")\x81" + first + b"b" + second + b"b."
+    made = f"c{name.rpartition('.')[0]}\n{name.rpartition('.')[2]}\n".encode() + b")\x81"
+    return b"\x80\x02" + made + body({"a": 1}) + b"b" + body({"a": 2}) + b"b."
 
 
 def test_no_field_is_set_after_it_was_checked(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -150,7 +152,7 @@ STORAGE = b"(X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x
 
 def tensor_at(offset: int, shape: tuple[int, ...], stride: tuple[int, ...], state: bytes = b"") -> bytes:
     """Return a pickle of one tensor of a storage of four floats. state: set on it afterwards."""
-    parts = b"".join(pickle.dumps(each, 2)[2:-1] for each in (offset, shape, stride, False))
+    parts = b"".join(map(body, (offset, shape, stride, False)))
     rebuilt = b"ctorch._utils\n_rebuild_tensor_v2\n(" + STORAGE + parts + b"ccollections\nOrderedDict\n)RtR"
     return b"\x80\x02" + rebuilt + state + b"b" * bool(state) + b"."
 
@@ -166,18 +168,17 @@ OUTSIDE = {
 }
 
 
-@pytest.mark.parametrize("place", OUTSIDE.values(), ids=OUTSIDE)
+@pytest.mark.parametrize("place", OUTSIDE)
 @pytest.mark.parametrize("form", ["tensor", "arguments", "fields"])
-def test_a_tensor_outside_its_storage_is_refused(
-    place: tuple[int, tuple[int, ...], tuple[int, ...]], form: str, sandbox: Sandbox, tmp_path: Path
-) -> None:
+def test_a_tensor_outside_its_storage_is_refused(place: str, form: str, sandbox: Sandbox, tmp_path: Path) -> None:
     """Also if a pickle sets the state of a tensor that it has built."""
-    parts = b"".join(pickle.dumps(each, 2)[2:-1] for each in place)
-    state = b"(" + STORAGE + parts + b"t"
-    if form == "fields":
-        state = pickle.dumps(dict(zip(("offset", "shape", "stride"), place, strict=True)), 2)[2:-1]
+    names, values = ("offset", "shape", "stride"), OUTSIDE[place]
+    content = {
+        "tensor": tensor_at(*values),
+        "arguments": tensor_at(0, (4,), (1,), b"(" + STORAGE + b"".join(map(body, values)) + b"t"),
+        "fields": tensor_at(0, (4,), (1,), body(dict(zip(names, values, strict=True)))),
+    }[form]
     elements = [np.arange(4, dtype="<f4").tobytes()]
-    content = tensor_at(*place) if form == "tensor" else tensor_at(0, (4,), (1,), state)
     path = archived(content, tmp_path / "weights.pt", elements)
     start = time.process_time()
     with pytest.raises(CheckpointError, match=r"weights\.pt is not read"):
@@ -194,21 +195,15 @@ GOOD = {"dtype": "float32", "start": 64, "num_bytes": 16, "crc32": 0, "offset": 
 @pytest.mark.parametrize(
     "change",
     [
-        {"offset": -1},
-        {"offset": 1},
-        {"start": -64},
-        {"start": 100},
-        {"num_bytes": 18},
-        {"num_bytes": 1 << 70},
-        {"shape": [-4]},
-        {"shape": [4.0]},
+        *({"offset": wrong} for wrong in (-1, 1)),
+        *({"start": wrong} for wrong in (-64, 100)),
+        *({"num_bytes": wrong} for wrong in (18, 1 << 70)),
+        *({"shape": wrong} for wrong in ([-4], [4.0], 4)),
         {"shape": [True, 4], "stride": [1, 1]},
         {"shape": [2, 4], "stride": [1]},
         {"stride": [-1]},
-        {"dtype": "load"},
-        {"dtype": 3},
+        *({"dtype": wrong} for wrong in ("load", 3)),
         {"more": 1},
-        {"shape": 4},
     ],
     ids=str,
 )
@@ -247,10 +242,8 @@ def test_a_wrong_reply_is_one_error(
 
     monkeypatch.setattr(archive_module, "REPLY_SECONDS", 0.2 if message.startswith("took") else 20.0)
     monkeypatch.setattr(confined, "serve", serve)
-    taken = Sandbox(True, tmp_path)
-    with pytest.raises(CheckpointError, match=message):
+    with closing(Sandbox(True, tmp_path)) as taken, pytest.raises(CheckpointError, match=message):
         bare(b"", taken)
-    taken.close()
 
 
 @pytest.mark.slow
@@ -258,10 +251,9 @@ def test_a_pickle_that_never_ends_is_stopped(monkeypatch: pytest.MonkeyPatch, tm
     confined.warm_up()
     monkeypatch.setattr(confined, "CPU_SECONDS", 0)
     monkeypatch.setattr(confined, "unpickled", lambda content: content and all(iter(lambda: True, False)))
-    stopped = Sandbox(True, tmp_path)
-    with pytest.raises(CheckpointError, match="stopped at one of its limits"):
+    message = "stopped at one of its limits"
+    with closing(Sandbox(True, tmp_path)) as stopped, pytest.raises(CheckpointError, match=message):
         bare(pickle.dumps([1]), stopped)
-    stopped.close()
 
 
 def test_listed_classes_become_records(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -277,62 +269,51 @@ def test_listed_classes_become_records(sandbox: Sandbox, tmp_path: Path) -> None
 
 
 def check_records(sandbox: Sandbox, tmp_path: Path) -> None:
-    lists: dict[str, list[int]] = defaultdict(list)
-    lists["a"].append(1)
+    lists = defaultdict(list, a=[1])
     torch.save({"args": Namespace(layers=2, dtype=torch.bfloat16), 3: (1.5, None, b"abc"), "d": lists}, tmp_path / "w")
-    archive = Archive(tmp_path / "w", sandbox)
     args = InertObject("argparse.Namespace", {"layers": 2, "dtype": "torch.bfloat16"})
-    assert archive.value == {"args": args, 3: (1.5, None, InertObject("bytes")), "d": {"a": [1]}}
-    archive.close()
+    with closing(Archive(tmp_path / "w", sandbox)) as archive:
+        assert archive.value == {"args": args, 3: (1.5, None, InertObject("bytes")), "d": {"a": [1]}}
 
 
-def test_the_confined_process_cannot_open_write_or_fork(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    existing = tmp_path / "existing"
+def test_the_confined_process_cannot_open_write_or_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark, existing = tmp_path / "mark", tmp_path / "existing"
     existing.write_text("")
     tmp_path.chmod(0o777)
     existing.chmod(0o666)
+    attempts: dict[str, Callable[[], object]] = {
+        "create": lambda: mark.open("w"),
+        "open": existing.open,
+        "connect": socket.socket,
+        "raise the limit of files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
+        "raise the limit of sizes": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
+        "fork": lambda: os.fork() or os._exit(0),
+    }
 
     def escapes(content: bytes) -> list[str]:
-        attempts: dict[str, Callable[[], object]] = {
-            "create": lambda: mark.open("w"),
-            "open": existing.open,
-            "connect": socket.socket,
-            "raise the limit of files": lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64)),
-            "raise the limit of sizes": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
-            "fork": lambda: os.fork() or os._exit(0),
-        }
-        errors = []
+        done = []
         for name, attempt in attempts.items():
             with suppress(OSError, ValueError):
                 attempt()
-                errors.append(name)
-        return errors
+                done.append(name)
+        return done
 
     confined.warm_up()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(confined, "unpickled", escapes)
-        confined_now = Sandbox(True, tmp_path)
-    assert bare(b"x", confined_now) == []
-    confined_now.close()
+    monkeypatch.setattr(confined, "unpickled", escapes)
+    with closing(Sandbox(True, tmp_path)) as confined_now:
+        assert bare(b"x", confined_now) == []
     assert not mark.exists()
 
 
 def test_good_archives_are_read_under_a_low_memory_limit(tmp_path: Path) -> None:
     torch.save({"weight": torch.arange(4.0)}, tmp_path / "weights.pt")
-
-    def read(rank: int) -> None:
-        with open("/proc/self/statm") as file:
-            size = int(file.read().split()[0]) * resource.getpagesize() + (256 << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (size, size))
-        sandbox = Sandbox(True, tmp_path)
-        archive = Archive(tmp_path / "weights.pt", sandbox)
-        os._exit(archive.tensor(archive.value["weight"]).tolist() == [0.0, 1.0, 2.0, 3.0])
-
     child = os.fork()
     if child == 0:
         try:
-            read(0)
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + (256 << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (size, size))
+            archive = Archive(tmp_path / "weights.pt", Sandbox(True, tmp_path))
+            os._exit(archive.tensor(archive.value["weight"]).tolist() == [0.0, 1.0, 2.0, 3.0])
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
@@ -360,7 +341,6 @@ def test_a_cut_archive_is_damage(kept: int, sandbox: Sandbox, tmp_path: Path) ->
 
 
 def test_what_torch_saves_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
-    path = tmp_path / "weights.pt"
     whole = torch.randn(6, 4)
     saved = {
         "whole": whole,
@@ -370,17 +350,14 @@ def test_what_torch_saves_is_read(sandbox: Sandbox, tmp_path: Path) -> None:
         "empty": torch.zeros(0, 3),
         "bf16": torch.nn.Parameter(whole.bfloat16()),
     }
-    torch.save({**saved, "random": np.random.RandomState(0).get_state()}, path)
-    archive = Archive(path, sandbox)
-    torch.save({"expanded": torch.zeros(1).expand(1 << 40)}, tmp_path / "repeats.pt")
-    repeating = Archive(tmp_path / "repeats.pt", sandbox)
-    with pytest.raises(DamagedCheckpointError, match="repeats elements"):
-        repeating.tensor(repeating.value["expanded"])
-    repeating.close()
-    for name, tensor in saved.items():
-        read = archive.tensor(archive.value[name])
-        assert read.is_contiguous()
-        assert read.dtype == tensor.dtype
-        assert torch.equal(read, tensor)
-        assert not archive.verify(archive.value[name])
-    archive.close()
+    others = {"random": np.random.RandomState(0).get_state(), "expanded": torch.zeros(1).expand(1 << 40)}
+    torch.save({**saved, **others}, tmp_path / "weights.pt")
+    with closing(Archive(tmp_path / "weights.pt", sandbox)) as archive:
+        with pytest.raises(DamagedCheckpointError, match="repeats elements"):
+            archive.tensor(archive.value["expanded"])
+        for name, tensor in saved.items():
+            read = archive.tensor(archive.value[name])
+            assert read.is_contiguous()
+            assert read.dtype == tensor.dtype
+            assert torch.equal(read, tensor)
+            assert not archive.verify(archive.value[name])

@@ -44,84 +44,50 @@ GPT_OSS = {
 OF_BERT = ("norm_position", "token_types", "sentence_head")
 SIGMOIDS = {"num_experts": 4, "router_scores": "sigmoid", "router_scale": 2.5, "router_groups": 2}
 GATED = {"shared_expert_size": 24, "shared_expert_gate": True, "normalize_expert_shares": False}
+
+
+def gpt(**fields: object) -> ModelConfig:
+    return ModelConfig(**{**SIZES, **fields})
+
+
+def decoder(**fields: object) -> ModelConfig:
+    return gpt(**DECODER, **fields)
+
+
+def bert(**fields: object) -> BertModelConfig:
+    return BertModelConfig(**{**SIZES, "norm_position": "pre", **fields})
+
+
+TWO_KV_HEADS = {"num_kv_heads": 2, "tie_embeddings": False}
+FOUR_EXPERTS = {"num_experts": 4, "expert_balance_rate": 0.0}
+WITH_QUERIES = {"tie_embeddings": False, "query_latent_size": 20, "value_head_size": 6}
+YARN_SCALED = RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7)
+LATENT_EXPERTS = {**LATENTS, **FIRST_DENSE, **SIGMOIDS, "shared_expert_size": 24}
 MODELS = {
-    "gpt2": ModelConfig(**SIZES, activation="gelu_tanh"),
-    "llama": ModelConfig(**SIZES, **DECODER, num_kv_heads=2, bias="none", tie_embeddings=False, rope_theta=500.0),
-    "qwen": ModelConfig(**SIZES, **DECODER, num_kv_heads=2, bias="qkv", qk_norm=True, head_size=16),
-    "mistral": ModelConfig(
-        **SIZES, **DECODER, bias="none", sliding_window=9, rope_scaling=RopeScaling(kind="linear", factor=2.0)
-    ),
-    "qwen_moe": ModelConfig(
-        **SIZES, **DECODER, **GATED, num_kv_heads=2, bias="qkv", num_experts=4, expert_balance_rate=0.0
-    ),
-    "sigmoids": ModelConfig(**SIZES, **DECODER, bias="none", **SIGMOIDS),
-    "biased_experts": ModelConfig(**SIZES, num_experts=3, router_bias=True, expert_balance_rate=0.0),
-    "latents": ModelConfig(
-        **SIZES, **DECODER, **LATENTS, tie_embeddings=False, query_latent_size=20, value_head_size=6
-    ),
-    "latent_experts": ModelConfig(
-        **SIZES,
-        **DECODER,
-        **LATENTS,
-        **FIRST_DENSE,
-        **SIGMOIDS,
-        shared_expert_size=24,
+    "gpt2": gpt(activation="gelu_tanh"),
+    "llama": decoder(**TWO_KV_HEADS, bias="none", rope_theta=500.0),
+    "qwen": decoder(num_kv_heads=2, bias="qkv", qk_norm=True, head_size=16),
+    "mistral": decoder(bias="none", sliding_window=9, rope_scaling=RopeScaling(kind="linear", factor=2.0)),
+    "qwen_moe": decoder(**GATED, **FOUR_EXPERTS, num_kv_heads=2, bias="qkv"),
+    "sigmoids": decoder(bias="none", **SIGMOIDS),
+    "biased_experts": gpt(num_experts=3, router_bias=True, expert_balance_rate=0.0),
+    "latents": decoder(**LATENTS, **WITH_QUERIES),
+    "latent_experts": decoder(
+        **LATENT_EXPERTS,
         value_head_size=8,
         attention_scale=12**-0.5 * _GROWTH * _GROWTH,
-        rope_scaling=RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7),
+        rope_scaling=YARN_SCALED,
     ),
-    "deepseek": ModelConfig(
-        **SIZES,
-        **DECODER,
-        **LATENTS,
-        **FIRST_DENSE,
-        **SIGMOIDS,
-        tie_embeddings=False,
-        query_latent_size=20,
-        value_head_size=6,
-        shared_expert_size=24,
-        mtp_layers=1,
+    "deepseek": decoder(**LATENT_EXPERTS, **WITH_QUERIES, mtp_layers=1),
+    "alternating": decoder(
+        **FOUR_EXPERTS, bias="none", layer_kinds=FIRST_DENSE["layer_kinds"], layer_pattern=("base", "dense")
     ),
-    "alternating": ModelConfig(
-        **SIZES,
-        **DECODER,
-        bias="none",
-        num_experts=4,
-        expert_balance_rate=0.0,
-        layer_kinds=FIRST_DENSE["layer_kinds"],
-        layer_pattern=("base", "dense"),
-    ),
-    "gpt_oss": ModelConfig(
-        **SIZES,
-        **GPT_OSS,
-        layer_pattern=("local", "base"),
-        num_experts=4,
-        expert_balance_rate=0.0,
-        router_bias=True,
-    ),
-    "sinks": ModelConfig(
-        **SIZES, **GPT_OSS, layer_pattern=("local", "base", "local"), mtp_layers=1, mtp_loss_weight=0.3
-    ),
-    "llama_mtp": ModelConfig(
-        **SIZES,
-        **DECODER,
-        num_kv_heads=2,
-        bias="qkv",
-        qk_norm=True,
-        rope_scaling=RopeScaling(**YARN, mscale=1.0, mscale_all_dim=0.7),
-        mtp_layers=2,
-    ),
-    "bert": BertModelConfig(**SIZES, norm_position="pre"),
-    "bert_alone": BertModelConfig(
-        **SIZES,
-        norm_position="pre",
-        activation="swiglu",
-        ffn_hidden_size=48,
-        num_kv_heads=2,
-        bias="none",
-        token_types=0,
-        sentence_head=False,
-        tie_embeddings=False,
+    "gpt_oss": gpt(**GPT_OSS, **FOUR_EXPERTS, layer_pattern=("local", "base"), router_bias=True),
+    "sinks": gpt(**GPT_OSS, layer_pattern=("local", "base", "local"), mtp_layers=1, mtp_loss_weight=0.3),
+    "llama_mtp": decoder(num_kv_heads=2, bias="qkv", qk_norm=True, rope_scaling=YARN_SCALED, mtp_layers=2),
+    "bert": bert(),
+    "bert_alone": bert(
+        **TWO_KV_HEADS, activation="swiglu", ffn_hidden_size=48, bias="none", token_types=0, sentence_head=False
     ),
 }
 
@@ -129,21 +95,16 @@ MODELS = {
 def drawn(model: ModelConfig, dtype: str = "F32", kinds: tuple[str, ...] = (WEIGHTS,)) -> tuple[Contents, dict]:
     """Contents and every tensor's values: matrices with std 0.2, so that logits are of order 1; norms around 1."""
     generator = torch.Generator().manual_seed(0)
-    tensors, values = [], {}
+    values = {}
     for kind in kinds:
         for name, spec in parameters_of(model).items():
-            tensor = StoredTensor(name, kind, spec.shape, dtype)
-            elements = torch.randn(spec.shape, generator=generator) * 0.2
-            if "norm.weight" in name:
-                elements += 1.0
-            tensors.append(tensor)
-            values[tensor] = elements.bfloat16() if dtype == "BF16" else elements
-    return Contents(model, tuple(tensors)), values
+            mean = 1.0 if "norm.weight" in name else 0.0
+            elements = mean + torch.randn(spec.shape, generator=generator) * 0.2
+            values[StoredTensor(name, kind, spec.shape, dtype)] = elements.bfloat16() if dtype == "BF16" else elements
+    return Contents(model, tuple(values)), values
 
 
-def write(
-    kind: str, path: Path, contents: Contents, values: dict[StoredTensor, Tensor], **options: object
-) -> list[str]:
+def write(kind: str, path: Path, contents: Contents, values: dict[StoredTensor, Tensor], **options: object) -> None:
     """A folder of a format."""
     target = FORMATS[kind].open_target(path, contents, TargetOptions(**options))
     for tensor in contents.tensors:
