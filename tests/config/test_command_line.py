@@ -1,7 +1,9 @@
-"""The tools' parsers answer a wrong command line with one line and status 2."""
+"""The tools' parsers answer a wrong command line with one line and status 2; progress of slow commands appears."""
 
 import argparse
+import itertools
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megapipe
-from megapipe.config.command_line import finite, natural, positive, tool_parser
+from megapipe.config import command_line
+from megapipe.config.command_line import ProgressBar, finite, natural, positive, progress_bar, tool_parser
 from megapipe.config.field_types import whole_number
 
 
@@ -67,7 +70,50 @@ def test_flags_read_numbers_with_field_types() -> None:
 
 @given(st.integers(0, 10**9), st.floats(0, 1e100))
 def test_what_is_right_is_read(count: int, number: float) -> None:
-    arguments = parser().parse_args(
-        ["count", "--times", f"{count + 1}", "--skip", f"{count}", "--within", f"{number!r}"]
-    )
+    arguments = parser().parse_args(f"count --times {count + 1} --skip {count} --within {number!r}".split())
     assert (arguments.times, arguments.skip, arguments.within) == (count + 1, count, number)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second between any two looks at the clock."""
+    monkeypatch.setattr(command_line.time, "monotonic", itertools.count().__next__)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_log_gets_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    bar = ProgressBar("generating", 2500, "tokens", log=True)
+    for _ in range(25):
+        bar.advance(100)
+    bar.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "generating: 1,000 of 2,500 tokens, 100.0 tokens/s",
+        "generating: 2,000 of 2,500 tokens, 100.0 tokens/s",
+    ]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_log_without_lines_stays_empty(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress_bar("searching") as report:
+        for step in range(25):
+            report(step / 25)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("unit", "total", "shown"), [("", 1.0, "50%"), ("bytes", 4e9, "2.0 of 4.0 GB"), ("tokens", 8, "4 of 8 tokens")]
+)
+@pytest.mark.usefixtures("clock")
+def test_a_terminal_shows_the_amount(
+    unit: str, total: float, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+    bar = ProgressBar("working", total, unit)
+    bar.update(0)
+    assert bar._bar is None, "nothing appears within the first two seconds"
+    for _ in range(3):
+        bar.update(total / 2)
+    bar.close()
+    assert shown in capsys.readouterr().err

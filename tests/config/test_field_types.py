@@ -1,7 +1,9 @@
-"""Bounds of fields: in help, refused by the parser, and found where values were set from Python."""
+"""Bounds of fields: in help, refused by the parser, found where values were set from Python, and in files of one
+dataclass."""
 
 import math
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
@@ -25,7 +27,7 @@ from megapipe.config.field_types import (
     rule_of,
     type_hints,
 )
-from megapipe.config.load import build_parser, parse_as
+from megapipe.config.load import build_parser, parse_as, read_dataclass, written_dataclass
 
 
 def bounded() -> list[tuple[str, str, Any, Bound]]:
@@ -50,18 +52,20 @@ def wrong_values(kind: Any, bound: Bound) -> list[float]:
 
 def test_every_bound_holds_in_parser_and_python() -> None:
     default = BertPretrainConfig()
-    cases, refused = bounded(), {}
+    cases, flags, expected = bounded(), [], {}
     assert len(cases) > 80
     for group, name, kind, bound in cases:
-        first, *_ = values = wrong_values(kind, bound)
-        for value in values:
+        field_name = f"{group}.{name}"
+        for value in reversed(wrong_values(kind, bound)):
             config = replace(default, **{group: replace(getattr(default, group), **{name: value})})
-            expected = f"{group}.{name} is {value}; it must be {bound}"
-            assert any(problem.startswith(expected) for problem in config.model.problems() + config.problems())
-        refused[f"{group}.{name}"] = first
+            expected[field_name] = f"{field_name} is {value}; it must be {bound}"
+            problems = config.model.problems() + config.problems()
+            assert any(problem.startswith(expected[field_name]) for problem in problems)
+        flags.append(f"--{field_name}={value}")
     with pytest.raises(ConfigError) as caught:
-        parse_as(BertPretrainConfig, [f"--{name}={value}" for name, value in refused.items()])
-    assert {problem.partition(" is ")[0] for problem in caught.value.problems} == set(refused)
+        parse_as(BertPretrainConfig, flags)
+    assert {problem.partition(" is ")[0] for problem in caught.value.problems} == set(expected)
+    assert "data.max_ngram is 0; it must be at least 1" in caught.value.problems
 
 
 def test_help_shows_every_bound() -> None:
@@ -71,25 +75,16 @@ def test_help_shows_every_bound() -> None:
         assert f"({bound}" in rest.partition(" --")[0], f"{group}.{name}"
 
 
-def test_all_numbers_outside_their_bounds_are_reported_together() -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse_as(
-            BertPretrainConfig, ["--batch.micro_size=0", "--parallel.layers_per_stage=[2,0]", "--data.max_ngram=0"]
-        )
-    assert caught.value.problems == [
-        "data.max_ngram is 0; it must be at least 1",
-        "batch.micro_size is 0; it must be at least 1",
-        "parallel.layers_per_stage[1] is 0; it must be at least 1",
-    ]
-
-
 def test_parts_of_lists_and_mappings_have_bounds() -> None:
     default = BertPretrainConfig()
-    problems = bound_problems(replace(default.data, blend={"a": 1.0, "b": 0.0}), "data")
-    assert problems == ["data.blend.b is 0.0; it must be above 0"]
-    assert bound_problems(replace(default.optimizer, betas=(0.9, 1.0))) == [
-        "betas[1] is 1.0; it must be at least 0 and below 1"
-    ]
+    for part, name, problem in (
+        (replace(default.data, blend={"a": 1.0, "b": 0.0}), "data", "data.blend.b is 0.0; it must be above 0"),
+        (replace(default.optimizer, betas=(0.9, 1.0)), "", "betas[1] is 1.0; it must be at least 0 and below 1"),
+    ):
+        assert bound_problems(part, name) == [problem]
+    with pytest.raises(ConfigError) as caught:
+        parse_as(BertPretrainConfig, ["--parallel.layers_per_stage=[2,0]"])
+    assert caught.value.problems == ["parallel.layers_per_stage[1] is 0; it must be at least 1"]
 
 
 def test_types_in_words() -> None:
@@ -116,3 +111,60 @@ def test_named_types_have_the_limits_of_their_names(kind: Any, allowed: Any, ref
     assert bound is not None
     assert all(map(bound.holds, allowed))
     assert not any(map(bound.holds, refused))
+
+
+@dataclass(frozen=True)
+class Shelf:
+    books: PositiveInt
+    full: Share = 1.0
+
+
+@dataclass(frozen=True)
+class Library:
+    name: str
+    shelves: tuple[Shelf, ...]
+    best: Shelf | None = None
+    labels: Mapping[str, str] = field(default_factory=dict)
+    sizes: tuple[tuple[float, ...], ...] = ()
+
+
+def read(text: str) -> Library:
+    return read_dataclass(Library, text, "library.yaml", 1000)
+
+
+def test_a_file_is_read_and_written_back() -> None:
+    text = "name: 100\nshelves:\n- {books: 3}\n- {books: 4, full: 5e-1}\nlabels: {a: 1.5}\nsizes: [[0, 1e3], [2, 4]]\n"
+    library = read(text)
+    assert library == Library("100", (Shelf(3), Shelf(4, 0.5)), None, {"a": "1.5"}, ((0.0, 1000.0), (2.0, 4.0)))
+    assert read(written_dataclass(library, "a remark")) == library
+
+
+@pytest.mark.parametrize(
+    ("text", "problems"),
+    [
+        ("name: x\nshelves: []\n", ["2: shelves is not a list: write one or more `- ` items"]),
+        ("name:\nshelves: [{books: 0, full: 2}]\n", [
+            "1: name is empty: write a name",
+            "2: shelves[0].books is 0, but must be at least 1",
+            "2: shelves[0].full is 2, but must be above 0 and at most 1",
+        ]),
+        ("name: x\nshelves:\n- books: 1\n  boks: 1\nbest: other.yaml\n", [
+            "4: shelves[0].boks is an unknown key; did you mean 'books'? (known here: books, full)",
+            "5: best is not a mapping: write `key: value` lines",
+        ]),
+        ("name: x\nshelves: [{class_path: os.system, init_args: {}}]\n", [
+            "2: shelves[0].class_path is an unknown key (known here: books, full)",
+            "2: shelves[0].init_args is an unknown key (known here: books, full)",
+            "2: shelves[0].books is missing; add it",
+        ]),
+        ("shelves: [{books: 1.5}]\nsizes: [[1, x]]\n", [
+            "1: shelves[0].books is 1.5, but must be a whole number of at least 1",
+            "2: sizes is a list or mapping, but must be a list of lists of numbers",
+            "1: name is missing; add it",
+        ]),
+    ],
+)  # fmt: skip
+def test_all_problems_are_reported_with_their_lines(text: str, problems: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(text)
+    assert caught.value.problems == [f"library.yaml:{problem}" for problem in problems]

@@ -1,11 +1,11 @@
 """BERT samples: their form, their parts, and which tokens are hidden, with megatron-core's masking as the oracle."""
 
-import json
 import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,11 +84,11 @@ def test_a_sample_depends_only_on_seed_and_number(data: BertDataConfig) -> None:
 
 def test_past_the_end_of_a_sequential_order_nothing_counts(data: BertDataConfig) -> None:
     samples = opened(data, shuffle=False)
-    batch = samples.batch([len(samples) - 1, len(samples)])
-    assert batch.loss_mask[0].sum() > 0
+    ordinals = [len(samples) - 1, len(samples)]
+    batch = samples.batch(ordinals)
+    assert (batch.loss_mask.sum(axis=1) > 0).tolist() == [True, False]
     assert batch.sentence_weights.tolist() == [1.0, 0.0]
-    assert batch.loss_mask[1].sum() == 0
-    assert np.array_equal(batch.lengths, samples.lengths([len(samples) - 1, len(samples)]))
+    assert np.array_equal(batch.lengths, samples.lengths(ordinals))
 
 
 def test_both_forms_of_a_vocabulary_are_equal(tmp_path: Path) -> None:
@@ -118,34 +118,34 @@ def test_words_of_byte_level_vocabularies_start_with_spaces(tmp_path: Path) -> N
     assert not vocabulary.continues[list(ends)].any()
 
 
+NAMES = r"\[PAD\], \[CLS\], \[SEP\], \[MASK\]"
+
+
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("name", "content", "message"),
     [
-        ("word\n##piece\n", r"vocab\.txt has no \[PAD\], \[CLS\], \[SEP\], \[MASK\].*train-tokenizer"),
-        (
-            json.dumps({"model": {"type": "BPE", "vocab": {}}}),
-            r"tokenizer\.json has no \[PAD\], \[CLS\], \[SEP\], \[MASK\]",
-        ),
-        ("{", r"tokenizer\.json is not readable JSON"),
-        (None, r"no vocabulary .* give a vocab\.txt"),
+        ("vocab.txt", "word\n##piece\n", rf"vocab\.txt has no {NAMES}.*train-tokenizer"),
+        ("tokenizer.json", '{"model": {"type": "BPE", "vocab": {}}}', rf"tokenizer\.json has no {NAMES}"),
+        ("tokenizer.json", "{", r"tokenizer\.json is not readable JSON"),
+        ("vocab.txt", None, r"no vocabulary .* give a vocab\.txt"),
     ],
 )
-def test_an_unusable_vocabulary_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
-    path = tmp_path / ("tokenizer.json" if content and content.startswith("{") else "vocab.txt")
+def test_an_unusable_vocabulary_is_refused(tmp_path: Path, name: str, content: str | None, message: str) -> None:
     if content is not None:
-        path.write_text(content)
+        (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=message):
-        BertVocabulary.read(path)
+        BertVocabulary.read(tmp_path / name)
 
 
 def test_files_that_do_not_fit_are_refused(data: BertDataConfig, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"vocabulary has 90 ids, but the model's vocabulary_size is 60"):
-        opened(data, vocabulary_size=60)
-    with pytest.raises(DataError, match=r"set data\.tokenizer"):
-        opened(replace(data, tokenizer=""))
     smaller = replace(data, tokenizer=str(write_vocabulary(tmp_path, 20)))
-    with pytest.raises(DataError, match=r"token \d+ of .*sentences\.bin is \d+, outside of the vocabulary of 20"):
-        opened(smaller).batch(range(40))
+    for wrong, size, message in (
+        (data, 60, r"vocabulary has 90 ids, but the model's vocabulary_size is 60"),
+        (replace(data, tokenizer=""), SIZE, r"set data\.tokenizer"),
+        (smaller, SIZE, r"token \d+ of .*sentences\.bin is \d+, outside of the vocabulary of 20"),
+    ):
+        with pytest.raises(DataError, match=message):
+            opened(wrong, vocabulary_size=size).batch(range(40))
 
 
 fresh_files = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -158,14 +158,12 @@ def shard_of(folder: Path, documents: list[list[int]]) -> IndexedDataset:
     return IndexedDataset(write_shard(folder / "shard", numbered))
 
 
-def open_pairs(shard: IndexedDataset, **changes: object) -> SentencePairs:
-    """changes: those of BertDataConfig and of SentencePairs."""
-    how = {name: changes.pop(name) for name in ("shuffle", "seed", "split") if name in changes}
-    names = {"shares": "split", "short_probability": "short_sequence_probability"}
-    fields = {"split": "1", "sequence_length": 16, "pairs": "order"}
-    fields |= {names.get(name, name): value for name, value in changes.items()}
-    data = BertDataConfig(prefix="", **fields)  # type: ignore[arg-type]
-    return SentencePairs(shard, data, **{"split": "train", "seed": 5, **how})  # type: ignore[arg-type]
+def open_pairs(
+    shard: IndexedDataset, part: Any = "train", short: float = 0.1, shuffle: bool = True, **fields: Any
+) -> SentencePairs:
+    """part: of the splits. short: probability of a short sample. fields: others of BertDataConfig."""
+    fields = {"split": "1", "sequence_length": 16, "pairs": "order", "short_sequence_probability": short, **fields}
+    return SentencePairs(shard, BertDataConfig(prefix="", **fields), split=part, seed=5, shuffle=shuffle)
 
 
 def documents_of(shard: IndexedDataset, part: tuple[int, int]) -> set[int]:
@@ -185,7 +183,7 @@ def test_parts_are_runs_of_text_in_the_labels_order(
 ) -> None:
     documents = [[3, 4, 2], [5, 1], *documents, [7] * 20]
     shard = shard_of(tmp_path, documents)
-    source = open_pairs(shard, pairs=pairs, sequence_length=length, short_probability=short)
+    source = open_pairs(shard, pairs=pairs, sequence_length=length, short=short)
     for ordinal in range(2 * len(source)):
         pair = source.parts(ordinal)
         first, second = pair.first, pair.second
@@ -207,55 +205,46 @@ def test_parts_are_runs_of_text_in_the_labels_order(
 
 
 def test_a_sample_that_fits_has_whole_sentences(tmp_path: Path) -> None:
-    shard = shard_of(tmp_path, [[4, 3, 5, 2]])
-    source = open_pairs(shard, sequence_length=17, short_probability=0.0)
+    source = open_pairs(shard_of(tmp_path, [[4, 3, 5, 2]]), sequence_length=17, short=0.0)
     for ordinal in range(50):
         pair = source.parts(ordinal)
-        ends = {0, 4, 7, 12, 14}
-        assert {*pair.first, *pair.second} <= ends
+        assert {*pair.first, *pair.second} <= {0, 4, 7, 12, 14}
         assert pair.num_tokens == 14
         inner = sorted([pair.first, pair.second])
         assert inner[0][1] == inner[1][0]
 
 
 def test_labels_and_short_samples_have_their_probabilities(tmp_path: Path) -> None:
-    shard = shard_of(tmp_path, [[2] * 400 for _ in range(20)])
-    source = open_pairs(shard, sequence_length=103, short_probability=0.2)
+    source = open_pairs(shard_of(tmp_path, [[2] * 400 for _ in range(20)]), sequence_length=103, short=0.2)
     pairs = [source.parts(ordinal) for ordinal in range(2000)]
-    labels = sum(parts.label for parts in pairs)
-    assert abs(labels - 1000) < 5 * 500**0.5
+    assert within(sum(parts.label for parts in pairs), 0.5, 2000)
     # Targets are uniform in [2, 100]: a short one is below 99 with probability 97/99 (sentences have two tokens).
-    short = sum(parts.num_tokens < 99 for parts in pairs)
-    assert abs(short - 400 * 97 / 99) < 5 * (2000 * 0.16) ** 0.5
     lengths = np.array([parts.num_tokens for parts in pairs if parts.num_tokens < 99])
+    assert within(len(lengths), 0.2 * 97 / 99, 2000)
     assert abs(lengths.mean() - 51) < 5 * 29 / len(lengths) ** 0.5
 
 
 def test_short_documents_are_drawn_equally_often(tmp_path: Path) -> None:
-    shard = shard_of(tmp_path, [[3, 3]] * 60)
-    source = open_pairs(shard, sequence_length=63)
-    counts = np.zeros(60)
-    for ordinal in range(1500):
-        counts[source.parts(ordinal).first[0] // 6] += 1
+    source = open_pairs(shard_of(tmp_path, [[3, 3]] * 60), sequence_length=63)
+    documents = [source.parts(ordinal).first[0] // 6 for ordinal in range(1500)]
+    counts = np.bincount(documents, minlength=60)
     assert ((counts - 25) ** 2 / 25).sum() < 59 + 5 * (2 * 59) ** 0.5  # chi-squared
 
 
 def test_every_range_is_used_once_in_an_epoch(tmp_path: Path) -> None:
-    shard = shard_of(tmp_path, [[1] * 420])
-    source = open_pairs(shard, pairs="none", short_probability=0.0, shuffle=False)
+    source = open_pairs(shard_of(tmp_path, [[1] * 420]), pairs="none", short=0.0, shuffle=False)
     assert len(source) == 30
     # The last may fill up with what is before it.
     assert [source.parts(ordinal).first[0] // 14 for ordinal in range(29)] == list(range(29))
     assert source.parts(30) == NOTHING
-    source = open_pairs(shard_of(tmp_path, [[14] for _ in range(60)]), pairs="none", short_probability=0.0)
+    source = open_pairs(shard_of(tmp_path, [[14] for _ in range(60)]), pairs="none", short=0.0)
     firsts = [[source.parts(epoch * 60 + position).first for position in range(60)] for epoch in range(3)]
     assert all(sorted(epoch) == [(14 * index, 14 * index + 14) for index in range(60)] for epoch in firsts)
     assert len({tuple(epoch) for epoch in firsts}) == 3
 
 
 def test_tokens_are_cut_from_the_longer_parts_ends(tmp_path: Path) -> None:
-    shard = shard_of(tmp_path, [[50, 9], [50, 60]])
-    source = open_pairs(shard, sequence_length=33, short_probability=0.0, split="train", shares="1")
+    source = open_pairs(shard_of(tmp_path, [[50, 9], [50, 60]]), sequence_length=33, short=0.0)
     cut_in_front = []
     for ordinal in range(200):
         one, two = sorted(source.parts(ordinal)[:2])
@@ -271,11 +260,10 @@ def test_tokens_are_cut_from_the_longer_parts_ends(tmp_path: Path) -> None:
 def test_documents_of_one_sentence_are_skipped(tmp_path: Path) -> None:
     shard = shard_of(tmp_path, [[9], [9], [4, 5], [9], [3, 3]])
     source = open_pairs(shard)
-    validation = open_pairs(shard, split="validation", shares="60,40", sequence_length=8)
-    parts = [validation.parts(ordinal) for ordinal in range(20)]
-    assert {document for each in parts for document in documents_of(shard, each.first)} == {4}
-    seen = {document for ordinal in range(50) for document in documents_of(shard, source.parts(ordinal).first)}
-    assert seen == {2, 4}
+    validation = open_pairs(shard, "validation", split="60,40", sequence_length=8)
+    for samples, expected in ((source, {2, 4}), (validation, {4})):
+        firsts = [samples.parts(ordinal).first for ordinal in range(50)]
+        assert set().union(*(documents_of(shard, first) for first in firsts)) == expected
 
 
 @pytest.mark.parametrize(
@@ -283,7 +271,7 @@ def test_documents_of_one_sentence_are_skipped(tmp_path: Path) -> None:
     [
         ([[20], [20]], {}, r"2 sequences in 2 documents, so it is not split into sentences.*--split-sentences"),
         ([[3, 3]], {}, r"too few tokens for one sample of 13"),
-        ([[20], [20], [20, 20]], {"shares": "67,33"}, r"has two sentences.*--split-sentences"),
+        ([[20], [20], [20, 20]], {"split": "67,33"}, r"has two sentences.*--split-sentences"),
         ([[20, 20]], {"pairs": "next"}, r"the train split has one document, .* set data.pairs order"),
         ([[20, 20, 20], []], {"pairs": "next"}, r"sentences of other documents, but .* set data.pairs order"),
     ],
@@ -293,7 +281,7 @@ def test_what_cannot_be_paired_is_refused(
 ) -> None:
     shard = shard_of(tmp_path, documents)
     with pytest.raises(DataError, match=message):
-        _ = [open_pairs(shard, **changes).parts(ordinal) for ordinal in range(50)]
+        _ = [open_pairs(shard, **changes).parts(ordinal) for ordinal in range(50)]  # type: ignore[arg-type]
 
 
 def test_parts_read_no_tokens(tmp_path: Path) -> None:
@@ -331,8 +319,7 @@ def hidden_of(rule: Masking, number: int, **how: bool) -> tuple[np.ndarray, np.n
     tokens, parts = sample(number, **how)  # type: ignore[arg-type]
     masked = rule.apply(tokens, parts, Draws(7, "test", number))
     assert np.array_equal(masked.labels, tokens[masked.positions])
-    untouched = np.ones(len(tokens), dtype=bool)
-    untouched[masked.positions] = False
+    untouched = np.setdiff1d(np.arange(len(tokens)), masked.positions)
     assert np.array_equal(masked.tokens[untouched], tokens[untouched])
     return tokens, masked.tokens, masked.positions, parts
 
@@ -346,15 +333,13 @@ def within(count: int, probability: float, trials: int, sigmas: float = 5.0) -> 
 def test_statistics_of_many_tokens(lengths: str) -> None:
     rule = masking(ngram_lengths=lengths, max_ngram=3 if lengths == "inverse" else 10)
     budget = masking_budget(0.15, LENGTH)
-    total = hidden = masks = kept = 0
+    total = hidden = masks = kept = runs = 0
     strangers = np.zeros(PIECES, dtype=int)
-    runs = 0
     for number in range(TOKENS // LENGTH + 1):
         tokens, seen, positions, parts = hidden_of(rule, number)
         assert len(positions) <= budget
         assert (parts[positions] >= 0).all(), "a special token was hidden"
-        before = tokens[positions]
-        after = seen[positions]
+        before, after = tokens[positions], seen[positions]
         total += LENGTH
         hidden += len(positions)
         masks += int((after == VOCABULARY.mask).sum())
@@ -380,16 +365,14 @@ def test_words_are_hidden_whole(probability: float) -> None:
     rule = masking(mask_probability=probability)
     for number in range(200):
         tokens, _, positions, parts = hidden_of(rule, number)
-        hidden = np.zeros(LENGTH, dtype=bool)
-        hidden[positions] = True
+        hidden = np.isin(np.arange(LENGTH), positions)
         inside = VOCABULARY.continues[tokens[1:]] & (parts[1:] == parts[:-1])
         assert np.array_equal(hidden[1:][inside], hidden[:-1][inside])
 
 
 def test_pieces_are_hidden_singly_without_whole_words() -> None:
     rule = masking(whole_words=False, max_ngram=1)
-    places = np.zeros(LENGTH)
-    torn = 0
+    places, torn = np.zeros(LENGTH), 0
     for number in range(1500):
         tokens, _, positions, _ = hidden_of(rule, number)
         assert len(positions) == masking_budget(0.15, LENGTH)
@@ -423,15 +406,14 @@ def test_spanberts_runs_are_replaced_together() -> None:
 
 
 def test_short_samples_hide_at_least_one_token() -> None:
-    rule = masking()
-    tokens = np.array([2, 10, 3, 11, 3])
-    parts = np.array([-1, 0, -1, 1, -1])
-    for number in range(50):
-        assert len(rule.apply(tokens, parts, Draws(0, "short", number)).positions) == 1
-    # One word of two pieces does not fit into a budget of one.
-    word = np.array([2, 10, 800, 3, 11, 801, 3])
-    parts = np.array([-1, 0, 0, -1, 1, 1, -1])
-    assert len(rule.apply(word, parts, Draws(0, "short", 0)).positions) == 0
+    for tokens, parts, hidden in (
+        ([2, 10, 3, 11, 3], [-1, 0, -1, 1, -1], 1),
+        # One word of two pieces does not fit into a budget of one.
+        ([2, 10, 800, 3, 11, 801, 3], [-1, 0, 0, -1, 1, 1, -1], 0),
+    ):
+        for number in range(50):
+            masked = masking().apply(np.array(tokens), np.array(parts), Draws(0, "short", number))
+            assert len(masked.positions) == hidden
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="megatron-core has no wheel from Python 3.14 on")
@@ -442,15 +424,9 @@ def test_megatron_core_hides_runs_of_the_same_lengths(max_ngram: int) -> None:
         from megatron.core.datasets.bert_dataset import BERTMaskedWordPieceDataset as Theirs
     names = [f"##{index}" if index >= FIRST_CONTINUATION else str(index) for index in range(PIECES)]
     tokenizer = SimpleNamespace(cls=2, sep=3, mask=4, inv_vocab=names)
-    config = SimpleNamespace(
-        tokenizer=tokenizer,
-        masking_probability=0.15,
-        masking_do_full_word=True,
-        masking_max_ngram=max_ngram,
-        masking_use_longer_ngrams=False,
-        masking_use_geometric_distribution=False,
-        masking_do_permutation=False,
-    )
+    names_of_false = ("use_longer_ngrams", "use_geometric_distribution", "do_permutation")
+    rules = {"probability": 0.15, "do_full_word": True, "max_ngram": max_ngram, **dict.fromkeys(names_of_false, False)}
+    config = SimpleNamespace(tokenizer=tokenizer, **{f"masking_{name}": value for name, value in rules.items()})
     theirs = SimpleNamespace(config=config, _get_token_mask=lambda state: None)
     ours = masking(max_ngram=max_ngram)
     counts = {"ours": np.zeros(60), "theirs": np.zeros(60)}

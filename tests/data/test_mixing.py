@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from hypothesis import strategies as st
 
 from megapipe.config.bert import BertDataConfig
 from megapipe.data import DataError
-from megapipe.data.bert_parts import BertVocabulary
 from megapipe.data.bert_samples import BertBatch, BlendedBertSamples, open_bert_samples
 from megapipe.data.manifest import manifest_path
 from megapipe.data.mixing import (
@@ -69,12 +69,12 @@ def test_every_corpus_counts_up_by_one_from_anywhere(weights: list[int], start: 
 
 
 def test_weights_are_read_as_decimals() -> None:
-    assert whole_parts([0.1, 0.2, 0.7]) == (1, 2, 7)
-    assert whole_parts([3, 3]) == (1, 1)
-    assert whole_parts([2.5, 7.5e2]) == (1, 300)
-    assert not weights_are_rounded([0.1, 0.2, 0.7])
-    assert weights_are_rounded([1, 2**20 + 1])
-    assert whole_parts([1, 2**20 + 1]) == (1, 2**20 - 1)
+    large = [1, 2**20 + 1]
+    for weights, parts in (([0.1, 0.2, 0.7], (1, 2, 7)), ([3, 3], (1, 1)), ([2.5, 7.5e2], (1, 300))):
+        assert whole_parts(weights) == parts
+        assert not weights_are_rounded(weights)
+    assert whole_parts(large) == (1, 2**20 - 1)
+    assert weights_are_rounded(large)
 
 
 @settings(max_examples=60, deadline=None)
@@ -97,23 +97,19 @@ def test_impossible_weights_are_refused(weight: float) -> None:
         BlendOrder([])
 
 
-def open_blend(folder: Path, sizes: list[int], weights: list[float], shuffle: bool = True) -> BlendedSamples:
-    """Open corpora of one document each; token k of corpus c is 1000 c + k."""
-    corpora = []
-    for index, size in enumerate(sizes):
-        prefix = write_shard(folder / f"corpus{index}", numbered_documents([size], 1000 * index))
-        corpora.append(GptSamples(prefix, split="train", shares="1", sequence_length=4, seed=7, shuffle=shuffle))
-    return BlendedSamples(corpora, BlendOrder(weights), repeats=shuffle)
-
-
 def test_an_unrepeated_blend_ends_with_its_first_corpus(tmp_path: Path) -> None:
-    blend = open_blend(tmp_path, [10, 100], [1, 1], shuffle=False)
+    """Of a corpus of 10 tokens, which are samples of 4, 4 and 1 labels; token k of corpus c is 1000 c + k."""
+    corpora = []
+    for index, size in enumerate((10, 100)):
+        prefix = write_shard(tmp_path / f"corpus{index}", numbered_documents([size], 1000 * index))
+        corpora.append(GptSamples(prefix, split="train", shares="1", sequence_length=4, seed=7, shuffle=False))
+    blend = BlendedSamples(corpora, BlendOrder([1, 1]), repeats=False)
     assert len(blend) in (6, 7)
-    labels = blend.num_labels(np.arange(10))
-    assert labels[: len(blend)].tolist() == [4] * 4 + [
-        1 if first < 1000 else 4 for first in blend.tokens([4, 5])[:, 0]
-    ] + [4] * (len(blend) - 6)
-    assert not labels[len(blend) :].any()
+    first_tokens = blend.tokens(np.arange(12))[:, 0]
+    is_last = (first_tokens == 8) & (np.arange(12) < len(blend))
+    expected = np.where(is_last, 1, 4) * (np.arange(12) < len(blend))
+    assert blend.num_labels(np.arange(12)).tolist() == expected.tolist()
+    assert is_last.sum() == 1
     assert not blend.tokens(np.arange(len(blend), 12)).any()
     assert [places.tolist() for places in blend.boundaries(range(10))] == [[]] * 10
 
@@ -133,9 +129,11 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> list[BertDataConfig]:
     return prefixes
 
 
-def opened_blend(data: BertDataConfig, **changes: object) -> BlendedBertSamples:
-    how = {"split": "train", "seed": 5, "vocabulary_size": SIZE}
-    samples = open_bert_samples(data, **{**how, **changes})  # type: ignore[arg-type]
+HOW: dict[str, Any] = {"split": "train", "seed": 5, "vocabulary_size": SIZE}
+
+
+def opened_blend(data: BertDataConfig, shuffle: bool = True) -> BlendedBertSamples:
+    samples = open_bert_samples(data, **HOW, shuffle=shuffle)
     assert isinstance(samples, BlendedBertSamples)
     return samples
 
@@ -148,8 +146,7 @@ def blended(corpora: Sequence[BertDataConfig]) -> BertDataConfig:
 def test_blended_samples_are_those_of_their_corpora(corpora: list[BertDataConfig]) -> None:
     data = blended(corpora)
     samples = opened_blend(data)
-    single = [open_bert_samples(replace(data, prefix=prefix, blend={}), split="train", seed=5, vocabulary_size=SIZE)
-              for prefix in data.prefixes]  # fmt: skip
+    single = [open_bert_samples(replace(data, prefix=prefix, blend={}), **HOW) for prefix in data.prefixes]
 
     def rows_of(batch: BertBatch) -> list[tuple[bytes, ...]]:
         return [tuple(field[row].tobytes() for field in batch) for row in range(len(batch.lengths))]
@@ -161,44 +158,35 @@ def test_blended_samples_are_those_of_their_corpora(corpora: list[BertDataConfig
     some = np.random.default_rng(0).permutation(count)[:17]
     assert rows_of(samples.batch(some)) == [expected[each] for each in some]
     assert np.array_equal(samples.lengths(some), samples.batch(some).lengths)
-    assert sorted(samples.text(some)) == sorted(
-        np.concatenate([single[numbers[each]].text([within[each]]) for each in some])
-    )
+    texts = [single[numbers[each]].text([within[each]]) for each in some]
+    assert sorted(samples.text(some)) == sorted(np.concatenate(texts))
 
 
 def test_an_unrepeated_bert_blend_ends_with_its_first_corpus(corpora: list[BertDataConfig]) -> None:
     samples = opened_blend(blended(corpora), shuffle=False)
     ends = [BlendOrder(WEIGHTS).ordinal_of(index, len(corpus)) for index, corpus in enumerate(samples.corpora)]
     assert len(samples) == min(ends) < max(ends)
-    batch = samples.batch([len(samples) - 1, len(samples), 10 * len(samples)])
+    ordinals = [len(samples) - 1, len(samples), 10 * len(samples)]
+    batch = samples.batch(ordinals)
     assert batch.sentence_weights.tolist() == [1.0, 0.0, 0.0]
-    assert batch.loss_mask[0].sum() > 0
-    assert not batch.loss_mask[1:].any()
-    assert np.array_equal(samples.lengths([len(samples) - 1, len(samples), 10 * len(samples)]), batch.lengths)
+    assert (batch.loss_mask.sum(axis=1) > 0).tolist() == [True, False, False]
+    assert np.array_equal(samples.lengths(ordinals), batch.lengths)
 
 
 def test_shards_of_different_vocabularies_are_refused(tmp_path: Path) -> None:
+    """All shards have the same hash of their tokenizer, so that only the vocabularies differ."""
     corpora = []
     for size in (SIZE, SIZE - 10):
-        folder = tmp_path / str(size)
-        folder.mkdir()
+        (tmp_path / str(size)).mkdir()
         content = random_documents(np.random.default_rng(size), 20, SIZE - 10)
-        corpora.append(write_sentences(folder, content, size, sequence_length=24))
-        name_tokenizer(corpora[-1])
+        data = write_sentences(tmp_path / str(size), content, size, sequence_length=24)
+        shard = IndexedDataset(data.prefix)
+        counts = {"num_documents": shard.num_documents, "num_tokens": len(shard.tokens)}
+        manifest = shard_manifest(tokenizer=data.tokenizer, vocabulary_size=size, **counts)
+        manifest_path(data.prefix).write_text(manifest.to_json())
+        corpora.append(data)
     with pytest.raises(DataError, match="different vocabularies"):
         opened_blend(replace(blended(corpora), tokenizer=""))
-
-
-def name_tokenizer(data: BertDataConfig) -> None:
-    """Write a manifest for the shard; all shards have the same hash, so that only the vocabularies differ."""
-    shard = IndexedDataset(data.prefix)
-    manifest = shard_manifest(
-        tokenizer=data.tokenizer,
-        vocabulary_size=BertVocabulary.read(data.tokenizer).size,
-        num_documents=shard.num_documents,
-        num_tokens=len(shard.tokens),
-    )
-    manifest_path(data.prefix).write_text(manifest.to_json())
 
 
 PREFIX, SUFFIX, MIDDLE, END = 9001, 9002, 9003, 9000

@@ -22,6 +22,7 @@ def file(tmp_path: Path) -> Path:
     """Return a file that was just written, and is therefore in memory."""
     path = tmp_path / "file"
     path.write_bytes(os.urandom(PAGES * mmap.PAGESIZE - 5))
+    assert resident_share([path]) == 1.0
     return path
 
 
@@ -36,15 +37,14 @@ def test_a_dropped_file_is_read_again(file: Path, tmp_path: Path) -> None:
     available = memory_for_files()
     assert available is not None
     assert 0 < available <= os.sysconf("SC_PHYS_PAGES") * mmap.PAGESIZE
-    (tmp_path / "empty").touch()
-    assert resident_share([tmp_path / "empty"]) == 0.0
-    assert resident_share([file, tmp_path / "empty"]) == 1.0
+    empty = tmp_path / "empty"
+    empty.touch()
+    assert (resident_share([empty]), resident_share([file, empty])) == (0.0, 1.0)
     with pytest.raises(OSError, match="missing"):
         drop_from_page_cache([tmp_path / "missing"])
     make_cold(file)
     assert resident_share([file]) == 0.0
-    content = file.read_bytes()
-    assert len(content) == PAGES * mmap.PAGESIZE - 5
+    assert len(file.read_bytes()) == PAGES * mmap.PAGESIZE - 5
     assert resident_share([file]) == 1.0
 
 
@@ -69,13 +69,13 @@ def test_index_searches_read_only_the_pages_they_touch(tmp_path: Path) -> None:
             writer.append_shard(piece)
         writer.commit()
     index = idx_path(prefix)
+    pages = index.stat().st_size / mmap.PAGESIZE
+    assert pages > 400
     make_cold(index)
     shard = IndexedDataset(prefix)
     shard.search_index()
     for position in (10_000, 50_000, 90_000):
         assert shard.document_starts_between(position - 1, position + 2).tolist() == [position, position + 1]
-    pages = index.stat().st_size / mmap.PAGESIZE
-    assert pages > 400
     assert resident_share([index]) * pages <= 100
 
 

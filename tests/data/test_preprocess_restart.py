@@ -157,16 +157,6 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     assert continued >= expected // 2  # the others were killed before they printed it
 
 
-def test_leftovers_of_a_killed_run_are_not_used(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("good")
-    (tmp_path / "out.parts").mkdir()
-    (tmp_path / "out.parts" / "000000_0.bin").write_bytes(b"bad")
-    (tmp_path / "out_text_document.bin.partial").write_bytes(b"bad")
-    preprocess("--input", tmp_path / "a.txt", "--output-prefix", tmp_path / "out")
-    assert texts_of(tmp_path / "out_text_document") == ["good"]
-    assert len(list(tmp_path.iterdir())) == 4
-
-
 def blocked_tool(folder: Path, copies: int, **how: Any) -> tuple[subprocess.Popen, list[object]]:
     """Start a tool that waits after the first part that it has joined, and never ends; return its arguments, too."""
     write_json_lines(folder / "in.jsonl", [{"text": "x" * 100_000}] * copies)

@@ -2,22 +2,19 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from megapipe.checkpoint import RunState, save
 from megapipe.cli.trained_models import fill_mask as main
 from megapipe.cli.trained_models import generate
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
-from megapipe.parallel.launch import initialize
 from megapipe.training.loop.replica import Replica
 from tests.data.bert_shards import SPECIAL
 from tests.data.commands import Printed, run_command
-from tests.inference.test_generate_command import save_run
+from tests.inference.test_generate_command import save_run, save_step
 from tests.models.hugging_face import exported
 from tests.support.gpt_runs import assembled, shards
 
@@ -30,18 +27,6 @@ TEXT = "def [MASK](self, name[MASK]):"
 Fill = Callable[..., Printed]
 
 
-def save_bert(folder: Path, vocabulary: Path, model: BertModelConfig = MODEL) -> Replica:
-    """A run's folder with one checkpoint, of step 7, and what was saved."""
-    data = BertDataConfig(prefix="no-such-shard", tokenizer=f"bert-uncased:{vocabulary}", sequence_length=16)
-    config = BertPretrainConfig(model=model, data=data)
-    config.parallel = replace(config.parallel, data=1)
-    mesh = initialize({}, "cpu")
-    replica = Replica(config, mesh)
-    run = RunState(7, 56, {"seed": config.training.seed}, "fp32", (), asdict(config))
-    save(folder / "checkpoints", replica.states(), {}, run, mesh)
-    return replica
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bert")
@@ -51,7 +36,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def replica(folder: Path) -> Replica:
-    return save_bert(folder, folder / "vocab.txt")
+    data = BertDataConfig(prefix="no-shard", tokenizer=f"bert-uncased:{folder}/vocab.txt", sequence_length=16)
+    return save_step(folder, BertPretrainConfig(model=MODEL, data=data))
 
 
 @pytest.fixture
@@ -63,17 +49,11 @@ def fill(folder: Path, replica: Replica) -> Fill:
 
 
 def test_candidates_are_those_of_transformers(fill: Fill, folder: Path, replica: Replica) -> None:
-    theirs = transformers.BertForPreTraining(
-        transformers.BertConfig(
-            vocab_size=len(WORDS),
-            num_hidden_layers=2,
-            hidden_size=32,
-            intermediate_size=128,
-            num_attention_heads=4,
-            max_position_embeddings=32,
-            attn_implementation="eager",
-        )
-    ).eval()
+    sizes = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 128, "num_attention_heads": 4}
+    config = transformers.BertConfig(
+        **sizes, vocab_size=len(WORDS), max_position_embeddings=32, attn_implementation="eager"
+    )
+    theirs = transformers.BertForPreTraining(config).eval()
     states = replica.states()
     weights = assembled([shards(states, [state.master for state in states])])
     theirs.load_state_dict(exported(weights, MODEL, "bert"), strict=False)

@@ -27,15 +27,21 @@ ALWAYS = ("--device", "cpu", "--max-new-tokens", "12")
 Generate = Callable[..., Printed]
 
 
-def save_run(folder: Path, prefix: str, model: ModelConfig = MODEL) -> Path:
-    """A run's folder with one checkpoint, of step 7."""
-    config = PretrainConfig(model=model)
-    config.data = replace(config.data, prefix=prefix, sequence_length=model.max_positions)
+def save_step(folder: Path, config: PretrainConfig) -> Replica:
+    """Save one checkpoint, of step 7, in a run's folder; return what was saved."""
     config.parallel = replace(config.parallel, data=1)
     mesh = initialize({}, "cpu")
     replica = Replica(config, mesh)
     run = RunState(7, 56, {"seed": config.training.seed}, "fp32", (), asdict(config))
-    return save(folder / "checkpoints", replica.states(), {}, run, mesh).parents[1]
+    save(folder / "checkpoints", replica.states(), {}, run, mesh)
+    return replica
+
+
+def save_run(folder: Path, prefix: str, model: ModelConfig = MODEL) -> Path:
+    config = PretrainConfig(model=model)
+    config.data = replace(config.data, prefix=prefix, sequence_length=model.max_positions)
+    save_step(folder, config)
+    return folder
 
 
 @pytest.fixture(scope="module")
