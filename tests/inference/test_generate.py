@@ -1,8 +1,10 @@
-"""Generation: transformers' own texts, the same ones on every layout, and their ends: the end of a document, the last
-position, and stop strings, compared with transformers' criterion and with a search in the whole text."""
+"""Generation and scores: those of transformers, the same on every layout, and where texts end: a document's end, the
+last position, and stop strings, compared with transformers' criterion and a search in the whole text."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,15 +16,19 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from megapipe.cli.trained_models import evaluate
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.model_files import ByteTokenizer
-from megapipe.inference import generation
+from megapipe.inference import evaluation, generation
+from megapipe.inference.evaluation import score
 from megapipe.inference.generation import Limits, NewText, SamplingSettings, StopStrings, Text, generate
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
+from tests.data.commands import run_command
+from tests.inference.test_generate_command import save_run
 from tests.models.hugging_face import CONFIGS, Case, case_of, most_exhaustive, opened
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE
 from tests.support.meshes import run_mesh
@@ -187,6 +193,7 @@ def test_every_layout_gives_the_same_texts(name: str, sizes: dict[str, int]) -> 
     model = SHAPES[name]
     expected = run_mesh({}, grown_both_ways, model, backend="threads")[0]
     assert len({tuple(text.generated) for text in expected}) == len(expected), "texts should differ"
+    assert min(len(text.generated) for text in expected) < 8, "a stop string should end a text"
     for texts in run_mesh(sizes, grown_both_ways, model, backend="threads"):
         assert texts == expected
 
@@ -300,20 +307,58 @@ def test_texts_end_where_transformers_would_end_them(
             return
 
 
-@pytest.mark.parametrize("sizes", [{}, {"pipeline": 2, "tensor": 2}], ids=str)
-def test_a_text_ends_before_a_stop_string(sizes: dict[str, int]) -> None:
-    model, tokenizer = SHAPES["gpt2-tied"], ByteTokenizer()
-    whole = [text.decoded(tokenizer) for text in alone(model, GREEDY, limits_of(model))]
-    stop = whole[0][6:8]  # of two tokens
+PAIRS = [([7], [9, 2, 2, 6, 8, 1]), ([1] * 30, [3, 9]), ([2, 3], list(range(1, 12))), ([4] * 9, [4])]
 
-    def stopped(mesh: Mesh) -> list[str]:
-        limits = limits_of(model, stop=StopStrings((stop, "never"), tokenizer))
-        texts = generate(LoadedModel(make_config(model, mesh), mesh, as_drawn), PROMPTS, 1, GREEDY, limits)
-        assert len(texts[0].generated) < NEW
-        return [text.decoded(tokenizer) for text in texts]
 
-    expected = [
-        text[: len(prompt)] + text[len(prompt) :].split(stop)[0] for text, prompt in zip(whole, PROMPTS, strict=True)
-    ]
-    assert expected[0] != whole[0]
-    assert all(texts == expected for texts in run_mesh(sizes, stopped, backend="threads"))
+def their_scores(case: Case, pairs: list[tuple[list[int], list[int]]], longest: int) -> list[tuple[float, bool]]:
+    scores = []
+    for context, continuation in pairs:
+        text = torch.tensor([*context, *continuation][-longest - 1 :])
+        wanted = text[-len(continuation) :]
+        with torch.no_grad():
+            logits = case.theirs(text[None, :-1]).logits[0, -len(continuation) :]
+        best = logits.log_softmax(-1).gather(-1, wanted[:, None]).sum()
+        scores.append((float(best), bool((logits.argmax(-1) == wanted).all())))
+    return scores
+
+
+@pytest.mark.parametrize(("sizes", "chunk"), [({}, 256), ({"pipeline": 2, "tensor": 2}, 5)], ids=str)
+def test_scores_equal_those_of_transformers(
+    sizes: dict[str, int], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(evaluation, "CHUNK", chunk)
+    case = case_of("mistral")
+    model, weights = opened(case.theirs)
+    model.max_positions = 24  # cuts one context
+    likeliest = int(case.theirs(torch.tensor([[5, 1, 4]])).logits[0, -1].argmax())
+    pairs = [([5, 1, 4], [likeliest]), *PAIRS]
+    expected = their_scores(case, pairs, 24)
+
+    def run(mesh: Mesh) -> list[tuple[float, bool]]:
+        loaded = LoadedModel(make_config(model, mesh), mesh, filled_with(weights))
+        return score(loaded, pairs, batch_size=3)
+
+    for scores in run_mesh(sizes, run, backend="threads"):
+        assert [number for number, _ in scores] == pytest.approx([number for number, _ in expected], abs=1e-4)
+        assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
+    assert {greedy for _, greedy in expected} == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["--tasks", "t", "--split", "test"], "leave out --data-prefix and --split"),
+        (["--tokenizer", "bytes"], "--tasks-folder and --tokenizer are for --tasks"),
+    ],
+)
+def test_options_that_exclude_each_other_are_refused(words: list[str], part: str) -> None:
+    assert part in run_command(evaluate, "--checkpoint", "nowhere", *words, status=2).err
+
+
+def test_tasks_without_lm_eval_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [each for each in sys.modules if each.startswith("lm_eval.")]:
+        monkeypatch.delitem(sys.modules, name)  # of other tests, where it is installed
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    words = ["--checkpoint", save_run(tmp_path, ""), "--tokenizer", "bytes", "--device", "cpu", "--tasks", "t"]
+    message = "--tasks needs lm-eval, but lm_eval is not installed: pip install 'megapipe[evaluation]'"
+    assert message in run_command(evaluate, *words, status=2).err
