@@ -164,17 +164,16 @@ def test_diff_after_round_trip_has_a_line_per_kind(checkpoint: Path, tmp_path: P
         assert lines == [f"moment of all {len(tensors(0))} tensors: only in the {where}"]
 
 
+NAN, INF = float("nan"), float("inf")
+
+
 @pytest.mark.parametrize(
     ("one", "other", "absolute", "relative"),
     [
-        ([1.0, -2.0], [1.0, -2.0], 0.0, 0.0),
-        ([1.0, -2.0], [1.0, 2.0], 4.0, 2.0),
-        ([0.0, 8.0], [1e-3, 6.0], 2.0, 1.0),
-        ([float("nan")], [float("nan")], 0.0, 0.0),
-        ([float("nan")], [1.0], float("inf"), float("inf")),
-        ([float("inf")], [float("inf")], 0.0, 0.0),
-        ([float("inf")], [1.0], float("inf"), float("inf")),
-        ([0.0], [-0.0], 0.0, 0.0),
+        *(([1.0, -2.0], [1.0, -2.0], 0.0, 0.0), ([1.0, -2.0], [1.0, 2.0], 4.0, 2.0)),
+        *(([0.0, 8.0], [1e-3, 6.0], 2.0, 1.0), ([0.0], [-0.0], 0.0, 0.0)),
+        *(([NAN], [NAN], 0.0, 0.0), ([NAN], [1.0], INF, INF)),
+        *(([INF], [INF], 0.0, 0.0), ([INF], [1.0], INF, INF)),
     ],
 )
 def test_differences(one: list[float], other: list[float], absolute: float, relative: float) -> None:

@@ -14,11 +14,10 @@ import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.storage import StorageWriter
-from megapipe.conversion.command import main
 from megapipe.conversion.formats import FORMATS, Source, TargetOptions
 from megapipe.conversion.megapipe_format import MegapipeSource
 from megapipe.conversion.operations import contents_for, transfer
-from tests.conversion.test_command import tensors, write
+from tests.conversion.test_command import run, tensors, write
 
 OPERATIONS = ("make_folder", "create", "write", "flush", "flush_folder", "rename")
 
@@ -84,16 +83,13 @@ def assert_whole(source: Source, kind: str, path: Path) -> None:
     opened.close()
 
 
-def test_leftovers_of_a_killed_conversion_are_reported(
-    tmp_path: Path, source: Source, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leftovers_of_a_killed_conversion_are_reported(tmp_path: Path, source: Source) -> None:
     contents = source.contents
     target = FORMATS["megapipe"].open_target(tmp_path / "out", contents, TargetOptions())
     target.add(contents.tensors[0], source.read(contents.tensors[0]))
     # Killed here.
     (partial,) = tmp_path.iterdir()
-    assert main(["verify", "--from", "megapipe", str(partial)]) == 1
-    assert "no complete checkpoint" in capsys.readouterr().err
+    assert "no complete checkpoint" in run("verify", "--from", "megapipe", partial, status=1).err
     with pytest.raises(CheckpointError, match=r"another conversion is writing.*one was killed; remove that folder"):
         FORMATS["megapipe"].open_target(tmp_path / "out", contents, TargetOptions())
     assert partial.exists()
