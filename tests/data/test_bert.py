@@ -316,7 +316,7 @@ def sample(number: int, length: int = LENGTH, words_only: bool = False) -> tuple
 
 def hidden_of(rule: Masking, number: int, **how: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """(text, seen, positions, parts) of a sample."""
-    tokens, parts = sample(number, **how)  # type: ignore[arg-type]
+    tokens, parts = sample(number, **how)
     masked = rule.apply(tokens, parts, Draws(7, "test", number))
     assert np.array_equal(masked.labels, tokens[masked.positions])
     untouched = np.setdiff1d(np.arange(len(tokens)), masked.positions)

@@ -221,7 +221,7 @@ def test_labels_follow_tokens_and_the_epoch_is_complete(tmp_path: Path) -> None:
 
 def test_padding_and_document_ends_are_masked(tmp_path: Path) -> None:
     lengths = [3, 5, 2]  # tokens 1-3, 4-8, 9-10: windows 1-5, 5-9, 9-10
-    how = {"shuffle": False, "micro_size": 4}
+    how: dict[str, Any] = {"shuffle": False, "micro_size": 4}
     plain = make_source(tmp_path, lengths, **how).microbatch(0, 0, 1)
     assert plain.loss_mask.tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]]
     masked = make_source(tmp_path, lengths, **how, mask_end_of_document=True).microbatch(0, 0, 1)

@@ -105,7 +105,7 @@ def build(arguments: argparse.Namespace, **how: object) -> GPTModel | BertModel:
         rope_scaling=arguments.use_rope_scaling,
         rope_scaling_factor=arguments.rope_scaling_factor,
         seq_len_interpolation_factor=arguments.rotary_seq_len_interpolation_factor,
-        **how,  # type: ignore[arg-type]
+        **how,
     ).eval()
 
 
