@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megapipe.random.sampling import Draws
+from tests.random.uniform import excess
 
 
 def test_the_same_item_draws_the_same_and_others_others() -> None:
@@ -41,7 +42,7 @@ def test_numbers_below_a_bound_are_equally_likely() -> None:
     draws = Draws(0, "numbers", 0)
     counts = np.bincount([draws.below(7) for _ in range(14_000)], minlength=7)
     assert len(counts) == 7
-    assert ((counts - 2000) ** 2 / 2000).sum() < 30  # chi-squared, 6 degrees of freedom: exceeded once in 25,000
+    assert excess(counts) < 5
 
 
 def test_chances_are_kept() -> None:
@@ -64,4 +65,4 @@ def test_orders_are_permutations_each_as_likely() -> None:
     orders = [tuple(Draws(0, "orders", number).order(3)) for number in range(6000)]
     counts = np.array([orders.count(each) for each in set(orders)])
     assert len(counts) == 6
-    assert ((counts - 1000) ** 2 / 1000).sum() < 28
+    assert excess(counts) < 5

@@ -43,15 +43,11 @@ def test_the_ends_of_the_unit_interval_give_finite_numbers(radius_word: int, ang
 def test_distribution_is_normal() -> None:
     sample = normals(random_words(400_000))
     count = len(sample)
-    assert ks_distance(sample) < 1.95  # exceeded by one sample in a thousand
+    assert ks_distance(sample) < 1.95 < ks_distance(sample * 1.01)  # exceeded by one sample in a thousand
     assert abs(sample.mean()) < 3.5 / math.sqrt(count)
     assert abs(sample.var() - 1) < 3.5 * math.sqrt(2 / count)
     assert abs((sample**3).mean()) < 3.5 * math.sqrt(15 / count)
     assert abs((sample**4).mean() - 3) < 3.5 * math.sqrt(96 / count)
-
-
-def test_the_distance_detects_a_slightly_wrong_distribution() -> None:
-    assert ks_distance(normals(random_words(400_000)) * 1.01) > 1.95
 
 
 def test_neighbours_are_independent() -> None:
