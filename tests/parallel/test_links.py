@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from megapipe.parallel.links import Edge, LinkEnd, Loan
+from megapipe.parallel.links import Edge, Loan
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import LinkKind, make_links
 from tests.support.meshes import Backend, run_mesh
@@ -18,44 +18,48 @@ def backend_of(kind: LinkKind) -> Backend:
     return "threads" if kind == "in_process" else "processes"
 
 
-def message(number: int, dtype: torch.dtype) -> torch.Tensor:
+SHAPES = [shape for axes in range(5) for shape in itertools.product(range(4), repeat=axes)]
+
+
+def message(number: int, dtype: torch.dtype, shape: tuple[int, ...] = (3, 5)) -> torch.Tensor:
+    """Random elements, which are not contiguous if there are two axes."""
     generator = torch.Generator().manual_seed(number)
-    return torch.randint(0, 2, (3, 5), generator=generator).mul(number + 1).to(dtype)
+    values = torch.randint(0, 2, shape, generator=generator).mul(number + 1).to(dtype)
+    return values.mT.contiguous().mT if len(shape) > 1 else values
 
 
-def exchange(mesh: Mesh, kind: LinkKind, receive_first: bool) -> None:
-    """Both ranks send ten messages of every type to each other; all arrive, in order."""
-    edges = [Edge(source, 1 - source, 3 * 5 * 8, slots=4) for source in (0, 1)]
+def exchange(mesh: Mesh, kind: LinkKind) -> None:
+    """Both ranks send every shape to each other, ten messages at a time of one type; all arrive, in order."""
+    edges = [Edge(source, 1 - source, 8 * 3**4, slots=4) for source in (0, 1)]
     links = make_links(mesh, edges, kind, timeout=30)
     me = mesh.coordinate("pipeline")
-    outgoing = [links[edge] for edge in edges if edge.source == me]
-    incoming = [links[edge] for edge in edges if edge.destination == me]
-    for dtype in DTYPES:
-        buffers = {link: [torch.zeros(3, 5, dtype=dtype) for _ in range(10)] for link in incoming}
-        receives = [link.receive(buffers[link][n]) for n in range(10) for link in incoming] if receive_first else []
+    outgoing, incoming = links[edges[me]], links[edges[1 - me]]
+    for batch in range(0, len(SHAPES), 10):
+        dtype, receive_first = DTYPES[batch // 10 % len(DTYPES)], batch % 20 == 0
+        numbered = list(enumerate(SHAPES))[batch : batch + 10]
+        sent, expected = ([message(2 * n + rank, dtype, shape) for n, shape in numbered] for rank in (me, 1 - me))
+        received = [torch.zeros(shape, dtype=dtype) for _, shape in numbered]
+        receives = [incoming.receive(each) for each in received] if receive_first else []
         # Without posted receives a sender may have sent one unread message per slot.
-        for numbers in (range(4), range(4, 8), range(8, 10)):
-            sends = [link.send(message(100 * link.edge.source + n, dtype)) for n in numbers for link in outgoing]
+        for part in (slice(4), slice(4, 8), slice(8, 10)):
+            sends = [outgoing.send(each) for each in sent[part]]
             if not receive_first:
-                receives = [link.receive(buffers[link][n]) for n in numbers for link in incoming]
+                receives = [incoming.receive(each) for each in received[part]]
                 for transfer in reversed(receives):
                     transfer.wait()
             for transfer in sends:
                 transfer.wait()
         for transfer in receives:
             transfer.wait()
-        for link in incoming:
-            for number in range(10):
-                assert torch.equal(buffers[link][number], message(100 * link.edge.source + number, dtype))
+        assert all(map(torch.equal, received, expected))
     # A rank that closes first must not take away what its peer has yet to read.
     for link in links.values():
         link.close()
 
 
-@pytest.mark.parametrize("receive_first", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
-def test_messages_arrive_in_order(kind: LinkKind, receive_first: bool) -> None:
-    run_mesh({"pipeline": 2}, exchange, kind, receive_first, backend=backend_of(kind))
+def test_messages_of_every_shape_arrive_in_order(kind: LinkKind) -> None:
+    run_mesh({"pipeline": 2}, exchange, kind, backend=backend_of(kind))
 
 
 def pass_along(mesh: Mesh, kind: LinkKind, count: int, slots: int) -> list[float]:
@@ -64,9 +68,8 @@ def pass_along(mesh: Mesh, kind: LinkKind, count: int, slots: int) -> list[float
     edges = [Edge(rank, (rank + 1) % size, 4, slots) for rank in range(size)]
     links = make_links(mesh, edges, kind, timeout=30)
     following, previous = links[edges[me]], links[edges[me - 1]]
-    values = []
     sends = []
-    buffers = [torch.zeros(1) for _ in range(count)]
+    buffers = torch.zeros(count, 1)
     receives = [previous.receive(buffer) for buffer in buffers]
     for number in range(count):
         if me > 0:
@@ -74,12 +77,10 @@ def pass_along(mesh: Mesh, kind: LinkKind, count: int, slots: int) -> list[float
         payload = buffers[number] + 10.0**me if me > 0 else torch.full((1,), 1.0 + number * 10.0**size)
         sends.append(following.send(payload))
     if me == 0:
-        for transfer in receives:
-            transfer.wait()
-        values = [buffer.item() for buffer in buffers]
+        sends += receives
     for transfer in sends:
         transfer.wait()
-    return values
+    return buffers.flatten().tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,9 +89,12 @@ def test_ring_with_more_messages_than_slots_does_not_block(kind: LinkKind) -> No
     assert results[0] == results[3] == [111.0 + number * 1000.0 for number in range(50)]
 
 
-def cross_wait(mesh: Mesh, kind: LinkKind) -> list[float]:
-    """Rank 1 has posted receives on one link but waits for another, which rank 2 feeds once the first is full."""
-    many, one, notice = Edge(0, 1, 4, slots=1), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
+def cross_wait(mesh: Mesh, kind: LinkKind, num_loans: int) -> list[float]:
+    """Rank 1 has posted receives on one link but waits for another, which rank 2 feeds once the first is full.
+
+    Loans take the first link's other slots meanwhile.
+    """
+    many, one, notice = Edge(0, 1, 4, slots=1, loans=num_loans), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
     links = make_links(mesh, [many, one, notice], kind, timeout=20)
     if mesh.rank == 2:
         links[notice].receive(torch.zeros(1)).wait()
@@ -102,93 +106,12 @@ def cross_wait(mesh: Mesh, kind: LinkKind) -> list[float]:
         for transfer in sends:
             transfer.wait()
         return []
-    buffers = [torch.zeros(1) for _ in range(6)]
-    receives = [links[many].receive(buffer) for buffer in buffers[:5]]
-    links[one].receive(buffers[5]).wait()
-    assert buffers[5].item() == 9.0
-    for transfer in receives:
-        transfer.wait()
-    return [buffer.item() for buffer in buffers[:5]]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_posted_receives_are_filled_while_another_link_is_awaited(kind: LinkKind) -> None:
-    assert run_mesh({"pipeline": 3}, cross_wait, kind, backend=backend_of(kind))[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
-
-
-def borrow(mesh: Mesh) -> list[float]:
-    """Rank 1 borrows up to three of ten messages in place, and gives them back in another order."""
-    edge = Edge(0, 1, 8 * 15, slots=1, loans=3)
-    link = make_links(mesh, [edge], "shared_memory", timeout=20)[edge]
-    if mesh.rank == 0:
-        for number in range(10):
-            link.send(message(number, torch.float64).requires_grad_()).wait()
-        return []
-    like = torch.empty(3, 5, dtype=torch.float64, device="meta")
-    kept: dict[int, tuple[Loan, torch.Tensor]] = {}
-    for number in range(10):
-        if len(kept) == 3:
-            kept.pop(sorted(kept)[number % 2])[0].give_back()
-        loan = link.borrow(like)
-        kept[number] = loan, loan.take()
-        for known, (_, tensor) in kept.items():
-            assert torch.equal(tensor, message(known, torch.float64))
-            assert not tensor.requires_grad
-    loan = kept[9][0]
-    loan.give_back()
-    with pytest.raises(ValueError, match="message 9 of link 0->1 was not taken, or given back already"):
-        loan.give_back()
-    return [float(tensor.sum()) for _, tensor in kept.values()]
-
-
-def test_messages_can_be_read_in_place() -> None:
-    assert len(run_mesh({"pipeline": 2}, borrow)[1]) == 3
-
-
-def receive_and_borrow(mesh: Mesh) -> list[float]:
-    """Both ways of receiving take turns on one link; what was posted first is filled first."""
-    edge = Edge(0, 1, 4, slots=2, loans=1)
-    link = make_links(mesh, [edge], "shared_memory", timeout=20)[edge]
-    if mesh.rank == 0:
-        for number in range(9):
-            link.send(torch.full((1,), float(number)))
-        return []
-    values = []
-    for _ in range(3):
-        into = torch.zeros(2, 1)
-        first = link.receive(into[0])
-        loan = link.borrow(into[0])
-        last = link.receive(into[1])
-        last.wait()
-        first.wait()
-        values += [into[0].item(), loan.take().item(), into[1].item()]
-        loan.give_back()
-    return values
-
-
-def test_lent_and_copied_messages_keep_their_order() -> None:
-    assert run_mesh({"pipeline": 2}, receive_and_borrow)[1] == [float(number) for number in range(9)]
-
-
-def wait_with_loans(mesh: Mesh) -> list[float]:
-    """As `cross_wait`, with the first link's only free slot taken by loans that are posted."""
-    many, one, notice = Edge(0, 1, 4, slots=1, loans=2), Edge(2, 1, 4, slots=1), Edge(0, 2, 4)
-    links = make_links(mesh, [many, one, notice], "shared_memory", timeout=20)
-    if mesh.rank == 2:
-        links[notice].receive(torch.zeros(1)).wait()
-        links[one].send(torch.full((1,), 9.0))
-        return []
-    if mesh.rank == 0:
-        for number in range(5):
-            links[many].send(torch.full((1,), float(number)))
-        links[notice].send(torch.ones(1))
-        return []
-    like = torch.zeros(1)
-    loans = [links[many].borrow(like) for _ in range(2)]
+    loans = [links[many].borrow(torch.zeros(1)) for _ in range(num_loans)]
     values = [loan.take().item() for loan in loans]
-    buffers = [torch.zeros(1) for _ in range(4)]
-    receives = [links[many].receive(buffer) for buffer in buffers[:3]]
-    links[one].receive(buffers[3]).wait()
+    *buffers, last = torch.zeros(6 - num_loans, 1)
+    receives = [links[many].receive(buffer) for buffer in buffers]
+    links[one].receive(last).wait()
+    assert last.item() == 9.0
     for transfer in receives:
         transfer.wait()
     for loan in loans:
@@ -196,28 +119,42 @@ def wait_with_loans(mesh: Mesh) -> list[float]:
     return [*values, *(buffer.item() for buffer in buffers)]
 
 
-def test_loans_do_not_block_posted_receives() -> None:
-    assert run_mesh({"pipeline": 3}, wait_with_loans)[1] == [0.0, 1.0, 2.0, 3.0, 4.0, 9.0]
+@pytest.mark.parametrize(("kind", "num_loans"), [*((kind, 0) for kind in KINDS), ("shared_memory", 2)])
+def test_posted_receives_are_filled_while_another_link_is_awaited(kind: LinkKind, num_loans: int) -> None:
+    results = run_mesh({"pipeline": 3}, cross_wait, kind, num_loans, backend=backend_of(kind))
+    assert results[1] == [0.0, 1.0, 2.0, 3.0, 4.0]
 
 
-def every_shape(mesh: Mesh, kind: LinkKind) -> None:
-    shapes = (shape for axes in range(5) for shape in itertools.product(range(4), repeat=axes))
-    edge = Edge(0, 1, 8 * 3**4, slots=2)
-    link = make_links(mesh, [edge], kind, timeout=20)[edge]
-    for number, shape in enumerate(shapes):
-        # Transposed, so that what is sent is not contiguous.
-        expected = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).view(shape) + number
-        if mesh.rank == 0:
-            link.send(expected.mT.contiguous().mT if len(shape) > 1 else expected).wait()
-        else:
-            into = torch.empty(shape, dtype=torch.float64)
-            link.receive(into).wait()
-            assert torch.equal(into, expected)
+def borrow(mesh: Mesh) -> None:
+    """Rank 1 posts a receive, a loan and a receive at a time, awaits the last one first, and keeps up to three loans,
+    which it gives back in another order."""
+    edge = Edge(0, 1, 8 * 15, slots=1, loans=3)
+    link = make_links(mesh, [edge], "shared_memory", timeout=20)[edge]
+    if mesh.rank == 0:
+        for number in range(30):
+            link.send(message(number, torch.float64).requires_grad_())
+        return
+    kept: dict[int, tuple[Loan, torch.Tensor]] = {}
+    for number in range(0, 30, 3):
+        if len(kept) == 3:
+            kept.pop(sorted(kept)[number % 2])[0].give_back()
+        into = torch.zeros(2, 3, 5, dtype=torch.float64)
+        first, loan, last = link.receive(into[0]), link.borrow(into[0]), link.receive(into[1])
+        last.wait()
+        first.wait()
+        kept[number + 1] = loan, loan.take()
+        copied = {number: into[0], number + 2: into[1]}
+        for known, tensor in (copied | {each: tensor for each, (_, tensor) in kept.items()}).items():
+            assert torch.equal(tensor, message(known, torch.float64))
+            assert not tensor.requires_grad
+    assert len(kept) == 3
+    loan.give_back()
+    with pytest.raises(ValueError, match="message 28 of link 0->1 was not taken, or given back already"):
+        loan.give_back()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_every_shape_arrives(kind: LinkKind) -> None:
-    run_mesh({"pipeline": 2}, every_shape, kind, backend=backend_of(kind))
+def test_lent_and_copied_messages_keep_their_order() -> None:
+    run_mesh({"pipeline": 2}, borrow)
 
 
 def chosen_kind(mesh: Mesh) -> str:
@@ -280,9 +217,5 @@ def test_wrong_use_is_refused(kind: LinkKind) -> None:
     run_mesh({"pipeline": 2}, ask_wrongly, kind, backend=backend_of(kind))
 
 
-def no_edges(mesh: Mesh) -> dict[Edge, LinkEnd]:
-    return make_links(mesh, [])
-
-
 def test_one_process_needs_no_links() -> None:
-    assert run_mesh({"pipeline": 1}, no_edges) == [{}]
+    assert run_mesh({"pipeline": 1}, make_links, []) == [{}]
