@@ -3,7 +3,7 @@
 import os
 import signal
 import time
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,32 +126,22 @@ def test_asynchronous_reduction_blocks_no_rank_before_wait(backend: Backend) -> 
     assert run_mesh({"data": 2, "tensor": 2}, start_reduction_then_talk, backend=backend) == [2.0] * 4
 
 
-def fail_on_rank_one(mesh: Mesh) -> None:
+def wait_for_failed_peer(mesh: Mesh, messages: list[str]) -> None:
     if mesh.rank == 1:
         raise ValueError("bad batch")
-    mesh.group("data").all_reduce(torch.ones(2))
+    with pytest.raises(CommunicationError) as caught:
+        mesh.group("data").all_reduce(torch.ones(2))
+    messages.append(str(caught.value))
 
 
 def test_failed_threads_break_the_wait_and_are_reported() -> None:
+    messages: list[str] = []
     with pytest.raises(ValueError, match="bad batch"):
-        run_mesh({"data": 3}, fail_on_rank_one, backend="threads")
-
-
-def wait_for_failed_peer(mesh: Mesh) -> str:
-    if mesh.rank == 1:
-        mesh.threads.fail(1, ValueError("bad batch"))  # type: ignore[attr-defined]
-        return ""
-    with pytest.raises(CommunicationError) as caught:
-        mesh.group("data").all_reduce(torch.ones(2))
-    return str(caught.value)
-
-
-def test_thread_error_names_peer_and_operation() -> None:
-    message = run_mesh({"data": 2}, wait_for_failed_peer, backend="threads")[0]
-    assert message == (
+        run_mesh({"data": 2}, wait_for_failed_peer, messages, backend="threads")
+    assert messages == [
         "rank 0 waited for rank 1 in all_reduce sum of float32 (2,) (collective 0 of the world group), "
         "but rank 1 failed: ValueError('bad batch')"
-    )
+    ]
 
 
 def stay_silent(mesh: Mesh) -> str:
@@ -179,21 +169,31 @@ def test_threads_in_different_collectives_are_reported() -> None:
         run_mesh({"data": 2}, disagree, backend="threads")
 
 
-def die_before_reduction(rank: int, with_gradients: bool) -> str:
-    mesh = connected_mesh(MeshShape({"data": 2}), torch.device("cpu"))
+def meet_the_dead(rank: int, operation: str) -> str:
+    """Rank 0 gathers once with rank 1, which then dies."""
+    mesh = connected_mesh(MeshShape({"data": 2}), torch.device("cpu"), timeout=50.0)
+    group = mesh.group("data")
+    whole, part = torch.empty(8), torch.ones(4)
+    group.gather_into(whole, part).wait()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    group = mesh.group("data")
-    reduce = partial(reduce_from_group, group=group) if with_gradients else group.all_reduce
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(part),
+        "all_reduce with gradients": lambda: reduce_from_group(part, group),
+        "all_gather": lambda: group.gather_into(whole, part).wait(),
+    }
     with pytest.raises(CommunicationError) as caught:
-        reduce(torch.ones(2))
+        calls[operation]()
     return str(caught.value)
 
 
-@pytest.mark.parametrize("with_gradients", [False, True])
-def test_dead_process_is_reported_with_group_and_operation(with_gradients: bool) -> None:
-    message = run_ranks(2, die_before_reduction, with_gradients, may_die=[1])[0]
-    assert message.startswith("rank 0: all_reduce in the world group with rank 1 failed")
+@pytest.mark.parametrize("operation", ["all_reduce", "all_reduce with gradients", "all_gather"])
+def test_dead_process_is_reported_with_group_and_operation(operation: str) -> None:
+    message = run_ranks(2, meet_the_dead, operation, may_die=[1])[0]
+    assert message.startswith(f"rank 0: {operation.split()[0]} in the world group with rank 1 failed")
+    if operation == "all_gather":
+        assert " failed: rank 0 waited for rank 1 to " in message
+        assert message.endswith("but rank 1 has ended")
 
 
 def test_solo_results_do_not_share_memory_with_the_input() -> None:

@@ -1,9 +1,12 @@
 """A peer that dies, falls silent or sends something else is named, and no shared memory remains."""
 
 import os
+import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,14 +15,12 @@ import torch
 from megapipe.config.parallel import MeshShape
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.launch import connected_mesh
-from megapipe.parallel.links import Edge, LinkEnd, Transfer
+from megapipe.parallel.links import Edge, LinkEnd
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import DistributedLink, LinkKind, make_links
-from tests.support.meshes import run_mesh, run_threads
+from tests.support.meshes import Backend, run_mesh, run_threads
 from tests.support.patience import wait_until
 from tests.support.ranks import run_ranks
-
-PROCESS_KINDS: list[LinkKind] = ["gloo", "shared_memory"]
 
 
 def two_links(mesh: Mesh, kind: LinkKind, timeout: float) -> tuple[LinkEnd, LinkEnd]:
@@ -37,111 +38,78 @@ def hurried(link: LinkEnd, seconds: float) -> LinkEnd:
     return link
 
 
-def message_and_seconds(transfer: Transfer) -> tuple[str, float]:
+def message_and_seconds(wait: Callable[[], None]) -> tuple[str, float]:
     started = time.monotonic()
     with pytest.raises(CommunicationError) as caught:
-        transfer.wait()
+        wait()
     return str(caught.value), time.monotonic() - started
 
 
-def wait_for_the_dead(rank: int, kind: LinkKind) -> tuple[str, float]:
+def send_often(link: LinkEnd) -> None:
+    for _ in range(10):
+        link.send(torch.ones(4))
+
+
+def wait_for_the_dead(rank: int, kind: LinkKind, sends: bool) -> tuple[str, float]:
+    """Wait for a message of a dead rank, or for it to take the messages that fill all slots."""
     mesh = connected_mesh(MeshShape({"pipeline": 2}), torch.device("cpu"))
     there, back = two_links(mesh, kind, timeout=50)
     if rank == 1:
         there.receive(torch.zeros(4)).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     there.send(torch.ones(4)).wait()
-    return message_and_seconds(back.receive(torch.zeros(4)))
+    return message_and_seconds(partial(send_often, there) if sends else back.receive(torch.zeros(4)).wait)
 
 
-@pytest.mark.parametrize("kind", PROCESS_KINDS)
-def test_a_dead_peer_is_named_and_leaves_no_memory(kind: LinkKind) -> None:
+@pytest.mark.parametrize(("kind", "sends"), [("gloo", False), ("shared_memory", False), ("shared_memory", True)])
+def test_a_dead_peer_is_named_and_leaves_no_memory(kind: LinkKind, sends: bool) -> None:
     before = shared_memory_files()
-    message, seconds = run_ranks(2, wait_for_the_dead, kind, may_die=[1])[0]
+    message, seconds = run_ranks(2, wait_for_the_dead, kind, sends, may_die=[1])[0]
     assert not shared_memory_files() - before
-    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0, but ")
-    assert kind == "gloo" or message.endswith("rank 1 has ended")
+    awaited = r"take message \d+ of link 0->1" if sends else "send message 0 of link 1->0"
+    end = "" if kind == "gloo" else "rank 1 has ended$"
+    assert re.match(f"rank 0 waited for rank 1 to {awaited}, but .*{end}", message)
     assert seconds < 25, "half of the time-out"
 
 
-def send_often(link: LinkEnd, count: int) -> None:
-    for _ in range(count):
-        link.send(torch.ones(4))
-
-
-def send_to_the_dead(rank: int) -> str:
-    mesh = connected_mesh(MeshShape({"pipeline": 2}), torch.device("cpu"))
-    there, _ = two_links(mesh, "shared_memory", timeout=50)
-    if rank == 1:
-        there.receive(torch.zeros(4)).wait()
-        os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(CommunicationError) as caught:
-        send_often(there, 10)
-    return str(caught.value)
-
-
-def test_sender_to_a_dead_peer_gets_an_error() -> None:
-    message = run_ranks(2, send_to_the_dead, may_die=[1])[0]
-    assert message.startswith("rank 0 waited for rank 1 to take message ")
-    assert message.endswith("of link 0->1, but rank 1 has ended")
-
-
-def wait_for_the_silent(mesh: Mesh, kind: LinkKind, finished: Path) -> tuple[str, float]:
-    """Rank 1 has its end of the link open until rank 0 touches `finished`."""
-    _, back = two_links(mesh, kind, timeout=20)
+def wait_for_the_silent(mesh: Mesh, kind: LinkKind, sends: bool, finished: Path) -> tuple[str, float]:
+    """Rank 1 has its ends of the links open until rank 0 touches `finished`."""
+    there, back = two_links(mesh, kind, timeout=20)
     outcome = "", 0.0
     if mesh.rank == 0:
-        outcome = message_and_seconds(hurried(back, 0.3).receive(torch.zeros(4)))
+        link = hurried(there if sends else back, 0.3)
+        outcome = message_and_seconds(partial(send_often, link) if sends else link.receive(torch.zeros(4)).wait)
         finished.touch()
     wait_until(finished.exists)
     return outcome
 
 
-@pytest.mark.parametrize("kind", PROCESS_KINDS)
-def test_silent_process_is_named_after_the_timeout(tmp_path: Path, kind: LinkKind) -> None:
-    message, seconds = run_mesh({"pipeline": 2}, wait_for_the_silent, kind, tmp_path / "finished")[0]
-    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0")
+@pytest.mark.parametrize(
+    ("kind", "sends"), [("gloo", False), ("shared_memory", False), ("in_process", False), ("shared_memory", True)]
+)
+def test_a_silent_peer_is_named_after_the_timeout(tmp_path: Path, kind: LinkKind, sends: bool) -> None:
+    backend: Backend = "threads" if kind == "in_process" else "processes"
+    arguments = ({"pipeline": 2}, wait_for_the_silent, kind, sends, tmp_path / "finished")
+    message, seconds = run_mesh(*arguments, backend=backend)[0]
+    awaited = "take message 0 of link 0->1" if sends else "send message 0 of link 1->0"
+    assert message.startswith(f"rank 0 waited for rank 1 to {awaited}, but ")
+    assert kind == "gloo" or message.endswith(", but there was no answer within 0.3 s")
     assert 0.2 < seconds < 15
 
 
-def overfill(mesh: Mesh) -> str:
-    there, _ = two_links(mesh, "shared_memory", timeout=20)
-    message = ""
-    if mesh.rank == 0:
-        with pytest.raises(CommunicationError) as caught:
-            send_often(hurried(there, 0.3), 3)
-        message = str(caught.value)
-    mesh.world.barrier()
-    return message
-
-
-def test_sender_with_full_slots_gives_up_after_the_timeout() -> None:
-    assert run_mesh({"pipeline": 2}, overfill)[0] == (
-        "rank 0 waited for rank 1 to take message 0 of link 0->1, but there was no answer within 0.3 s"
-    )
-
-
-def wait_for_a_silent_thread(mesh: Mesh) -> str:
-    _, back = two_links(mesh, "in_process", timeout=0.3)
-    return message_and_seconds(back.receive(torch.zeros(4)))[0] if mesh.rank == 0 else ""
-
-
-def test_silent_thread_is_named_after_the_timeout() -> None:
-    message = run_threads({"pipeline": 2}, wait_for_a_silent_thread)[0]
-    assert message.startswith("rank 0 waited for rank 1 to send message 0 of link 1->0")
-    assert message.endswith("within 0.3 s")
-
-
-def receive_from_failing_thread(mesh: Mesh) -> None:
+def receive_from_failing_thread(mesh: Mesh, messages: list[str]) -> None:
     _, back = two_links(mesh, "in_process", timeout=20)
     if mesh.rank == 1:
         raise ValueError("bad batch")
-    assert "but rank 1 failed: ValueError('bad batch')" in message_and_seconds(back.receive(torch.zeros(4)))[0]
+    messages.append(message_and_seconds(back.receive(torch.zeros(4)).wait)[0])
 
 
 def test_failing_thread_ends_the_wait_of_its_peer() -> None:
+    messages: list[str] = []
     with pytest.raises(ValueError, match="bad batch"):
-        run_threads({"pipeline": 2}, receive_from_failing_thread)
+        run_threads({"pipeline": 2}, receive_from_failing_thread, messages)
+    (message,) = messages
+    assert message.endswith("but rank 1 failed: ValueError('bad batch')")
 
 
 def disagree_about_size(mesh: Mesh, kind: LinkKind) -> None:
@@ -169,13 +137,12 @@ def leave_early(rank: int) -> float:
         for number in range(4):
             there.send(torch.full((4,), float(number)))
         os._exit(0)
-    total = torch.zeros(4)
-    there.receive(total).wait()
-    there.receive(total).wait()
-    time.sleep(0.3)
-    there.receive(total).wait()
-    there.receive(total).wait()
-    return total[0].item()
+    into = torch.zeros(4)
+    for number in range(4):
+        if number == 2:
+            time.sleep(0.3)
+        there.receive(into).wait()
+    return into[0].item()
 
 
 def test_messages_outlive_their_sender() -> None:
@@ -192,11 +159,11 @@ def count_descriptors(mesh: Mesh) -> int:
     """Make links, use them, close them and count what stays open."""
     before = len(os.listdir("/proc/self/fd"))
     there, back = two_links(mesh, "shared_memory", timeout=20)
-    link = there if mesh.rank == 0 else back
-    link.send(torch.ones(4))
-    (back if mesh.rank == 0 else there).receive(torch.zeros(4)).wait()
-    there.close()
-    back.close()
+    outgoing, incoming = (there, back) if mesh.rank == 0 else (back, there)
+    outgoing.send(torch.ones(4))
+    incoming.receive(torch.zeros(4)).wait()
+    outgoing.close()
+    incoming.close()
     return len(os.listdir("/proc/self/fd")) - before
 
 

@@ -67,7 +67,10 @@ class Recorder:
         monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
         properties = SimpleNamespace(multi_processor_count=multiprocessors)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-        monkeypatch.setattr("megapipe.parallel.pipeline_links.DistributedGroup", self.made)
+        monkeypatch.setattr(
+            "megapipe.parallel.pipeline_links.DistributedGroup",
+            lambda name, process_group: SimpleNamespace(name=name, process_group=process_group),
+        )
         for name in ("isend", "irecv"):
             monkeypatch.setattr(dist, name, self.message(name))
 
@@ -75,9 +78,6 @@ class Recorder:
         assert parent == "pipeline"
         self.splits.append(ranks)
         return group_desc if any(self.rank in members for members in ranks) else None
-
-    def made(self, name: str, process_group: object) -> Any:
-        return SimpleNamespace(name=name, process_group=process_group)
 
     def message(self, name: str) -> Any:
         def start(tensor: torch.Tensor, peer: int, carrier: object) -> Any:
@@ -114,17 +114,19 @@ def test_each_pair_is_split_and_connected_once(monkeypatch: pytest.MonkeyPatch) 
     assert recorder.messages[-2:] == [("isend", 2, "link 1->2")] * 2
 
 
-def test_more_links_than_streams_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = [pair for other in range(1, 18) for pair in ((0, other), (other, 0))]
-    recorder = Recorder(0, 18, monkeypatch)
+@pytest.mark.parametrize(
+    ("size", "multiprocessors", "reason"),
+    [
+        (18, 108, r"pipeline rank 0 has 34 links, but torch has 32 .* at most 16 neighbours"),
+        (4, 8, r"6 links, .* up to 24 thread blocks, .* only 16 .* at most 2 neighbours"),
+    ],
+    ids=["streams", "thread blocks"],
+)
+def test_more_links_than_a_gpu_can_run_are_refused(
+    size: int, multiprocessors: int, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [pair for other in range(1, size) for pair in ((0, other), (other, 0))]
+    recorder = Recorder(0, size, monkeypatch, multiprocessors)
     nccl_links(recorder.group, edges_of(pairs[:-2]), 60.0, torch.device("cpu"))
-    with pytest.raises(LaunchError, match=r"pipeline rank 0 has 34 links, but torch has 32 .* at most 16 neighbours"):
-        nccl_links(recorder.group, edges_of(pairs[-2:]), 60.0, torch.device("cpu"))
-
-
-def test_more_kernels_than_a_gpu_can_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    pairs = [pair for other in range(1, 4) for pair in ((0, other), (other, 0))]
-    recorder = Recorder(0, 4, monkeypatch, multiprocessors=8)
-    nccl_links(recorder.group, edges_of(pairs[:-2]), 60.0, torch.device("cpu"))
-    with pytest.raises(LaunchError, match=r"6 links, .* up to 24 thread blocks, .* only 16 .* at most 2 neighbours"):
+    with pytest.raises(LaunchError, match=reason):
         nccl_links(recorder.group, edges_of(pairs[-2:]), 60.0, torch.device("cpu"))

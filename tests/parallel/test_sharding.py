@@ -4,29 +4,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
-from megapipe.engine.reductions import squared_norms
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.segments import Sharding
 from megapipe.parallel.unit_state import UnitState, is_allocated
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
+from tests.parallel.test_unit_state import PARAMETERS, Linear
 from tests.support.meshes import run_mesh
-
-PARAMETERS = {
-    "weight": ParameterSpec("unit.weight", (30, 20), 0, Init("normal", 0.5), decay=True, matrix=True),
-    "bias": ParameterSpec("unit.bias", (30,), None, Init("zeros"), decay=False, matrix=False),
-}
-
-
-class Linear(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(30, 20, device="meta"))
-        self.bias = nn.Parameter(torch.empty(30, device="meta"))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.t() + self.bias
 
 
 @given(
@@ -60,17 +44,6 @@ def test_shards_together_are_the_whole(rows: list[int], count: int, stage: int, 
     assert not master[size:].any()
     if stage < 3:
         assert all(torch.equal(part.weights[0], master.to(dtype)) for part in parts)
-
-
-def test_squares_of_shards_add_up() -> None:
-    totals = {"unit.weight": 0.0, "unit.bias": 0.0}
-    for index in range(4):
-        state = UnitState("unit", PARAMETERS.values(), sharding=Sharding(1, index, 4))
-        for segment in state.table:
-            state.owned_view(state.gradients[0], segment).fill_(2.0)
-        for name, square in squared_norms([state]).items():
-            totals[name] += float(square)
-    assert totals == {"unit.weight": pytest.approx(4 * 600), "unit.bias": pytest.approx(4 * 30)}
 
 
 def backward_between_gathers(mesh: Mesh) -> tuple[torch.Tensor, ...]:

@@ -1,5 +1,7 @@
 """UnitState: segments, initial weights, versions, per-use gradients, and the canonical norm."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,16 +10,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from megapipe.engine.reductions import BLOCK, squared_norm, squared_norms
-from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable
+from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec
 
 
-def matrix(name: str = "unit.weight", rows: int = 6, columns: int = 5, axis: int | None = 0) -> ParameterSpec:
+def matrix(name: str = "unit.weight", rows: int = 30, columns: int = 20, axis: int | None = 0) -> ParameterSpec:
     return ParameterSpec(name, (rows, columns), axis, Init("normal", 0.5), decay=True, matrix=True)
 
 
-def vector(name: str = "unit.bias", size: int = 6) -> ParameterSpec:
+def vector(name: str = "unit.bias", size: int = 30) -> ParameterSpec:
     return ParameterSpec(name, (size,), None, Init("zeros"), decay=False, matrix=False)
 
 
@@ -28,8 +30,8 @@ def table(rows: int = 10, columns: int = 3) -> ParameterSpec:
 class Linear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, 5, device="meta"))
-        self.bias = nn.Parameter(torch.empty(6, device="meta"))
+        self.weight = nn.Parameter(torch.empty(30, 20, device="meta"))
+        self.bias = nn.Parameter(torch.empty(30, device="meta"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ self.weight.t() + self.bias
@@ -88,11 +90,11 @@ def test_backward_accumulates_into_the_flat_buffer(dtype: torch.dtype) -> None:
     state.initialize(seed=1)
     module = Linear()
     state.bind(module, PARAMETERS)
-    inputs = torch.randn(4, 5, dtype=dtype)
-    expected = torch.zeros(6, 5, dtype=state.accumulate_dtype)
+    inputs = torch.randn(4, 20, dtype=dtype)
+    expected = torch.zeros(30, 20, dtype=state.accumulate_dtype)
     for _ in range(3):
         module(inputs).sum().backward()
-        expected += (torch.ones(4, 6, dtype=dtype).t() @ inputs).to(expected.dtype)
+        expected += (torch.ones(4, 30, dtype=dtype).t() @ inputs).to(expected.dtype)
     weight = state.view(state.gradients[0], state.table["unit.weight"])
     assert module.weight.grad is not None
     assert module.weight.grad.data_ptr() == weight.data_ptr()
@@ -112,14 +114,14 @@ def test_two_versions_back_propagate_each_through_its_own_weights() -> None:
     old, new = (twin.weight.detach().clone() for twin in (twins[1], twins[0]))
     assert torch.allclose(new, old + 1.0)
 
-    first = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
-    second = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    first = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
+    second = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
     output_old, output_new = twins[1](first), twins[0](second)
     output_old.sum().backward()
     output_new.sum().backward()
-    assert torch.allclose(first.grad, old.sum(0).expand(2, 5))  # type: ignore[arg-type]
-    assert torch.allclose(second.grad, new.sum(0).expand(2, 5))  # type: ignore[arg-type]
-    expected = (first + second).sum(0).expand(6, 5)
+    assert torch.allclose(first.grad, old.sum(0).expand(2, 20))  # type: ignore[arg-type]
+    assert torch.allclose(second.grad, new.sum(0).expand(2, 20))  # type: ignore[arg-type]
+    expected = (first + second).sum(0).expand(30, 20)
     assert torch.allclose(state.view(state.gradients[0], state.table["unit.weight"]), expected)
 
 
@@ -154,28 +156,32 @@ def test_uses_of_a_tied_weight_are_summed_in_order() -> None:
     assert torch.equal(state.gradients[0], torch.full_like(state.gradients[0], 3.0))
 
 
-def test_norms_are_accurate_where_fp32_sums_are_not() -> None:
-    values = torch.from_numpy(np.random.default_rng(0).normal(size=5 * BLOCK + 17)).float() * 1e-3
-    expected = values.double().square().sum()
-    assert abs(squared_norm(values) / expected - 1) < 1e-6
-
-
-@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK])
+@pytest.mark.parametrize("size", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 5 * BLOCK + 17])
 def test_a_squared_norm_is_the_sum_over_its_blocks(size: int) -> None:
     values = torch.from_numpy(np.random.default_rng(size).normal(size=size)).float()
     blocks = [torch.linalg.vector_norm(block).double().square() for block in values.split(BLOCK) if len(block)]
     whole = blocks[: size // BLOCK]
     expected = torch.stack(whole).sum() if whole else torch.zeros((), dtype=torch.float64)
     assert torch.equal(squared_norm(values), expected + sum(blocks[size // BLOCK :]))
+    # Accurate where fp32 sums are not.
+    assert float(squared_norm(values)) == pytest.approx(float(values.double().square().sum()), rel=1e-6)
 
 
-def test_replicated_parameters_count_once_over_tensor_ranks() -> None:
-    specs = [matrix(), vector()]
-    total = {"unit.weight": 0.0, "unit.bias": 0.0}
-    for rank in range(2):
-        state = UnitState("u", specs, tensor_rank=rank, tensor_size=2)
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [{"tensor_rank": rank, "tensor_size": 2} for rank in range(2)],
+        [{"sharding": Sharding(1, index, 4)} for index in range(4)],
+    ],
+    ids=["tensor ranks", "shards"],
+)
+def test_squares_of_parts_add_up(parts: list[dict[str, Any]]) -> None:
+    """Parameters that tensor ranks replicate count once."""
+    totals = {"unit.weight": 0.0, "unit.bias": 0.0}
+    for part in parts:
+        state = UnitState("unit", PARAMETERS.values(), **part)
         for segment in state.table:
-            state.owned_view(state.gradients[0], segment).fill_(1.0)
+            state.owned_view(state.gradients[0], segment).fill_(2.0)
         for name, square in squared_norms([state]).items():
-            total[name] += float(square)
-    assert total == {"unit.weight": pytest.approx(30), "unit.bias": pytest.approx(6)}
+            totals[name] += float(square)
+    assert totals == {"unit.weight": pytest.approx(4 * 600), "unit.bias": pytest.approx(4 * 30)}
