@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO, NamedTuple
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -57,10 +58,25 @@ def test_a_task_of_a_slurm_step_is_a_rank() -> None:
     assert slurm_variables({}) == {}
 
 
-def train(folder: Path, *arguments: str, ranks: str = "2", **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a job to its end with stderr in stdout, as a screen shows them."""
+def started(folder: Path, *arguments: str, screen: int | IO[str] = subprocess.PIPE) -> subprocess.Popen[str]:
+    """Start a job in a session of its own, with stderr in stdout, as a screen shows them."""
+    return subprocess.Popen(
+        [*MEGAPIPE, *TINY, "--data.prefix=corpus", *arguments],
+        cwd=folder,
+        env=environment(),
+        stdout=screen,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def train(
+    folder: Path, *arguments: str, program: list[str] = MEGAPIPE, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a job of two ranks to its end, with stderr in stdout."""
     return subprocess.run(
-        [*MEGAPIPE, "-n", ranks, *TINY, "--data.prefix=corpus", *arguments],
+        [*program, "-n", "2", *TINY, "--data.prefix=corpus", *arguments],
         cwd=folder,
         env=environment(**variables),
         stdout=subprocess.PIPE,
@@ -96,15 +112,8 @@ def test_ranks_of_one_host_need_no_known_host_name(folder: Path) -> None:
     """As in a container whose name no name server knows."""
     program = "import socket, sys; socket.getfqdn = lambda *_: 'no-host.invalid'; sys.argv[0] = 'megapipe'; "
     start = [sys.executable, "-P", "-c", f"{program}from megapipe.cli.main import start; start()", "train"]
-    done = subprocess.run(
-        [*start, "-n", "2", *TINY, "--data.prefix=corpus", "--parallel.pipeline=2", "--training.steps=1"],
-        cwd=folder,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
+    done = train(folder, "--parallel.pipeline=2", "--training.steps=1", program=start)
+    assert done.returncode == 0, done.stdout
     assert "finished after step 1/1" in done.stdout
 
 
@@ -129,33 +138,25 @@ def test_wrong_input_of_ranks_is_the_last_line(folder: Path, argument: str) -> N
     assert line.startswith(WRONG[argument])
 
 
-class Endless:
+class Endless(NamedTuple):
     """A job of two ranks that has taken some steps. screen: its file for stdout and stderr."""
 
-    def __init__(self, folder: Path) -> None:
-        self.screen = folder / "screen"
-        words = ["--data.prefix=corpus", "--training.steps=1000000", "--parallel.data=2"]
-        with self.screen.open("w") as screen:
-            self.process = subprocess.Popen(
-                [*MEGAPIPE, "-n", "2", *TINY, *words],
-                cwd=folder,
-                env=environment(),
-                stdout=screen,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+    process: subprocess.Popen[str]
+    screen: Path
 
 
 @pytest.fixture
 def endless(folder: Path) -> Iterator[Endless]:
-    job = Endless(folder)
+    screen = folder / "screen"
+    with screen.open("w") as output:
+        process = started(folder, "-n", "2", "--training.steps=1000000", "--parallel.data=2", screen=output)
     try:
-        wait_until(lambda: job.screen.read_text().count("step ") >= 2)
-        yield job
+        wait_until(lambda: screen.read_text().count("step ") >= 2)
+        yield Endless(process, screen)
     finally:
-        if job.process.poll() is None:
-            os.killpg(job.process.pid, signal.SIGKILL)
-        job.process.wait()
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 @needs_proc
@@ -204,35 +205,26 @@ def test_srun_with_one_task_per_node_names_the_nodes(folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("variables", "reason"),
+    ("words", "variables", "reason"),
     [
-        (STEP, "srun started 16 tasks on 2 nodes: use one task per node, or one per rank without -n"),
-        ({"RANK": "1"}, "this process is rank 1 already"),
+        ("-n 8", STEP, "srun started 16 tasks on 2 nodes: use one task per node, or one per rank without -n"),
+        ("-n 8", {"RANK": "1"}, "this process is rank 1 already"),
+        ("-n 2 --parallel.tensor 3", {}, "world size 2 is not a multiple of"),
+        ("-n 99999", {}, "global_size 16 is not divisible by batch.micro_size 4 x data-parallel size 99999"),
+        ("-n 2 --data.sequence_length 999", {}, "exceeds model.max_positions 256"),
     ],
 )
-def test_ranks_are_not_started_inside_of_ranks(
-    variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert train_command.main(["-n", "8", "--config", "gpt_tiny"]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert reason in line
-
-
-@pytest.mark.parametrize(
-    ("words", "reason"),
-    [
-        (["-n", "2", "--parallel.tensor", "3"], "world size 2 is not a multiple of"),
-        (["-n", "99999"], "batch.global_size 16 is not divisible by batch.micro_size 4 x data-parallel size 99999"),
-        (["-n", "2", "--data.sequence_length", "999"], "exceeds model.max_positions 256"),
-    ],
-)
-def test_no_rank_starts_in_a_wrong_layout(
-    words: list[str], reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_no_rank_starts_inside_of_ranks_or_in_wrong_layouts(
+    words: str,
+    variables: dict[str, str],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(train_command, "launch", lambda *_: pytest.fail("ranks were started"))
-    assert train_command.main(["--config", "gpt_tiny", *words]) == 2
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert train_command.main(["--config", "gpt_tiny", *words.split()]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert reason in line
 
@@ -241,25 +233,8 @@ def test_no_rank_starts_in_a_wrong_layout(
 @pytest.mark.parametrize(("argument", "status"), [("--training.steps=3", 0), ("--data.prefix=nowhere", 2)])
 def test_two_nodes_meet(folder: Path, argument: str, status: int) -> None:
     """Two launchers of this host, with a rank each."""
-    nodes = [
-        subprocess.Popen(
-            [
-                *MEGAPIPE,
-                "-n=1",
-                "--nodes=2",
-                f"--rendezvous=localhost:{port}",
-                *TINY,
-                "--data.prefix=corpus",
-                argument,
-            ],
-            cwd=folder,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for port in [free_port()] * 2
-    ]
+    words = ["-n=1", "--nodes=2", f"--rendezvous=localhost:{free_port()}", argument]
+    nodes = [started(folder, *words) for _ in range(2)]
     outputs = [node.communicate(timeout=LIMIT_SECONDS)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [status] * 2, outputs
     lines = [line for output in outputs for line in output.splitlines()]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,42 +132,44 @@ mine  finished  2023-11-14 22:13  17.0 s    1.23M       pipeline 2  1f1b      20
 """  # noqa: E501
 
 
-def test_show_and_list_print_a_small_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """In a folder with a run, what a command prints that warns of nothing."""
     write_run(tmp_path / "mine")
     monkeypatch.chdir(tmp_path)
-    assert main(["show", "mine"]) == 0
-    assert capsys.readouterr() == (SHOWN, "")
-    assert main(["list", "mine"]) == 0
-    assert capsys.readouterr() == (LISTED, "")
+
+    def printed(words: str) -> str:
+        assert main(words.split()) == 0
+        output, errors = capsys.readouterr()
+        assert errors == ""
+        return output
+
+    return printed
+
+
+def test_show_and_list_print_a_small_run(
+    tmp_path: Path, shown: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert shown("show mine") == SHOWN
+    assert shown("list mine") == LISTED
+    (listed,) = json.loads(shown("list mine --json"))
+    assert (listed["status"], listed["steps"], listed["problems"]) == ("finished", 20, [])
+    assert json.loads(shown("show mine --json"))["config"]["training.steps"] == 20
     (tmp_path / "runs").mkdir()
     shutil.move(tmp_path / "mine", tmp_path / "runs/group/mine")
-    assert main(["list"]) == 0, "runs/ and folders in it are searched"
-    assert "runs/group/mine  finished" in capsys.readouterr().out
+    assert "runs/group/mine  finished" in shown("list"), "runs/ and folders in it are searched"
     (tmp_path / "empty").mkdir()
     assert main(["list", "empty"]) == 0
     assert "empty has no runs" in capsys.readouterr().err
 
 
-def test_compare_and_plot_show_differences_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_run(tmp_path / "mine")
+def test_compare_and_plot_show_differences_alone(tmp_path: Path, shown: Callable[[str], str]) -> None:
     write_run(tmp_path / "<b>other", learning_rate=2e-3)
-    monkeypatch.chdir(tmp_path)
-    assert main(["compare", "mine", "<b>other", "--json"]) == 0
-    compared = json.loads(capsys.readouterr().out)
+    compared = json.loads(shown("compare mine <b>other --json"))
     assert compared["differences"] == {"optimizer.learning_rate": [0.001, 0.002]}
     assert [each["loss"] for each in compared["runs"]] == [3.25, 3.25]
-    assert main(["list", "mine", "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
-    assert (listed["status"], listed["steps"], listed["problems"]) == ("finished", 20, [])
-    assert main(["show", "mine", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["config"]["training.steps"] == 20
-    assert main(["compare", "mine", "mine"]) == 0
-    assert capsys.readouterr().out.endswith("the configurations are equal\n")
-    assert main(["plot", "mine", "<b>other", "--over", "tokens", "--html", "page.html", "--svg", "p.svg"]) == 0
+    assert shown("compare mine mine").endswith("the configurations are equal\n")
+    shown("plot mine <b>other --over tokens --html page.html --svg p.svg")
     page = (tmp_path / "page.html").read_text()
     assert "//" not in page.replace("http://www.w3.org/2000/svg", ""), "nothing is loaded from elsewhere"
     assert "<b>" not in page
@@ -174,13 +177,10 @@ def test_compare_and_plot_show_differences_alone(
     root = ElementTree.parse(tmp_path / "p.svg").getroot()
     lines = [each.attrib["points"].split() for each in root.iter("{http://www.w3.org/2000/svg}polyline")]
     assert [len(line) for line in lines] == [20, 20]
-    capsys.readouterr()
-    assert main(["plot", "mine", "--json", "--over", "tokens"]) == 0
-    (curve,) = json.loads(capsys.readouterr().out)
+    (curve,) = json.loads(shown("plot mine --json --over tokens"))
     assert [x for x, _ in curve["training"]] == [32.0 * step for step in range(1, 21)]
     assert curve["validation"] == [[640.0, 4.25]]
-    assert main(["plot", "mine", "--over", "time"]) == 0
-    assert "a  mine" in capsys.readouterr().out
+    assert "a  mine" in shown("plot mine --over time")
 
 
 @pytest.fixture(scope="module")
@@ -266,21 +266,19 @@ def test_each_problem_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert len(problems.splitlines()) == 2
     assert f"{METRICS} has 2 lines that are not a JSON object; the other lines were read" in problems
     assert f"{RUN} is not readable JSON" in problems
+    page = str(tmp_path / "page.html")
     for arguments, reason in (
         (["show", str(tmp_path / "none")], "does not exist"),
         (["plot", str(tmp_path)], "is not a run"),
         (["list", str(tmp_path / "none")], "cannot read"),
-        (
-            ["plot", str(folder), "--html", str(tmp_path / "page.html"), "--png", str(tmp_path / "none/p.png")],
-            "none does not exist",
-        ),
+        (["plot", str(folder), "--html", page, "--png", str(tmp_path / "none/p.png")], "none does not exist"),
         (["plot", str(folder), "--html", "/dev/full"], "cannot write the picture: No space left on device"),
     ):
         assert main(arguments) == 2
         last = capsys.readouterr().err.splitlines()[-1]
         assert last.startswith("error: ")
         assert reason in last
-    assert not (tmp_path / "page.html").exists()  # no picture, if another one cannot be written
+    assert not Path(page).exists()  # no picture, if another one cannot be written
 
 
 @pytest.mark.parametrize("losses", [[1e-320, 0.0], [1e15, 1e15 + 0.125], [2.0], [1e99, -1e99], []], ids=str)
