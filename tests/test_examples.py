@@ -8,8 +8,6 @@ import runpy
 import shlex
 import shutil
 import subprocess
-import tempfile
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 
@@ -100,27 +98,11 @@ def test_a_model_has_the_parameters_of_transformers(path: Path) -> None:
     assert sum(each.numel() for each in (*theirs.parameters(), *biases)) == parameter_count(model)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """The arguments that a launch script gives to `megapipe train`."""
+def launched(script: Path, folder: Path) -> tuple[int, int, PretrainConfig]:
+    """Run the script with stand-ins for the launchers, as its comment says.
 
-    nodes: int
-    processes_per_node: int
-    config: PretrainConfig
-
-    @property
-    def world_size(self) -> int:
-        return self.nodes * self.processes_per_node
-
-
-@functools.cache
-def launch_of(script: Path) -> Launch:
-    """Run the script with stand-ins for the launchers, as its comment says, and return what it would start."""
-    with tempfile.TemporaryDirectory() as folder:
-        return _launched(script, Path(folder))
-
-
-def _launched(script: Path, folder: Path) -> Launch:
+    Return the nodes, the processes per node and the configuration that it would start.
+    """
     for name, body in STAND_INS.items():
         (folder / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (folder / name).chmod(0o755)
@@ -138,34 +120,23 @@ def _launched(script: Path, folder: Path) -> Launch:
     words = (folder / "record").read_text().splitlines()
     assert words[:3] == ["train", "-n", "8"]
     launcher = dict(itertools.pairwise(words[: words.index("--model")]))
-    arguments = words[words.index("--model") :]
-    return Launch(int(launcher.get("--nodes", nodes[1] if nodes else "1")), int(launcher["-n"]), parse(arguments))
+    config = parse(words[words.index("--model") :])
+    return int(launcher.get("--nodes", nodes[1] if nodes else "1")), int(launcher["-n"]), config
 
 
-@pytest.fixture(params=LAUNCHES, ids=attrgetter("name"))
-def script(request: pytest.FixtureRequest) -> Path:
-    return request.param
-
-
-def test_a_launch_line_is_a_run_that_can_start(script: Path) -> None:
-    launch = launch_of(script)
-    validate(launch.config, launch.world_size)
-    assert launch.config.training.seed == 7, "what the user adds to the command line does not arrive"
-
-
-def test_a_launch_comment_states_its_world_and_layout(script: Path) -> None:
-    launch = launch_of(script)
+@pytest.mark.parametrize("script", LAUNCHES, ids=attrgetter("name"))
+def test_a_launch_script_starts_what_its_comment_says(script: Path, tmp_path: Path) -> None:
+    """The exact peak of the fullest rank leaves a twentieth of the GPU."""
+    nodes, processes, config = launched(script, tmp_path)
+    validate(config, nodes * processes)
+    assert config.training.seed == 7, "what the user adds to the command line does not arrive"
     comment = re.sub(r"\s+# ?", " ", script.read_text())
-    nodes = "one node" if launch.nodes == 1 else f"{launch.nodes} nodes"
-    assert f"on {nodes} of {launch.processes_per_node} A100 of 80 GB" in comment
-    assert f"{layout_text(launch.config)}. Predicted:" in comment
+    assert f"on {'one node' if nodes == 1 else f'{nodes} nodes'} of {processes} A100 of 80 GB" in comment
+    assert f"{layout_text(config)}. Predicted:" in comment
+    assert peak_bytes(config, "cuda") < 0.95 * GPU_BYTES
 
 
-def test_a_launch_fits_its_gpus_as_predicted(script: Path) -> None:
-    """The exact peak of the fullest rank, with a twentieth to spare."""
-    assert peak_bytes(launch_of(script).config, "cuda") < 0.95 * GPU_BYTES
-
-
+@pytest.mark.parametrize("script", LAUNCHES, ids=attrgetter("name"))
 def test_launch_scripts_pass_shellcheck(script: Path) -> None:
     if shutil.which("shellcheck") is None:
         pytest.skip("shellcheck is not installed")

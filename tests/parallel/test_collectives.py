@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapipe.parallel.collectives import copy_to_group, gather_from_group, reduce_from_group
+from megapipe.parallel.collectives import all_to_all, copy_to_group, gather_from_group, reduce_from_group
 from megapipe.parallel.groups import Group, SoloGroup
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import Backend, run_mesh
@@ -105,3 +105,21 @@ def test_one_rank_gets_its_input_back() -> None:
     assert copy_to_group(x, group) is x
     assert reduce_from_group(x, group) is x
     assert gather_from_group(x, group, 0) is x
+
+
+def exchanged(mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor]:
+    group = mesh.group("context")
+    x = (torch.arange(group.size * 2.0).view(group.size, 2) + 100 * group.rank).requires_grad_()
+    y = all_to_all(x, group)
+    (gradient,) = torch.autograd.grad(y, x, y.detach() + 1000 * group.rank)
+    return y.detach(), gradient
+
+
+@pytest.mark.parametrize("backend", ["processes", "threads"])
+def test_slices_go_to_their_ranks_and_gradients_back(backend: Backend) -> None:
+    for rank, (y, gradient) in enumerate(run_mesh({"context": 3}, exchanged, backend=backend)):
+        place = torch.arange(3.0).view(3, 1)
+        columns = torch.arange(2.0)
+        assert torch.equal(y, 100 * place + 2 * rank + columns)
+        # Slice j was on rank j, whose gradient was what it got there plus 1000 j.
+        assert torch.equal(gradient, 100 * rank + 2 * place + columns + 1000 * place)

@@ -53,6 +53,10 @@ def collectives_of(mesh: Mesh, dtype: torch.dtype) -> dict[str, object]:
     for work in reversed(works):
         work.wait()
     works[1].wait()
+    sent, shifted = mine.clone().expand(3, 3, 4).contiguous(), torch.empty(3, 3, 4, dtype=dtype)
+    sent += torch.arange(3).view(3, 1, 1).to(dtype)
+    for work in reversed([group.shift(one, other) for one, other in zip(sent, shifted, strict=True)]):
+        work.wait()
     # Both under way together, and awaited the other way round.
     finish_gather = group.start_all_gather(mine.clone())
     finish_scatter = group.start_reduce_scatter(torch.stack([mine + peer for peer in range(group.size)]))
@@ -63,6 +67,7 @@ def collectives_of(mesh: Mesh, dtype: torch.dtype) -> dict[str, object]:
         "gathered into": whole.view(group.size, 3, 4),
         "gathered in place": into.view(group.size, 3, 4),
         "reduced": group.own_part(pieces).view(3, 4),
+        "shifted": shifted,
         "sum": total,
         "max": largest,
         "late": late,
@@ -74,7 +79,7 @@ def collectives_of(mesh: Mesh, dtype: torch.dtype) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [1, 2, 3])
 def test_collectives_equal_one_process(backend: Backend, size: int) -> None:
     by_rank = run_mesh({"data": size}, all_collectives, backend=backend)
     for dtype, *results in zip(DTYPES, *by_rank, strict=True):
@@ -103,6 +108,7 @@ def check_collectives(backend: Backend, dtype: torch.dtype, results: list[dict[s
         assert torch.equal(result["reduced"], in_order[0])
         assert torch.equal(result["gathered into"], parts)
         assert torch.equal(result["gathered in place"], parts)
+        assert all(torch.equal(each, parts[rank - 1] + number) for number, each in enumerate(result["shifted"]))
         assert torch.equal(result["broadcast"], parts[-1])
         assert result["objects"] == [{"rank": peer} for peer in range(size)]
 

@@ -22,6 +22,13 @@ def meet(store: dist.Store, rank: int, world_size: int, timeout: float = 60.0) -
     return Start(store, rank, world_size, timeout)
 
 
+def met(*timeouts: float) -> list[Start]:
+    """Starts of ranks that have met, each with its time-out."""
+    store, size = dist.HashStore(), len(timeouts)
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(Start, [store] * size, range(size), [size] * size, timeouts))
+
+
 def test_every_start_has_its_own_name() -> None:
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as threads:
@@ -44,12 +51,11 @@ def test_a_missing_first_rank_is_named() -> None:
         meet(dist.HashStore(), 1, 2, 0.1)
 
 
-def failed(store: dist.Store, rank: int, problems: dict[int, str]) -> str:
-    start = meet(store, rank, 4)
+def failed(start: Start, problems: dict[int, str]) -> str:
     start.exchange("", lambda _: "fine")
     try:
-        if rank in problems:
-            start.fail(problems[rank])
+        if start.rank in problems:
+            start.fail(problems[start.rank])
         return start.exchange("", lambda _: "never asked")
     except StartError as error:
         return str(error)
@@ -63,39 +69,33 @@ def failed(store: dist.Store, rank: int, problems: dict[int, str]) -> str:
     ],
 )
 def test_problems_of_any_rank_end_all_with_one_message(problems: dict[int, str], message: str) -> None:
-    store = dist.HashStore()
     with ThreadPoolExecutor(4) as threads:
-        assert set(threads.map(failed, [store] * 4, range(4), [problems] * 4)) == {message}
+        assert set(threads.map(failed, met(*[60.0] * 4), [problems] * 4)) == {message}
 
 
 def test_a_problem_is_reported_although_a_rank_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0.2)
-    store = dist.HashStore()
-    with ThreadPoolExecutor(3) as threads:
-        starts = list(threads.map(meet, [store] * 3, range(3), [3] * 3))
-        asked = threads.submit(starts[0].exchange, "", lambda _: "never asked")
+    first, second, _ = met(60.0, 60.0, 60.0)
+    with ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(first.exchange, "", lambda _: "never asked")
         with pytest.raises(StartError, match=r"^rank 1: a is 3$"):  # rank 2 says nothing
-            starts[1].fail("a is 3")
+            second.fail("a is 3")
         with pytest.raises(StartError, match=r"^rank 1: a is 3$"):
             asked.result()
 
 
 def test_a_silent_rank_is_named() -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        first, _ = threads.map(meet, [store] * 2, range(2), [2] * 2, [0.2, 60.0])
     with pytest.raises(StartError, match=r"^rank 1 did not respond within 0\.2 s"):
-        first.exchange("", lambda _: "never asked")
+        met(0.2, 60.0)[0].exchange("", lambda _: "never asked")
 
 
 def test_only_one_rank_reports() -> None:
-    store = dist.HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(meet, [store] * 2, range(2), [2] * 2)
-        assert [second.reports_first(), first.reports_first()] == [True, False]
-        assert first.first_report(0.01) is None
-        second.publish_report("a is 3")
-        assert first.first_report(60.0) == "a is 3"
+    first, second = met(60.0, 60.0)
+    assert [second.reports_first(), first.reports_first()] == [True, False]
+    assert first.first_report(0.01) is None
+    second.publish_report("a is 3")
+    assert first.first_report(60.0) == "a is 3"
+    with ThreadPoolExecutor(1) as threads:
         left = threads.submit(first.leave)
         second.leave()
         left.result(2.0)
