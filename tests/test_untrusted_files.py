@@ -19,6 +19,7 @@ from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
 from megapipe.config import ConfigError
 from megapipe.config.load import parse
+from megapipe.config.run import PretrainConfig
 from megapipe.config.untrusted import decode_json
 from megapipe.conversion.archive import Archive, Sandbox
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
@@ -96,17 +97,24 @@ def read_described_shard(path: Path) -> None:
     manifest.check_shard(IndexedDataset(prefix))
 
 
-def text_file(content: str, name: str = "file") -> Callable[[Path], Path]:
+def text_file(content: str, name: str = "file", **others: str) -> Callable[[Path], Path]:
+    """others: files that it names, by their names without .yaml."""
+
     def make(folder: Path) -> Path:
+        for other, text in others.items():
+            (folder / f"{other}.yaml").write_text(text)
         (folder / name).write_text(content)
         return folder / name
 
     return make
 
 
-def make_rows(folder: Path) -> Path:
-    (folder / "run.yaml").write_text("model: {num_layers: 2}\n")
-    return text_file(ROWS, "rows.yaml")(folder)
+def example(name: str) -> Callable[[Path], Path]:
+    return text_file((ROOT / "examples" / name).read_text(), "run.yaml")
+
+
+def parsed(flag: str) -> Callable[[Path], PretrainConfig]:
+    return lambda path: parse([flag, str(path)])
 
 
 def make_trace(folder: Path) -> Path:
@@ -187,20 +195,12 @@ READERS = {
     "schedule": Reader(text_file(dumps(build("interleaved_1f1b", 2, 4, chunks=2))), load_file, None),
     "trace": Reader(make_trace, read_rank),
     "hardware": Reader(text_file(HARDWARE, "machine.yaml"), lambda path: load_hardware(str(path)), None),
-    "configuration": Reader(
-        text_file((ROOT / "examples/gpt_tiny.yaml").read_text(), "run.yaml"),
-        lambda path: parse(["--config", str(path)]),
-        None,
+    "configuration": Reader(example("gpt_tiny.yaml"), parsed("--config"), None),
+    "model": Reader(example("models/llama3_8b.yaml"), parsed("--model"), None),
+    "layer kinds": Reader(text_file(KINDS, "m.yaml"), lambda path: parsed("--model")(path).model.problems(), None),
+    "measured rows": Reader(
+        text_file(ROWS, "rows.yaml", run="model: {num_layers: 2}\n"), lambda path: read_rows(str(path)), None
     ),
-    "model": Reader(
-        text_file((ROOT / "examples/models/llama3_8b.yaml").read_text(), "model.yaml"),
-        lambda path: parse(["--model", str(path)]),
-        None,
-    ),
-    "layer kinds": Reader(
-        text_file(KINDS, "model.yaml"), lambda path: parse(["--model", str(path)]).model.problems(), None
-    ),
-    "measured rows": Reader(make_rows, lambda path: read_rows(str(path)), None),
     "metrics": Reader(text_file(METRICS), read_losses, None),
     "journal": Reader(text_file(JOURNAL), lambda path: read_journal(path, "job")),
     "vocabulary": Reader(text_file(VOCABULARY, "tokenizer.json"), BertVocabulary.read),
@@ -269,10 +269,18 @@ def mutated(reader: Reader, content: bytes, chance: random.Random) -> bytes:
     return reader.build(with_changed_value(reader.parse(content), chance))
 
 
-def fuzz(name: str, folder: Path, examples: range, seconds: float) -> None:
+@pytest.mark.parametrize(
+    ("examples", "seconds"),
+    [
+        pytest.param(range(2), 1.0, id="two"),
+        pytest.param(range(2, 1_000_000), 0.6, marks=pytest.mark.slow, id="many"),
+    ],
+)
+@pytest.mark.parametrize("name", READERS)
+def test_a_mutated_file_gives_a_value_or_one_line(name: str, examples: range, seconds: float, tmp_path: Path) -> None:
     """Read mutated files until the examples or the time are used up. The seed of a failure is in the message."""
     reader = READERS[name]
-    path = reader.make(folder)
+    path = reader.make(tmp_path)
     content = path.read_bytes()
     reader.read(path)
     end = time.monotonic() + seconds
@@ -289,17 +297,6 @@ def fuzz(name: str, folder: Path, examples: range, seconds: float) -> None:
         assert time.process_time() - start < 5, f"{name}, seed {seed}"
         if time.monotonic() > end:
             break
-
-
-@pytest.mark.parametrize("name", READERS)
-def test_a_mutated_file_gives_a_value_or_one_line(name: str, tmp_path: Path) -> None:
-    fuzz(name, tmp_path, range(2), 1.0)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", READERS)
-def test_many_mutated_files_give_values_or_lines(name: str, tmp_path: Path) -> None:
-    fuzz(name, tmp_path, range(2, 1_000_000), 0.6)
 
 
 def test_a_key_twice_among_many_is_refused_at_once() -> None:

@@ -9,9 +9,7 @@ from tests.architecture.source import Source, product
 
 GENERATOR_FILES = "megapipe/schedules/generators/"
 
-STILL_NAMED = {
-    "megapipe/config/parallel.py": "the default",
-}
+STILL_NAMED = {"megapipe/config/parallel.py": "the default"}
 """Files that know a schedule by name, and why. Nothing may be added."""
 
 

@@ -1,8 +1,6 @@
 """megapipe evaluate: the numbers of an evaluation during training, on any layout and on other shards."""
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +12,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
+from tests.support.commands import run as run_command
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
-from tests.support.launch import environment
 
 pytestmark = pytest.mark.slow
 
@@ -76,13 +74,9 @@ def test_the_numbers_are_those_of_training(
 
 def test_two_ranks_give_the_same(run: tuple[Path, dict[str, Any]]) -> None:
     folder, record = run
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "-m", "megapipe"]
-    words = ["evaluate", "--checkpoint", str(folder / "run"), "--device", "cpu", "--json", "--batch-size", "2"]
-    done = subprocess.run(
-        [*launcher, *words, "--samples", str(SAMPLES)], env=environment(), capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    check_same(json.loads(done.stdout), record)
+    launcher = "python -m torch.distributed.run --standalone --nproc_per_node=2 -m megapipe"
+    words = f"--checkpoint {folder}/run --device cpu --json --batch-size 2 --samples {SAMPLES}"
+    check_same(json.loads(run_command(f"{launcher} evaluate {words}", 120)), record)
 
 
 def test_another_shard_is_evaluated_whole_in_full_batches(

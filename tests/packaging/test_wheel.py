@@ -13,6 +13,7 @@ import zipfile
 from email import message_from_bytes
 from pathlib import Path
 from pydoc_data.topics import topics
+from typing import Any
 
 import pytest
 import torch
@@ -39,15 +40,20 @@ def test_constraints_pin_this_environment() -> None:
     assert pinned(constraints()) == pinned(written), "if the tests pass in this environment, run `make constraints`"
 
 
+def output_of(command: str | list[str], **options: Any) -> str:
+    """Run a command to its end without the variables that lead Python to the sources, and return what it prints."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    environment |= {"OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, **options)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
 def build(hook: str, source: Path, output: Path) -> Path:
     """Run a hook of the build back end in a folder of sources, and return the file that it writes."""
     output.mkdir(exist_ok=True)
     program = f"from setuptools import build_meta; print('built', build_meta.{hook}({str(output)!r}))"
-    built = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program], cwd=source, capture_output=True, text=True, timeout=120
-    )
-    assert built.returncode == 0, built.stderr
-    return output / built.stdout.split()[-1]
+    return output / output_of([sys.executable, "-W", "ignore", "-c", program], cwd=source).split()[-1]
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +99,6 @@ def test_the_wheel_has_all_modules_examples_and_metadata(wheel: Path) -> None:
     assert "Programming Language :: Python :: 3.13" in metadata.get_all("Classifier")
 
 
-def without_python() -> dict[str, str]:
-    """Return the environment variables without those that lead Python to the sources."""
-    return {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-
-
 @pytest.fixture(scope="module")
 def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that has the wheel and the packages that it names, in the pinned versions.
@@ -114,14 +115,7 @@ def programs(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             if not (packages / top).exists():
                 (packages / top).symlink_to(str(distribution.locate_file(top)))
     pip = [sys.executable, "-m", "pip", "--isolated", "--python", str(folder / "bin" / "python")]
-    install = subprocess.run(
-        [*pip, "install", "--no-index", "-c", str(CONSTRAINTS), str(wheel)],
-        env=without_python(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert install.returncode == 0, install.stderr
+    output_of([*pip, "install", "--no-index", "-c", str(CONSTRAINTS), str(wheel)])
     return folder / "bin"
 
 
@@ -132,16 +126,7 @@ def test_an_installed_wheel_trains_generates_plans_and_converts(programs: Path, 
     (tmp_path / "text.jsonl").write_text(f"{line}\n" * 40)
 
     def run(command: str) -> str:
-        done = subprocess.run(
-            [str(programs / "megapipe"), *command.split()],
-            cwd=tmp_path,
-            env={**without_python(), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+        return output_of([str(programs / "megapipe"), *command.split()], cwd=tmp_path)
 
     assert run("--version") == f"megapipe {__version__}\n"
     explained = " ".join(run("help parallel.tensor").split())
@@ -174,14 +159,11 @@ def test_the_readme_leads_to_text_from_own_data(programs: Path, tmp_path: Path) 
     for number, text in enumerate(topics.values()):
         (tmp_path / f"texts/{number}.txt").write_text(text)
     (tmp_path / "texts/more.jsonl").write_text(json.dumps({"text": "One more document."}) + "\n")
-    environment = {**without_python(), "PATH": f"{programs}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    variables = {"PATH": f"{programs}{os.pathsep}{os.environ['PATH']}"}
     for command in commands:
         short = " --training.steps 6" if command.startswith("megapipe train ") else ""
-        done = subprocess.run(
-            command + short, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        output = output_of(command + short, shell=True, cwd=tmp_path, env=variables)
     prompt = re.search(r'--prompt "(.*?)"', commands[-1])
     assert prompt is not None
-    assert done.stdout.startswith(prompt[1])
-    assert len(done.stdout.split()) > 10
+    assert output.startswith(prompt[1])
+    assert len(output.split()) > 10

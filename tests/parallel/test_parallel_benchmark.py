@@ -1,24 +1,18 @@
 """The data-parallel benchmark runs every contestant at a tiny size, to equal losses; no time is judged."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT, run
 
 
 @pytest.mark.exhaustive
 def test_every_contestant_trains_alike(tmp_path: Path) -> None:
     written = tmp_path / "table.md"
-    command = [sys.executable, "benchmarks/parallel.py", "--size", "toy", "--repeats", "2", "--write", str(written)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    figures = {each["name"]: each for each in json.loads(done.stdout.splitlines()[-1])["figures"]}
+    command = f"python benchmarks/parallel.py --size toy --repeats 2 --write {written}"
+    figures = {each["name"]: each for each in json.loads(run(command, 400).splitlines()[-1])["figures"]}
     replicas = {name: each["loss"] for name, each in figures.items() if "no replicas" not in name}
     assert {"megapipe", "DDP", "FSDP2", "FSDP2, weights kept"} <= replicas.keys()
     assert list(replicas.values()) == pytest.approx([replicas["megapipe"]] * len(replicas), rel=1e-4)

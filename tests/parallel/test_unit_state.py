@@ -103,28 +103,6 @@ def test_backward_accumulates_into_the_flat_buffer(dtype: torch.dtype) -> None:
     assert torch.equal(module.weight.grad, expected)
 
 
-def test_two_versions_back_propagate_each_through_its_own_weights() -> None:
-    state = UnitState("u", PARAMETERS.values(), num_versions=2, compute_dtype=torch.float64)
-    state.initialize(seed=3)
-    twins = [Linear(), Linear()]
-    for copy, twin in enumerate(twins):
-        state.bind(twin, PARAMETERS, copy=copy)
-    state.begin_update(version=2).add_(1.0)
-    state.publish()
-    old, new = (twin.weight.detach().clone() for twin in (twins[1], twins[0]))
-    assert torch.allclose(new, old + 1.0)
-
-    first = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
-    second = torch.randn(2, 20, dtype=torch.float64, requires_grad=True)
-    output_old, output_new = twins[1](first), twins[0](second)
-    output_old.sum().backward()
-    output_new.sum().backward()
-    assert torch.allclose(first.grad, old.sum(0).expand(2, 20))  # type: ignore[arg-type]
-    assert torch.allclose(second.grad, new.sum(0).expand(2, 20))  # type: ignore[arg-type]
-    expected = (first + second).sum(0).expand(30, 20)
-    assert torch.allclose(state.view(state.gradients[0], state.table["unit.weight"]), expected)
-
-
 def test_versions_advance_by_one_reusing_the_oldest_buffer() -> None:
     state = UnitState("u", PARAMETERS.values(), num_versions=2)
     state.initialize(seed=3)

@@ -107,12 +107,7 @@ def launch_with_torchrun(
 
 
 def launch(
-    num_processes: int,
-    *arguments: str,
-    folder: Path,
-    timeout: float = 120.0,
-    program: Path = PROGRAM,
-    **extra: str,
+    num_processes: int, *arguments: str, folder: Path, timeout: float = 120.0, program: Path = PROGRAM, **extra: str
 ) -> subprocess.CompletedProcess[str]:
     """Run `program` to its end in forked ranks, and return the exit status and the output of all of them.
 

@@ -21,12 +21,7 @@ Change = Mapping[str, Mapping[str, Any]]
 
 MODELS = {
     "gpt2": replace(
-        GPT2_SHAPE,
-        num_layers=3,
-        attention="unfused",
-        embedding_dropout=0.1,
-        hidden_dropout=0.1,
-        attention_dropout=0.1,
+        GPT2_SHAPE, num_layers=3, attention="unfused", embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1
     ),
     "llama": replace(LLAMA_SHAPE, num_layers=3, attention="sdpa"),
     "bert": replace(PRE_NORM, num_layers=3, attention="unfused"),

@@ -42,11 +42,7 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    world_size: int,
-    function: Callable[..., Any],
-    *args: Any,
-    timeout: float = 60.0,
-    may_die: Collection[int] = (),
+    world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, may_die: Collection[int] = ()
 ) -> list[Any]:
     """Run `function(rank, *args)` on `world_size` fresh processes and return their results in rank order.
 

@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from tests.docs.figures import head, row, table
@@ -91,9 +92,7 @@ def rows() -> Iterator[str]:
 
 def _row(case: dict[str, str], loss: float, norm: float, exact: bool) -> str:
     sizes = {name: case[name].split()[0] for name in ("data", "pipeline", "context", "tensor") if name in case}
-    ranks = 1
-    for size in sizes.values():
-        ranks *= int(size)
+    ranks = prod(map(int, sizes.values()))
     layout = " x ".join(f"{name} {size}" for name, size in sizes.items() if size != "1") or "one process"
     base = whole_case({})
     shown = ("schedule", "data", "pipeline", "tensor")
