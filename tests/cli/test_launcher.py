@@ -214,7 +214,7 @@ def test_srun_with_one_task_per_node_names_the_nodes(folder: Path, monkeypatch: 
         ("-n 2 --data.sequence_length 999", {}, "exceeds model.max_positions 256"),
     ],
 )
-def test_no_rank_starts_inside_of_ranks_or_in_wrong_layouts(
+def test_no_rank_starts_inside_ranks_or_in_wrong_layouts(
     words: str,
     variables: dict[str, str],
     reason: str,

@@ -117,7 +117,7 @@ def stay_after_an_error(rank: int, port: int) -> tuple[bool, bool]:
     return stays, dist.is_initialized()
 
 
-def test_an_error_is_not_held_up_by_groups_of_lost_peers() -> None:
+def test_groups_of_lost_peers_delay_no_error() -> None:
     assert run_ranks(2, stay_after_an_error, free_port()) == [(True, False)] * 2
 
 

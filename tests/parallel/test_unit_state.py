@@ -14,17 +14,7 @@ from megapipe.parallel.segments import SEGMENT_ALIGNMENT, SegmentTable, Sharding
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Init, ParameterSpec
 
-
-def matrix(name: str = "unit.weight", rows: int = 30, columns: int = 20, axis: int | None = 0) -> ParameterSpec:
-    return ParameterSpec(name, (rows, columns), axis, Init("normal", 0.5), decay=True, matrix=True)
-
-
-def vector(name: str = "unit.bias", size: int = 30) -> ParameterSpec:
-    return ParameterSpec(name, (size,), None, Init("zeros"), decay=False, matrix=False)
-
-
-def table(rows: int = 10, columns: int = 3) -> ParameterSpec:
-    return ParameterSpec("table", (rows, columns), 0, Init("normal", 1.0), decay=True, matrix=False, padded=True)
+TABLE = ParameterSpec("table", (10, 3), 0, Init("normal", 1.0), decay=True, matrix=False, padded=True)
 
 
 class Linear(nn.Module):
@@ -37,7 +27,10 @@ class Linear(nn.Module):
         return x @ self.weight.t() + self.bias
 
 
-PARAMETERS = {"weight": matrix(), "bias": vector()}
+PARAMETERS = {
+    "weight": ParameterSpec("unit.weight", (30, 20), 0, Init("normal", 0.5), decay=True, matrix=True),
+    "bias": ParameterSpec("unit.bias", (30,), None, Init("zeros"), decay=False, matrix=False),
+}
 
 
 @given(
@@ -70,12 +63,12 @@ def test_segments_are_disjoint_aligned_and_grouped(
 
 @pytest.mark.parametrize("tensor_size", [1, 2, 3, 4])
 def test_shards_of_every_size_initialize_the_same_tensor(tensor_size: int) -> None:
-    whole = UnitState("u", [table()])
+    whole = UnitState("u", [TABLE])
     whole.initialize(seed=7)
     expected = whole.owned_view(whole.master, whole.table["table"])
     parts = []
     for rank in range(tensor_size):
-        state = UnitState("u", [table()], tensor_rank=rank, tensor_size=tensor_size, alignment=4)
+        state = UnitState("u", [TABLE], tensor_rank=rank, tensor_size=tensor_size, alignment=4)
         state.initialize(seed=7)
         segment = state.table["table"]
         parts.append(state.owned_view(state.master, segment))
@@ -127,7 +120,7 @@ def test_mixed_precision_keeps_one_master_and_casts_on_publish() -> None:
 
 
 def test_uses_of_a_tied_weight_are_summed_in_order() -> None:
-    state = UnitState("u", [table()], num_uses=2)
+    state = UnitState("u", [TABLE], num_uses=2)
     state.gradients[0].fill_(1.0)
     state.gradients[1].fill_(2.0)
     state.sum_uses()

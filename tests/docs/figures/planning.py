@@ -5,7 +5,6 @@ Commands run as they are written there, in a temporary folder.
 
 import contextlib
 import json
-import os
 import re
 import shlex
 import tempfile
@@ -57,14 +56,9 @@ def _answer(block: re.Match[str], pictures: Path, most_lines: int | None) -> str
 @contextlib.contextmanager
 def _folder() -> Iterator[None]:
     """Change into a temporary folder that contains only the examples."""
-    before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
         Path("examples").symlink_to(ROOT / "examples")
-        try:
-            yield
-        finally:
-            os.chdir(before)
+        yield
 
 
 LAUNCHES = {
