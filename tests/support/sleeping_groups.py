@@ -1,6 +1,8 @@
 """A group whose gathers and reductions take a set time on a stream of their own, as a slow network's would."""
 
 import time
+from abc import update_abstractmethods
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -53,17 +55,14 @@ class SleepingGroup(Group):
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         return self._slowed("shift", self._group.shift(tensor, into))
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._group.all_gather(tensor)
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return self._group.reduce_scatter(tensor)
+def _passed_on(operation: str) -> Callable[..., Any]:
+    def method(self: SleepingGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._group, operation)(*args, **kwargs)
 
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self._group.broadcast(tensor, source)
+    return method
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self._group.all_gather_object(value)
 
-    def barrier(self) -> None:
-        self._group.barrier()
+for _name in SleepingGroup.__abstractmethods__:
+    setattr(SleepingGroup, _name, _passed_on(_name))
+update_abstractmethods(SleepingGroup)
