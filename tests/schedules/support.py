@@ -111,6 +111,32 @@ def state_tables(
     return StateTable(units, 3 * most * at_once + weights, 3 * most + gradients)
 
 
+def sharded(name: str, ranks: int, microbatches: int, layers: Sequence[int], **options: Any) -> Schedule:
+    """Build a schedule of replicas with layers of size 1. options: pools of `StateTable`, and those of `build`."""
+    pools = {pool: options.pop(pool) for pool in ("weight_pool", "gradient_pool") if pool in options}
+    states = StateTable.uniform(layers, **pools)
+    return build(name, ranks, microbatches, units_per_stage=layers, data_parallel=True, states=states, **options)
+
+
+def in_host(*layers_per_stage: int, pool: int = 2) -> dict[str, Any]:
+    """Arguments that keep all weights in host memory, with room for some units on the device."""
+    states = StateTable.uniform(layers_per_stage, weight_pool=pool, weights="host")
+    return {"units_per_stage": layers_per_stage, "states": states, "offload": Offload(optimizer=True)}
+
+
+OVERLAPPED = """megapipe schedule 2
+name overlapped
+class A
+microbatches 4
+stage 0 rank 0
+stage 1 rank 1
+
+body
+rank 0: F0.0 F0.1 F0.2+B0.0 F0.3+B0.1 B0.2 B0.3
+rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
+"""
+
+
 def one_unit_a_layer(schedule: Schedule) -> bool:
     """Whether state units are layers."""
     return tuple(map(len, schedule.header.stage_states)) == schedule.header.units_per_stage

@@ -1,13 +1,13 @@
-"""Slices of sequences as units of a schedule: figures of Seq1F1B, needs between slices, words, times."""
+"""Slices of sequences as units of a schedule: figures of Seq1F1B, and times."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.schedules import ScheduleError, build, dumps, loads, rank_costs, simulate, validate
-from megapipe.schedules.actions import KIND, Kind
+from megapipe.schedules import build, dumps, loads, rank_costs, simulate, validate
+from megapipe.schedules.actions import Kind
 from megapipe.schedules.simulation import CostPlace
-from tests.schedules.support import with_rank_rows, words
+from tests.schedules.support import words
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(1, 5))
@@ -44,38 +44,6 @@ def test_one_slice_is_1f1b(ranks, microbatches, chunks):
     whole = build("interleaved_1f1b" if chunks > 1 else "1f1b", ranks, microbatches, **other)
     sliced = build("seq1f1b", ranks, microbatches, slices=1, chunks=chunks)
     assert all(words(sliced, rank) == words(whole, rank) for rank in range(ranks))
-
-
-def test_words_name_micro_batch_and_slice():
-    assert words(build("seq1f1b", 1, 2, slices=2), 0) == (
-        "DC.1:1 F0.0:0 F0.0:1 B0.0:1 F0.1:0 B0.0:0 F0.1:1 B0.1:1 B0.1:0 DS.1:1 U0/0.1:1"
-    )
-
-
-@pytest.mark.parametrize(("kind", "needed"), [(Kind.FORWARD, 0), (Kind.BACKWARD, 1)])
-def test_slices_out_of_order_are_refused(kind, needed):
-    """Forwards go from the first slice to the last, backwards from the last to the first."""
-    schedule = build("seq1f1b", 1, 1, slices=2)
-    rows = schedule.sections.body[0].copy()
-    places = [row for row in range(len(rows)) if rows[row, KIND] == kind]
-    rows[places] = rows[places[::-1]]
-    with pytest.raises(ScheduleError, match=f"slice {1 - needed}, .*it needs {kind.name} .*slice {needed}"):
-        validate(with_rank_rows(schedule, "body", 0, rows))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "problem"),
-    [
-        ("F0.0:1", "F0.0:2", "must name a slice from 0 to 1"),
-        ("F0.0:1", "F0.0", "must name a slice"),
-        ("slices 2\n", "", "are not sliced; leave out the slice"),
-        ("class C", "class A", "because it computes samples in 2 slices"),
-    ],
-)
-def test_wrong_slices_in_a_file_are_named(old, new, problem):
-    text = dumps(build("seq1f1b", 1, 2, slices=2)).replace(old, new)
-    with pytest.raises(ScheduleError, match=problem):
-        validate(loads(text))
 
 
 def test_each_slice_may_take_its_own_time():

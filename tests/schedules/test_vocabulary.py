@@ -7,16 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import (
-    ScheduleError,
-    build,
-    dumps,
-    loads,
-    rank_costs,
-    simulate,
-    validate,
-    vocabulary,
-)
+from megapipe.schedules import ScheduleError, build, dumps, loads, rank_costs, simulate, validate, vocabulary
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
 from megapipe.schedules.schedule import Schedule
 from tests.schedules.support import NEVER_FLUSHING, TRAINED, layouts
@@ -121,20 +112,3 @@ def test_other_orders_are_refused(name: str) -> None:
     ranks = 2
     with pytest.raises(ScheduleError, match="its output layer cannot be sharded"):
         build(name, ranks, 2 * ranks, vocabulary=2)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "expected"),
-    [
-        ("F5.3@0 B3.0@0", "B3.0@0 F5.3@0", "at this point"),
-        ("F2.0@0 ", "", "never happens"),
-        ("F4.0@0 ", "", "never happens"),
-        ("vocabulary 2 3 4 5", "vocabulary 2 3 5 4", "one on each rank"),
-        ("vocabulary 2 3 4 5", "vocabulary 4 5", "which older files lack; write the file again"),
-    ],
-)
-def test_wrong_passes_are_named(old: str, new: str, expected: str) -> None:
-    text = dumps(build("1f1b", 2, 4, vocabulary=True))
-    assert text.count(old) == 1, text
-    with pytest.raises(ScheduleError, match=expected):
-        validate(loads(text.replace(old, new)))
