@@ -4,20 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, lower, order, validate
-from megapipe.schedules.build import fit_for_training, load_file, read_file
+from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, order
+from megapipe.schedules.build import fit_for_training, read_file
 from megapipe.schedules.states import StateTable
 from tests.schedules.support import TRAINED
-
-MINE = """megapipe schedule 1
-name mine
-microbatches 4
-stage 0 rank 0
-stage 1 rank 1
-body
-rank 0: F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3
-rank 1: F1.0 B1.0 F1.1 B1.1 F1.2 B1.2 F1.3 B1.3
-"""
+from tests.schedules.test_wrong_files import MINE
 
 
 def sharded(gradients):
@@ -75,13 +66,12 @@ def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
         (dumps(build("1f1b", 2, 4, mode="forward")), {}, "mode 'forward', but training needs mode 'train'"),
         (MINE.replace("body", "route 1 0\nbody"), {}, "leave out routes, parts and replicas"),
         (MINE.replace("rank 1\n", "rank 1 part 0\n", 1), {}, r"parts \[0, 0\]"),
-        (MINE.replace("B1.3", ""), {}, "rank 1 .*line 8.*, BACKWARD stage 1, micro-batch 3: it never happens"),
+        (MINE.replace("rank 1\n", "rank 1 part 0 replica 1\n", 1), {}, "does not sum the gradients of copies"),
         (
             dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])).replace("RA1.1^1 ", ""),
             {},
             "RECV_ACTIVATION stage 1, micro-batch 1: it never happens",
         ),
-        (MINE.replace("F0.2", "G0.2"), {}, r"mine\.txt, line 7, column 24: 'G' in 'G0.2' is not a kind of action"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(tmp_path, text, change, message):
@@ -90,20 +80,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path, text, change, message):
         fit_for_training(read_file(written(tmp_path, text)), **run)
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ScheduleError, match=r"cannot read .*mine\.txt"):
-        load_file(tmp_path / "mine.txt")
-
-
 def test_versions_are_the_file_s_own(tmp_path):
     saved = order("2bw", 2, 4)
     eager = replace(saved, header=replace(saved.header, gradient_buffers=1))
     fitted = fit_for_training(read_file(written(tmp_path, dumps(eager))), 2, 4, units_per_stage=[1, 1])
     assert fitted == build("2bw", 2, 4, update="eager")
-
-
-def test_copies_of_a_model_are_refused(tmp_path):
-    schedule = read_file(written(tmp_path, dumps(order("bitpipe", 4, 4))))
-    validate(lower(schedule))
-    with pytest.raises(ScheduleError, match="training does not sum the gradients of copies"):
-        fit_for_training(schedule, 4, 4, units_per_stage=[1] * 16)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, loads, order, parameters
+from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, loads, order
 from megapipe.schedules.build import load_file, read_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.errors import split_lines
@@ -100,66 +100,6 @@ def test_expressions_have_python_values(text):
         return
     if "is too large" not in (value := result(compute)):
         assert value == str(wanted)
-
-
-def changed(old: str, new: str, text: str = OWN) -> str:
-    assert text.count(old) == 1
-    return text.replace(old, new)
-
-
-WRONG = {
-    # the grammar
-    "no colon": (changed("0..w: F", "0..w F"), 9, "expected ':' after the range, but found 'F'", ""),
-    "no range": (changed("in 0..w:", "in w:"), 9, r"expected '\.\.' after the first number, but found ':'", ""),
-    "unknown name": (changed("let w = min(p", "let w = min(P"), 8, "'P' is not defined", "the names here are m, p, r"),
-    "name of another block": (changed("  for i in w..m: F", "  F"), 10, "'i' is not", "names here are m, p, r, w"),
-    "name twice": (changed("let w", "let r"), 8, "'r' is already defined", "choose another name"),
-    "a word as name": (changed("let w", "let min"), 8, "'min' is not a name", "no word of the grammar"),
-    "half an expression": (changed("{i-w}", "{i-}"), 10, "expected a number, .* but found the end", ""),
-    "two expressions": (changed("{i-w}", "{i w}"), 10, "unexpected 'w' in the expression {i w}", ""),
-    "python": (changed("{i-w}", "{i**2}"), 10, r"expected a number, a name or an expression .*, but found '\*'", ""),
-    "open brace": (changed("{i-w}", "{i-w"), 10, "'{' has no partner", "braces enclose an expression"),
-    "empty loop": (changed("0..w: F{r}.{i}", "0..w:"), 9, "nothing follows the colon", "indent the lines below it"),
-    "crooked block": (changed("  for i in w", "   for i in w"), 10, "the block starts with line 8", "indent both"),
-    "tab": (changed("  for i in w", "\tfor i in w"), 10, "indented with a tab", "use spaces"),
-    "else alone": (changed("  for i in w", "  else: B0.0\n  for i in w"), 10, "else has no if", "below the block of"),
-    "a row of one rank": (changed("rank r:", "rank 0:"), 7, "'0' is not a name", "use letters"),
-    "two rows": (OWN + "rank x: F0.0\n", 12, "one row for all ranks", "indent the line below 'rank r:'"),
-    "no row": (changed("rank r:", "F0.0"), 7, "expected 'rank r:'", ""),
-    # parameters
-    "a fixed number": (changed("ranks p", "ranks 2"), 3, "'2' is not a name for a number", "a fixed file of format 2"),
-    "ranks twice": (changed("ranks p", "ranks p\nranks q"), 4, "appears twice", "remove one of the two"),
-    "unknown option": (changed("ranks p", "ranks p\noption depth 2"), 4, "'depth' is not one of chunks", ""),
-    "format 2": (changed("schedule 3", "schedule 2"), 3, "unknown header line", "with 'megapipe schedule 3'"),
-    # values, with 2 ranks and 4 micro-batches
-    "not required": (changed("body", "require m >= 3*p\nbody"), 6, r"m >= 3\*p is required, but f", "change the run"),
-    "divided by 0": (changed("{i-w}", "{i // (r-r)}"), 10, "1 // 0 has no value with p = 2, m = 4", "change"),
-    "negative": (changed("{i-w}", "{i-2*w}"), 10, r"{i-2\*w} is -1 with p = 2, m = 4, r = 0, w = 1, i = 1", ""),
-    "too many ranks": (changed("in 0..p:", "in 0..p+1:"), 3, "2 ranks, but the stages are on ranks 0 to 2", ""),
-    "endless": (changed("0..m", "0..m*99999999", PIPEDREAM), 13, "expands to more than", "shorten"),
-    # the order
-    "no action": (changed("{i-w}", "{i-w},"), 10, "'B0.0,' is not an action", "write KIND"),
-    "no backward": (changed("in m-w..m: B", "in m-w..m-1: B"), 7, "micro-batch 3: it never happens", "add B0.3"),
-    "twice": (changed("in m-w..m: B", "in m-w-1..m: B"), 11, "micro-batch 2: .* second time", "remove one of the two"),
-    "too early": (changed("F{r}.{i} B{r}.{i-w}", "B{r}.{i-w} F{r}.{i}"), 10, "needs F.* which comes after it", ""),
-    "circle": (
-        changed("min(p-1-r, m)", "r*(p-r)"), 10,
-        r"B0\.0 of rank 0 \(mine\.txt with p = 2, m = 4, line 10\) waits for B1\.0, which .* F1\.1 of", "change",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_file_is_refused_with_line_and_remedy(tmp_path, capsys, monkeypatch, name):
-    text, line, problem, remedy = WRONG[name]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(parameters, "MOST_STEPS", 10_000)
-    (tmp_path / "mine.txt").write_text(text)
-    assert main(["validate", "mine.txt", "--ranks", "2", "--microbatches", "4"]) == 2
-    first, *near = capsys.readouterr().err.splitlines()
-    assert re.search(rf"{problem}.*{remedy}", first), first
-    assert re.search(rf"mine.txt( with .*)?, line {line}", first), first
-    assert any(each.startswith(f"  > {line:5d} | ") for each in near)
 
 
 @pytest.mark.parametrize(

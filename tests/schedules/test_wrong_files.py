@@ -1,14 +1,17 @@
 """Wrong schedule files: the error has the line, the problem, how to fix it, and the lines around it."""
 
 import re
+from pathlib import Path
 
 import pytest
 
-from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, lower, order, validate
+from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, lower, order, parameters, validate
 from megapipe.schedules.build import load_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.errors import excerpt
 from megapipe.schedules.parameters import FileParameters
+from tests.schedules.test_parameters import OWN
+from tests.schedules.test_parameters import PIPEDREAM as ANY_PIPEDREAM
 
 MINE = """megapipe schedule 2
 name mine
@@ -23,17 +26,20 @@ HEADER, _ = MINE.split("body\n")
 PIPEDREAM = dumps(order("pipedream", 2, 4))
 
 
-def changed(*changes: tuple[str, str]) -> str:
-    text = MINE
+def changed(*changes: tuple[str, str], text: str = MINE) -> str:
     for old, new in changes:
         assert text.count(old) == 1
         text = text.replace(old, new)
     return text
 
 
+def own(old: str, new: str) -> str:
+    return changed((old, new), text=OWN)
+
+
 BOTH_LAST_SWAPPED = (("B0.2 B0.3", "B0.3 B0.2"), ("F1.2 B1.2 F1.3 B1.3", "F1.2 F1.3 B1.3 B1.2"))
 CROSSED = (("F0.0 F0.1 B0.0", "F0.0 B0.0 F0.1"), ("F1.0 B1.0 F1.1", "F1.0 F1.1 B1.0"))
-WRONG = {
+WRONG_FIXED = {
     # duplicate actions
     "forward twice": (changed(("F0.2", "F0.1")), 7, "F.* 0, micro-batch 1: .* second time", "remove one of the two"),
     "backward twice": (changed(("B1.2", "B1.2 B1.2")), 8, "BACKWARD .* second time", "remove one of the two"),
@@ -76,12 +82,24 @@ WRONG = {
         "FORWARD stage 0, micro-batch 2, .* it needs UPDATE stage 0", "move it to a later place",
     ),
     # words
+    "another rank's line": (changed(("rank 1: F", "rank 2: F")), 8, "column 1: expected 'rank 1:'", ""),
+    "another stage's line": (changed(("stage 1", "stage 2")), 5, "column 7: .* expected stage 1", ""),
+    "unknown field": (changed(("stage 1 rank 1", "stage 1 rank 1 unit 2")), 5, "column 16: 'unit' is not one of", ""),
+    "no units": (changed(("rank 0\n", "rank 0 units 0\n")), 4, "column 22: '0' is not a whole number", ""),
+    "a route to nowhere": (changed(("body", "route 0 5\nbody")), 6, "column 9: stage 5 is not defined", ""),
+    "a route in a circle": (changed(("body", "route 0 0\nbody")), 6, "column 1: .* must visit each stage once", ""),
+    "unknown mode": (changed(("body", "mode both\nbody")), 6, "column 6: .* not one of train, forward", ""),
+    "an empty section": (changed(("body", "body\nbody")), 6, "column 1: .* has 0 rank lines", ""),
+    "unknown format": (changed(("schedule 2", "schedule 9")), 1, "column 19: format 9 cannot", ""),
     "unknown kind": (changed(("F0.2", "G0.2")), 7, "column 24: 'G' in 'G0.2' is not a kind", "the kinds are F, B,"),
     "unknown word": (changed(("B1.1", "B1,1")), 8, "column 24: 'B1,1' is not an action", "write KIND stage"),
     "too large": (changed(("B1.1", "B1.9999999999")), 8, "column 24: .* too large", "the maximum is 2147483647"),
     "unknown key": (changed(("microbatches", "micro_batches")), 3, "column 1: unknown header", "'microbatches'"),
     "unknown class": (changed(("name mine", "name mine\nclass D")), 3, "'D' is not", "one of A, B, C"),
     "name twice": (changed(("name mine", "name mine\nname own")), 3, "column 1: 'name' appears twice", "remove one"),
+    "a word for a number": (
+        changed(("batches 4", "batches two")), 3, "column 14: 'two' is not a whole number from 1 to 999,999,999", "",
+    ),
     "too many": (changed(("batches 4", "batches 999999999999")), 3, "from 1 to 999,999,999", "write one, in the"),
     "two values": (changed(("name mine", "name my own")), 2, "column 9: unexpected 'own'", "remove it"),
     "stage without a rank": (changed(("stage 1 rank 1", "stage 1")), 5, "column 7: .* no rank", "write 'stage 1 ran"),
@@ -102,16 +120,63 @@ WRONG = {
 }  # fmt: skip
 
 
+WRONG_WITH_PARAMETERS = {
+    # the grammar
+    "no colon": (own("0..w: F", "0..w F"), 9, "expected ':' after the range, but found 'F'", ""),
+    "no range": (own("in 0..w:", "in w:"), 9, r"expected '\.\.' after the first number, but found ':'", ""),
+    "unknown name": (own("let w = min(p", "let w = min(P"), 8, "'P' is not defined", "the names here are m, p, r"),
+    "name of another block": (own("  for i in w..m: F", "  F"), 10, "'i' is not", "names here are m, p, r, w"),
+    "name twice": (own("let w", "let r"), 8, "'r' is already defined", "choose another name"),
+    "a word as name": (own("let w", "let min"), 8, "'min' is not a name", "no word of the grammar"),
+    "half an expression": (own("{i-w}", "{i-}"), 10, "expected a number, .* but found the end", ""),
+    "two expressions": (own("{i-w}", "{i w}"), 10, "unexpected 'w' in the expression {i w}", ""),
+    "python": (own("{i-w}", "{i**2}"), 10, r"expected a number, a name or an expression .*, but found '\*'", ""),
+    "open brace": (own("{i-w}", "{i-w"), 10, "'{' has no partner", "braces enclose an expression"),
+    "empty loop": (own("0..w: F{r}.{i}", "0..w:"), 9, "nothing follows the colon", "indent the lines below it"),
+    "crooked block": (own("  for i in w", "   for i in w"), 10, "the block starts with line 8", "indent both"),
+    "tab": (own("  for i in w", "\tfor i in w"), 10, "indented with a tab", "use spaces"),
+    "else alone": (own("  for i in w", "  else: B0.0\n  for i in w"), 10, "else has no if", "below the block of"),
+    "a row of one rank": (own("rank r:", "rank 0:"), 7, "'0' is not a name", "use letters"),
+    "two rows": (OWN + "rank x: F0.0\n", 12, "one row for all ranks", "indent the line below 'rank r:'"),
+    "no row": (own("rank r:", "F0.0"), 7, "expected 'rank r:'", ""),
+    # parameters
+    "a fixed number": (own("ranks p", "ranks 2"), 3, "'2' is not a name for a number", "a fixed file of format 2"),
+    "ranks twice": (own("ranks p", "ranks p\nranks q"), 4, "appears twice", "remove one of the two"),
+    "unknown option": (own("ranks p", "ranks p\noption depth 2"), 4, "'depth' is not one of chunks", ""),
+    "format 2": (own("schedule 3", "schedule 2"), 3, "unknown header line", "with 'megapipe schedule 3'"),
+    # values, with 2 ranks and 4 micro-batches
+    "not required": (own("body", "require m >= 3*p\nbody"), 6, r"m >= 3\*p is required, but f", "change the run"),
+    "divided by 0": (own("{i-w}", "{i // (r-r)}"), 10, "1 // 0 has no value with p = 2, m = 4", "change"),
+    "negative": (own("{i-w}", "{i-2*w}"), 10, r"{i-2\*w} is -1 with p = 2, m = 4, r = 0, w = 1, i = 1", ""),
+    "too many ranks": (own("in 0..p:", "in 0..p+1:"), 3, "2 ranks, but the stages are on ranks 0 to 2", ""),
+    "endless": (changed(("0..m", "0..m*99999999"), text=ANY_PIPEDREAM), 13, "expands to more than", "shorten"),
+    # the order
+    "no action": (own("{i-w}", "{i-w},"), 10, "'B0.0,' is not an action", "write KIND"),
+    "no backward": (own("in m-w..m: B", "in m-w..m-1: B"), 7, "micro-batch 3: it never happens", "add B0.3"),
+    "twice": (own("in m-w..m: B", "in m-w-1..m: B"), 11, "micro-batch 2: .* second time", "remove one of the two"),
+    "too early": (own("F{r}.{i} B{r}.{i-w}", "B{r}.{i-w} F{r}.{i}"), 10, "needs F.* which comes after it", ""),
+    "circle": (
+        own("min(p-1-r, m)", "r*(p-r)"), 10,
+        r"B0\.0 of rank 0 \(mine\.txt with p = 2, m = 4, line 10\) waits for B1\.0, which .* F1\.1 of", "change",
+    ),
+}  # fmt: skip
+"""With 2 ranks and 4 micro-batches, as the fixed files."""
+WRONG = {**WRONG_FIXED, **{f"{name}, with parameters": row for name, row in WRONG_WITH_PARAMETERS.items()}}
+
+
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_file_is_refused_with_line_and_remedy(tmp_path, capsys, name):
+def test_a_wrong_file_is_refused_with_line_and_remedy(tmp_path, capsys, monkeypatch, name):
     text, line, problem, remedy = WRONG[name]
-    path = tmp_path / "mine.txt"
-    path.write_text(text)
-    assert main(["validate", str(path)]) == 2
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(parameters, "MOST_STEPS", 10_000)
+    Path("mine.txt").write_text(text)
+    sizes = ("--ranks", "2", "--microbatches", "4") if name.endswith("with parameters") else ()
+    assert main(["validate", "mine.txt", *sizes]) == 2
     first, *near = capsys.readouterr().err.splitlines()
     assert re.search(rf"{problem}.*{remedy}", first), first
-    assert f"mine.txt, line {line}" in first
-    assert f"  > {line:5d} | {text.splitlines()[line - 1]}" in near
+    assert re.search(rf"mine.txt( with .*)?, line {line}", first), first
+    shown = text.splitlines()[line - 1].replace("\t", " ")
+    assert f"  > {line:5d} | {shown}" in near
     for other in (line - 1, line + 1):
         assert not 0 < other <= text.count("\n") or any(f"{other:5d} |" in each for each in near)
 
@@ -127,6 +192,21 @@ def test_every_number_must_be_in_ascii_digits(text):
         wrong = text[: match.start()] + chr(ord("\uff10") + int(match[0])) + text[match.end() :]
         with pytest.raises(ScheduleError, match=r"line \d+, column \d+: "):
             loads(wrong, sizes=FileParameters(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "first line must be"),
+        ("schedule 1\n", "first line must be"),
+        (changed(("name mine", "")), "lacks 'name'"),
+        (changed(("microbatches 4", "")), "lacks 'microbatches'"),
+        (HEADER, "the section 'body' is missing"),
+    ],
+)
+def test_incomplete_texts_are_refused(text, message):
+    with pytest.raises(ScheduleError, match=message):
+        loads(text)
 
 
 def test_units_are_counted_before_they_are_made():
