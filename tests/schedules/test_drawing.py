@@ -7,23 +7,15 @@ from itertools import pairwise
 import pytest
 
 from megapipe.schedules import GENERATORS, Kind, Link, Offload, build, rank_costs, simulate
+from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
-from megapipe.schedules.drawing.bars import activation_curves, bars_of
+from megapipe.schedules.drawing.bars import FILLS, NAMES, activation_curves, bars_of
 from tests.support.browser import open_page
 
 
 def run_of(name, ranks=4, microbatches=8, steps=1, **costs):
     schedule = build(name, ranks, microbatches)
     return simulate(schedule, rank_costs(schedule.header, **costs), steps)
-
-
-def test_bars_cover_all_compute():
-    run = run_of("zb_v", backward_input=1.0, backward_weight=1.0)
-    bars = [bar for bar in bars_of(run) if bar.lane == "compute"]
-    assert len(bars) == 3 * 2 * 4 * 8
-    assert sum(bar.end - bar.start for bar in bars) == pytest.approx(3 * 8 * 4)
-    assert {bar.chunk for bar in bars} == {0, 1}
-    assert any(bar.critical for bar in bars)
 
 
 def test_trace_has_an_event_for_every_bar():
@@ -87,13 +79,23 @@ def test_memory_picture_and_page_show_the_simulation(name):
     """Memory peaks as reported and ends at zero; the picture has a box for each action; the page's figures name the
     whole axis, and count all idle time that is visible on the busiest rank."""
     run = run_of(name, backward_input=1.0, backward_weight=1.0)
+    bars = [bar for bar in bars_of(run) if bar.lane == "compute"]
+    work = run.table.rows_with(*COMPUTE_KINDS)
+    assert len(bars) == len(work)
+    assert sum(bar.end - bar.start for bar in bars) == pytest.approx(run.durations[work].sum())
+    assert {bar.chunk for bar in bars} == set(range(GENERATORS[name].chunks))
+    assert any(bar.critical for bar in bars)
     for curve, peak in zip(activation_curves(run), run.peak_activations, strict=True):
         assert max(count for _, count in curve) == pytest.approx(peak)
         assert curve[-1][1] == pytest.approx(0.0, abs=1e-9)
     group = "{http://www.w3.org/2000/svg}g"
     boxes = ElementTree.fromstring(draw_svg(run)).findall(f".//{group}/{group}")
-    assert len(boxes) == sum(bar.lane == "compute" for bar in bars_of(run))
-    data = shown_data(draw_html(run))
+    assert len(boxes) == len(bars)
+    page = draw_html(run)
+    assert "@DATA@" not in page
+    assert "@TITLE@" not in page
+    assert "http" not in page
+    data = shown_data(page)
     figures = {title: value for title, value, _ in data["figures"]}
     busy = [0.0] * len(data["lines"])
     for _, rank, lane, _, _, _, _, start, end, *_ in data["bars"]:
@@ -122,13 +124,7 @@ def test_pairs_share_a_box_and_chunks_have_a_legend():
     assert "one above the other: overlapped" in picture
     assert "idle 10.0% of the ideal time, 9.1% of the makespan" in picture
     assert "chunks" not in draw_svg(run_of("1f1b"))
-
-
-def test_page_is_self_contained():
-    page = draw_html(run_of("1f1b"))
-    assert "@DATA@" not in page
-    assert "@TITLE@" not in page
-    assert "http" not in page
+    assert set(FILLS) == set(NAMES) >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}
 
 
 def test_hovering_an_action_describes_it(tmp_path):
@@ -153,9 +149,3 @@ def test_hovering_an_action_describes_it(tmp_path):
     assert "BACKWARD_WEIGHT stage 2, micro-batch 3" in text
     assert "rank 2" in text
     assert "activations alive" in text
-
-
-def test_drawn_kinds_have_a_colour_and_a_name():
-    from megapipe.schedules.drawing.bars import FILLS, NAMES
-
-    assert set(FILLS) == set(NAMES) >= {Kind.FORWARD, Kind.BACKWARD, Kind.UPDATE}

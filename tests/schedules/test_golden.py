@@ -30,16 +30,6 @@ HALVES = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "chunks", "bubble", "stash"),
-    [(4, 8, 2, 0.1875, 5.5), (8, 32, 2, 0.109375, 11.5), (2, 4, 2, 0.125, 2.5)],
-)
-def test_interleaved(ranks, microbatches, chunks, bubble, stash):
-    run = simulated("interleaved_1f1b", ranks, microbatches, chunks=chunks)
-    assert run.bubble == pytest.approx(bubble, abs=1e-12)
-    assert run.peak_activations[0] == stash
-
-
-@pytest.mark.parametrize(
     ("name", "rate", "late_rate", "stash"),
     [("1f1b", 0.179, 0.284, 8), ("interleaved_1f1b", 0.099, 0.158, 11.5), ("modular", 0.099, 0.127, 32)],
 )

@@ -58,18 +58,6 @@ def test_no_run_beats_its_bounds(schedule, latency, transfer, blocking, steps):
         assert (starts[1:] >= ends[:-1] - 1e-12).all()
 
 
-def test_latency_by_hand():
-    """Two ranks, one micro-batch: forward, hop, forward, backward, hop, backward."""
-    assert simulated("1f1b", 2, 1, link=Link(latency=0.5)).finish == 1 + 0.5 + 1 + 2 + 0.5 + 2
-    assert simulated("1f1b", 2, 1, link=Link(transfer=0.5)).finish == 7
-
-
-def test_a_busy_link_delays_the_next_message():
-    run = simulated("gpipe", 2, 3, forward=1.0, backward=1.0, link=Link(transfer=4.0))
-    arrivals = sorted(run.end[run.table.rows_with(Kind.SEND_ACTIVATION)])
-    assert arrivals == [5.0, 9.0, 13.0]
-
-
 def test_blocking_sends_block_the_sender():
     free, blocked = (
         simulated("1f1b", 2, 4, link=Link(latency=0.5), blocking_sends=blocking).finish for blocking in (False, True)

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import GENERATORS, Kind, Rows, Schedule, ScheduleError, Sections, build, dumps, loads, validate
+from megapipe.schedules import Kind, Rows, Schedule, ScheduleError, Sections, build, dumps, loads, validate
 from megapipe.schedules.actions import KIND, rows_of
 from megapipe.schedules.lowering import lower
 from megapipe.schedules.schedule import SECTIONS, Header, StagePlace
 from megapipe.schedules.validation.waits import needs_resident_kernels
 from tests.schedules.streams import RECEIVES, SENDS, Hang, Mismatch, run
-from tests.schedules.support import BOTH_WAYS, schedules, with_rank_rows
+from tests.schedules.support import schedules, with_rank_rows
 
 
 def one_queue(rank: int, stream: Hashable) -> int:
@@ -137,50 +137,37 @@ def test_runnable_compute_orders_lower_to_orders_for_one_queue(order: Schedule, 
     assert not hangs(schedule, one_queue)
 
 
-def test_receives_that_queue_up_on_a_link_are_refused() -> None:
-    """In rank 0's only queue the second receive waits for the first one, and the forward that it needs for both."""
-    text = dumps(build("interleaved_1f1b", 2, 4, chunks=2))
-    assert "RA2.0^0 F0.0@0 SA0.0 F0.1@0 SA0.1 RA2.1^1" in text
-    early = text.replace("F0.0@0 SA0.0 F0.1@0 SA0.1 RA2.1^1", "RA2.1^1 F0.0@0 SA0.0 F0.1@0 SA0.1")
-    assert hangs(loads(early), one_queue)
-    assert not hangs(loads(early))
-    with pytest.raises(
-        ScheduleError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1\): .*, line \d+\).*; post receives and start"
-    ):
-        validate(loads(early))
-
-
-def test_second_reductions_of_a_group_follow_all_gradients() -> None:
-    """In rank 2's only queue the second sum waits for the first one, which needs gradients that rank 2 sends later."""
-    schedule = build("interleaved_1f1b", 3, 1, chunks=2, tied_groups=[(0, 1, 5), (0, 1, 5)])
+@pytest.mark.parametrize(
+    ("schedule", "old", "new", "message", "runs_with_own_queues"),
+    [
+        # In rank 0's only queue the second receive waits for the first one, and the forward that it needs for both.
+        (
+            build("interleaved_1f1b", 2, 4, chunks=2),
+            "F0.0@0 SA0.0 F0.1@0 SA0.1 RA2.1^1", "RA2.1^1 F0.0@0 SA0.0 F0.1@0 SA0.1",
+            r"CUDA_DEVICE_MAX_CONNECTIONS=1\): .*, line \d+\).*; post receives and start", True,
+        ),
+        # In rank 2's only queue the second sum waits for the first one, which needs gradients that rank 2 sends later.
+        (
+            build("interleaved_1f1b", 3, 1, chunks=2, tied_groups=[(0, 1, 5), (0, 1, 5)]),
+            "DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0", "DT5/1.0 DT5/2.0 B2.0@0^0 SG2.0",
+            r"cycle: .* DT5/2.0 of rank 2 \(", True,
+        ),
+        # The engine reads the scalars at once, so the host does not reach the send that another rank waits for.
+        (
+            build("1f1b", 2, 2), "SG1.1 DS.1", "DS.1 SG1.1",
+            r"cycle: .* waits for SG1.1 of rank 1 .*, which waits for DS.1, which comes after B0.1", False,
+        ),
+    ],
+)  # fmt: skip
+def test_orders_that_hang_in_one_queue_are_refused(
+    schedule: Schedule, old: str, new: str, message: str, runs_with_own_queues: bool
+) -> None:
     validate(schedule)
     assert not hangs(schedule, one_queue)
     text = dumps(schedule)
-    assert "DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0" in text
-    early = loads(text.replace("DT5/1.0 B2.0@0^0 SG2.0 DT5/2.0", "DT5/1.0 DT5/2.0 B2.0@0^0 SG2.0"))
+    assert old in text
+    early = loads(text.replace(old, new))
     assert hangs(early, one_queue)
-    assert not hangs(early)
-    with pytest.raises(ScheduleError, match=r"cycle: .* DT5/2.0 of rank 2 \("):
+    assert hangs(early) != runs_with_own_queues
+    with pytest.raises(ScheduleError, match=message):
         validate(early)
-
-
-def test_a_send_after_the_steps_scalars_is_refused() -> None:
-    """The engine reads the scalars at once, so the host does not reach the send that another rank waits for."""
-    text = dumps(build("1f1b", 2, 2))
-    assert "SG1.1 DS.1" in text
-    late = loads(text.replace("SG1.1 DS.1", "DS.1 SG1.1"))
-    assert hangs(late)
-    with pytest.raises(
-        ScheduleError, match=r"cycle: .* waits for SG1.1 of rank 1 .*, which waits for DS.1, which comes after B0.1"
-    ):
-        validate(late)
-
-
-@pytest.mark.parametrize("name", GENERATORS)
-def test_only_training_needs_resident_kernels(name: str) -> None:
-    chunks = GENERATORS[name].chunks
-    assert needs_resident_kernels(build(name, 2, 4))
-    if name not in BOTH_WAYS:
-        assert not needs_resident_kernels(build(name, 1, 4))
-    if chunks == 1:
-        assert not needs_resident_kernels(build(name, 2, 4, mode="forward"))
