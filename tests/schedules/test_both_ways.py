@@ -15,8 +15,7 @@ from megapipe.schedules import ScheduleError, build, dumps, loads, lower, order,
 from megapipe.training.validation import validate as validate_run
 from tests.engine.library_models import SAMPLE, adoptable, loss, solo
 from tests.schedules import streams
-from tests.schedules.interpreter import run
-from tests.schedules.interpreter_state import Broken
+from tests.schedules.interpreter import Broken, run
 from tests.schedules.serial import serial
 
 PASSES = {"chimera": 2, "bitpipe": 4}

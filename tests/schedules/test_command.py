@@ -16,13 +16,12 @@ def output(capsys, *arguments):
     return capsys.readouterr().out
 
 
-def test_a_recomputation_of_nothing_is_refused(capsys):
-    assert main(["simulate", "--schedule", "1f1b", "--recompute", "0"]) == 2
-    assert "--recompute is 0; it must be at least 1, or left out" in capsys.readouterr().err
+def report(capsys, *arguments):
+    return json.loads(output(capsys, *arguments, "--json"))
 
 
 def test_list_names_every_schedule(capsys):
-    assert [row["name"] for row in json.loads(output(capsys, "list", "--json"))] == list(GENERATORS)
+    assert [row["name"] for row in report(capsys, "list")] == list(GENERATORS)
     table = output(capsys, "list")
     assert all(name in table for name in GENERATORS)
     assert "`" not in table
@@ -30,30 +29,51 @@ def test_list_names_every_schedule(capsys):
 
 def test_simulate_gives_the_promised_keys(capsys):
     shape = ["--schedule", "1f1b", "--ranks", "4", "--microbatches", "8"]
-    report = json.loads(output(capsys, "simulate", *shape, "--forward", "1", "--backward", "2", "--json"))
-    assert report["bubble"] == 0.375
-    assert report["makespan"] == report["finish"] == 33
-    assert report["bubble_rate"] == pytest.approx(0.375 / 1.375)
-    assert report["peak_activations"] == [4, 3, 2, 1]
-    assert report["pending_weight_halves"] == [0, 0, 0, 0]
-    assert report["weight_versions"] == [1, 1, 1, 1]
-    assert report["exposed_communication"] == 0
+    figures = report(capsys, "simulate", *shape, "--forward", "1", "--backward", "2")
+    assert figures["bubble_rate"] == pytest.approx(0.375 / 1.375)
+    expected = {
+        "bubble": 0.375, "makespan": 33, "finish": 33, "peak_activations": [4, 3, 2, 1],
+        "pending_weight_halves": [0] * 4, "weight_versions": [1] * 4, "exposed_communication": 0,
+    }  # fmt: skip
+    assert {key: figures[key] for key in expected} == expected
 
 
 def test_never_flushing_schedules_run_four_steps_by_default(capsys):
-    assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--json"))["finish"] == (4 * 8 + 3) * 3
-    assert json.loads(output(capsys, "simulate", "--schedule", "2bw", "--steps", "2", "--json"))["steps"] == 2
+    assert report(capsys, "simulate", "--schedule", "2bw")["finish"] == (4 * 8 + 3) * 3
+    assert report(capsys, "simulate", "--schedule", "2bw", "--steps", "2")["steps"] == 2
 
 
 def test_transfers_take_message_over_bandwidth(capsys):
-    slow = json.loads(output(capsys, "simulate", "--message", "10", "--bandwidth", "20", "--json"))
-    late = json.loads(output(capsys, "simulate", "--latency", "0.5", "--json"))
+    slow = report(capsys, "simulate", "--message", "10", "--bandwidth", "20")
+    late = report(capsys, "simulate", "--latency", "0.5")
     assert slow["makespan"] == late["makespan"] > 33
     assert slow["exposed_communication"] == slow["makespan"] - 33
 
 
+def lanes(capsys, path, *flags):
+    """Names and lanes of the events of a drawn trace."""
+    output(capsys, "draw", *flags, "--output", str(path))
+    return {(event["name"], event["cat"]) for event in json.loads(path.read_text())["traceEvents"] if "cat" in event}
+
+
+def test_offloaded_activations_are_copied_and_not_counted(capsys, tmp_path):
+    shape = ["--schedule=1f1b", "--ranks=2", "--units=4", "--offload=1", "--offload-time=0.5"]
+    figures = report(capsys, "simulate", *shape, "--offload-state", "--offload-state-time=1")
+    assert figures["peak_activations"] == [0.5, 0.5]
+    drawn = lanes(capsys, tmp_path / "trace.json", *shape, "--prefetch=2")
+    assert {"compute", "copy out", "copy in"} <= {lane for _, lane in drawn}
+
+
+def test_weights_in_host_memory_are_copied_in(capsys, tmp_path):
+    shape = ["--schedule=gpipe", "--ranks=1", "--microbatches=1", "--units=4", "--gather-time=4", "--forward=4"]
+    figures = report(capsys, "simulate", *shape, "--offload-weights=2")
+    assert (figures["weight_gathers"], figures["exposed_communication"]) == ([6], 0.0)
+    drawn = lanes(capsys, tmp_path / "trace.json", *shape, "--offload-weights=2")
+    assert {lane for name, lane in drawn if name.startswith("gather")} == {"copy in"}
+
+
 def test_compare_shows_every_schedule_or_why_not(capsys):
-    rows = json.loads(output(capsys, "compare", "--microbatches", "2", "--json"))
+    rows = report(capsys, "compare", "--microbatches", "2")
     assert [row["schedule"] for row in rows] == list(GENERATORS)
     errors = {row["schedule"]: row["error"] for row in rows if "error" in row}
     assert set(errors) == {"2bw", "bitpipe", "chimera", "dualpipe_v", "pipedream"}
@@ -62,7 +82,7 @@ def test_compare_shows_every_schedule_or_why_not(capsys):
 
 def test_compare_gives_times_per_step_and_marks_the_steps(capsys):
     flags = ("compare", "--schedule", "1f1b,zb_v,2bw")
-    rows = json.loads(output(capsys, *flags, "--json"))
+    rows = report(capsys, *flags)
     assert [row["steps"] for row in rows] == [1, 1, 4]
     title, *lines = output(capsys, *flags).split("\n\n")[0].splitlines()
     assert len(lines) == len(rows)
@@ -72,8 +92,9 @@ def test_compare_gives_times_per_step_and_marks_the_steps(capsys):
         assert float(cells["time/step"]) == pytest.approx(row["makespan"] / row["steps"], rel=1e-4)
 
 
-def test_options_reach_the_schedules(capsys):
-    for flags in (
+@pytest.mark.parametrize(
+    "flags",
+    [
         "--schedule interleaved_1f1b --chunks 3 --group-size 5",
         "--schedule 2bw --update eager",
         "--schedule pipedream --vertical_sync",
@@ -81,8 +102,10 @@ def test_options_reach_the_schedules(capsys):
         "--schedule zb_auto --memory-limit 6 --latency 0.2 --placement linear",
         "--schedule modular --units 2 --weight-buffers 2 --gather-time 0.5",
         "--schedule zb_v --blocking-sends --update-time 0.5 --reduce-time 0.5 --scalars-time 0.1",
-    ):
-        assert json.loads(output(capsys, "simulate", "--json", *flags.split()))["bubble"] >= 0
+    ],
+)
+def test_options_reach_the_schedules(capsys, flags):
+    assert report(capsys, "simulate", *flags.split())["bubble"] >= 0
 
 
 def test_show_draws_a_line_a_rank(capsys):
@@ -94,8 +117,8 @@ def test_show_draws_a_line_a_rank(capsys):
 def test_files_round_trip(capsys, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(output(capsys, "write", "--schedule", "zb_h1"))
-    assert json.loads(output(capsys, "validate", str(path), "--json"))["canonical_order"] is True
-    assert json.loads(output(capsys, "simulate", "--schedule", str(path), "--json"))["schedule"] == "zb_h1"
+    assert report(capsys, "validate", str(path))["canonical_order"] is True
+    assert report(capsys, "simulate", "--schedule", str(path))["schedule"] == "zb_h1"
     assert "is valid" in output(capsys, "validate", str(path))
 
 
@@ -114,36 +137,34 @@ def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
     assert "--recompute only changes the actions that lowering adds" in capsys.readouterr().err
 
 
-def test_validate_reports_reliance_on_concurrent_kernels(capsys, tmp_path):
-    for mode, relies in (("train", True), ("forward", False)):
-        path = tmp_path / f"{mode}.txt"
-        path.write_text(dumps(build("1f1b", 2, 4, mode=mode)))
-        assert json.loads(output(capsys, "validate", str(path), "--json"))["needs_resident_kernels"] is relies
-        assert ("run on a GPU at the same time" in output(capsys, "validate", str(path))) is relies
+def star(others):
+    """A chain of stages that comes back to rank 0 after each other rank: two links with each."""
+    ranks = [0] + [rank for other in range(1, others + 1) for rank in (other, 0)]
+    lines = ["megapipe schedule 1", "name star", "class A", "microbatches 1"]
+    lines += [f"stage {stage} rank {rank}" for stage, rank in enumerate(ranks)] + ["", "body"]
+    for rank in range(others + 1):
+        stages = [stage for stage, home in enumerate(ranks) if home == rank]
+        actions = [f"F{stage}.0" for stage in stages] + [f"B{stage}.0" for stage in reversed(stages)]
+        lines.append(f"rank {rank}: {' '.join(actions)}")
+    return "\n".join(lines) + "\n"
 
 
-def test_validate_names_ranks_with_too_many_nccl_links(capsys, tmp_path):
-    for others, refused in ((16, False), (17, True)):
-        # A chain of stages that comes back to rank 0 after each other rank: two links with each.
-        ranks = [0] + [rank for other in range(1, others + 1) for rank in (other, 0)]
-        lines = ["megapipe schedule 1", "name star", "class A", "microbatches 1"]
-        lines += [f"stage {stage} rank {rank}" for stage, rank in enumerate(ranks)] + ["", "body"]
-        for rank in range(others + 1):
-            stages = [stage for stage, home in enumerate(ranks) if home == rank]
-            actions = [f"F{stage}.0" for stage in stages] + [f"B{stage}.0" for stage in reversed(stages)]
-            lines.append(f"rank {rank}: {' '.join(actions)}")
-        path = tmp_path / "star.txt"
-        path.write_text("\n".join(lines) + "\n")
-        assert json.loads(output(capsys, "validate", str(path), "--json"))["links"] == [2 * others] + [2] * others
-        assert ("training on GPUs refuses this schedule" in output(capsys, "validate", str(path))) is refused
-
-
-def test_validate_says_whose_links_must_be_connected(capsys, tmp_path):
-    for name, connects in (("1f1b", True), ("interleaved_1f1b", False)):
-        path = tmp_path / f"{name}.txt"
-        path.write_text(dumps(build(name, 2, 4)))
-        assert json.loads(output(capsys, "validate", str(path), "--json"))["lazy_links"] is connects
-        assert ("must be connected before step 1" in output(capsys, "validate", str(path))) is not connects
+@pytest.mark.parametrize(
+    ("text", "key", "value", "words", "says"),
+    [
+        (dumps(build("1f1b", 2, 4)), "needs_resident_kernels", True, "run on a GPU at the same time", True),
+        (dumps(build("1f1b", 2, 4, mode="forward")), "needs_resident_kernels", False, "on a GPU at the same", False),
+        (star(16), "links", [2 * 16] + [2] * 16, "training on GPUs refuses this schedule", False),
+        (star(17), "links", [2 * 17] + [2] * 17, "training on GPUs refuses this schedule", True),
+        (dumps(build("1f1b", 2, 4)), "lazy_links", True, "must be connected before step 1", False),
+        (dumps(build("interleaved_1f1b", 2, 4)), "lazy_links", False, "must be connected before step 1", True),
+    ],
+)
+def test_validate_reports_what_a_gpu_needs(capsys, tmp_path, text, key, value, words, says):
+    path = tmp_path / "mine.txt"
+    path.write_text(text)
+    assert report(capsys, "validate", str(path))[key] == value
+    assert (words in output(capsys, "validate", str(path))) is says
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".html", ".json"])
@@ -159,6 +180,9 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("simulate --schedule 1f1c", "did you mean '1f1b'"),
         ("simulate --bandwidth 3", "need each other"),
         ("simulate --bandwidth 0 --message 1", "must be above 0"),
+        ("simulate --recompute 0", "--recompute is 0; it must be at least 1, or left out"),
+        ("simulate --offload=0", "--offload is 0; it must be at least 1"),
+        ("simulate --offload-weights=2 --weight-buffers=2", "exclude each other; leave one of the two out"),
         ("simulate --steps 0", "--steps is 0; it must be at least 1"),
         ("simulate --steps 9999999999", "the maximum to simulate is 125,000 steps"),
         ("show --schedule mine.txt", "cannot read mine.txt: No such file or directory; choose a text file"),
