@@ -137,13 +137,6 @@ def test_2bw_slack_hides_reductions():
         assert free == hidden < late
 
 
-def test_eager_2bw_with_global_norm_nearly_flushes():
-    lazy, eager = (simulated("2bw", 4, 4, 100, update=update) for update in ("lazy", "eager"))
-    flush = simulated("1f1b", 4, 4, 100)
-    assert lazy.finish / lazy.ideal < 1.01
-    assert 1.4 < eager.finish / eager.ideal < flush.finish / flush.ideal
-
-
 def test_pipedream_never_idles_after_its_warm_up():
     assert simulated("pipedream", 4, 8, 5).finish == (5 * 8 + 3) * 3
 

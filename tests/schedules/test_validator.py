@@ -18,6 +18,7 @@ from megapipe.schedules import (
     validate,
 )
 from megapipe.schedules.actions import GROUP, KIND, Kind
+from megapipe.schedules.memory import with_snapshots
 from tests.schedules.support import OVERLAPPED, in_host, sharded, with_rank_rows
 
 MOVED = Offload(((0,),), optimizer=True)
@@ -74,6 +75,9 @@ BROKEN: list[tuple[Schedule, list[tuple[str, str, str]]]] = [
         ("LW0/0.0@0 GW0/2.0@0", "GW0/2.0@0 LW0/0.0@0", "weight_pool of 2 has no room for it"),
         ("LW0/0.0@0 DG0/0.0", "LW0/0.0@0 GW0/0.0@0 LW0/0.0@0 DG0/0.0", "nothing uses the weights"),
         ("LW0/0.0@0 DG0/0.0", "DG0/0.0", "never released"),
+        ("GW0/2.0@0 F0/1.0@0 F0/2.0@0", "F0/1.0@0 F0/2.0@0 GW0/2.0@0", "FORWARD.* not gathered here"),
+        ("F0/0.0@0 LW0/0.0@0", "LW0/0.0@0 F0/0.0@0", "FORWARD.* not gathered here"),
+        ("B0/1.0@0 LW0/1.0@0", "LW0/1.0@0 B0/1.0@0", "BACKWARD.* not gathered here"),
         ("state 0/0-2 weights sharded", "state 0/0-2", "keeps all weights whole"),
         ("GW0/0.0@0 GW0/1.0@0", "GW0/0.0 GW0/1.0@0", "version must be given"),
     ]),
@@ -82,6 +86,8 @@ BROKEN: list[tuple[Schedule, list[tuple[str, str, str]]]] = [
         ("DG0/2.1", "DG0/2.0", "last micro-batch that it includes"),
         ("DG0/2.1", "DG0/2.1 DG0/2.1", "nothing was added"),
         (" DG0/0.1", "", "not reduced after it"),
+        ("B0/0.1@0 DG0/0.1", "DG0/0.1 B0/0.1@0", "nothing was added"),
+        ("B0/2.0@0 DG0/2.0", "DG0/2.0 B0/2.0@0", "nothing was added"),
     ]),
     (build("gpipe", 1, 1, **in_host(3)), [
         ("weights host", "weights sharded", "no rank to gather from"),
@@ -117,6 +123,15 @@ BROKEN: list[tuple[Schedule, list[tuple[str, str, str]]]] = [
     ]),
     (build("1f1b", 1, 2, mode="forward", units_per_stage=[2]), [
         (" F0.0@0", " F0.0@0 OF0.0", "a schedule of mode 'forward' cannot have such actions"),
+    ]),
+    (with_snapshots(build("1f1b", 1, 1, units_per_stage=[2])), [
+        ("SS0/0.0@0 ", "", "but not that of this one"),
+        ("SS0/0.0@0 ", "SS0/0.0@0 SS0/0.0@0 ", "second time"),
+        ("SS0/0.0@0", "SS0/0.0@1", "version"),
+        (
+            "SS0/0.0@0 SS0/1.0@0 DC.0 F0.0@0 B0.0@0 DS.0 U0/0.0@1",
+            "SS0/1.0@0 DC.0 F0.0@0 B0.0@0 DS.0 U0/0.0@1 SS0/0.0@0", "it needs SNAPSHOT",
+        ),
     ]),
     (build("1f1b", 1, 1, recompute=[[range(1)]]), [
         (" R0/0.0@0", " R0/0.0@0 R0/0.0@0", "a second time"),
