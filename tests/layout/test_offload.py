@@ -115,20 +115,6 @@ def test_copies_meant_to_hide_add_no_simulated_time(name, units, ranks, rounds, 
     assert finish[1] == pytest.approx(finish[0], abs=1e-9)
 
 
-def test_less_memory_moves_the_first_blocks():
-    blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 6
-    everything = treat(blocks, microbatches=2, memory=1200, bandwidth=100.0)
-    assert everything.of_blocks == ("keep",) * 6
-    less = treat(blocks, microbatches=2, memory=900, bandwidth=100.0)
-    assert less.of_blocks.count("move") == 3
-    assert less.recomputed == 0.0
-    # A copy that takes longer than a block's forward is hidden by two: every other block moves, at most.
-    slow = treat(blocks, microbatches=2, memory=850, bandwidth=60.0, prefetch=1)
-    assert "move" in slow.of_blocks
-    assert slow.recomputed == 1.0 * slow.of_blocks.count("recompute") > 0
-    assert "movemove" not in "".join(slow.of_blocks)
-
-
 def test_what_cannot_fit_says_what_it_needs():
     blocks = [BlockCost(1.0, 2.0, kept=100, input=10)] * 3
     with pytest.raises(

@@ -23,37 +23,22 @@ from tests.support.meshes import run_threads
 
 SIZES: dict[str, Any] = {"vocabulary_size": 104, "num_layers": 1, "hidden_size": 64, "num_heads": 4}
 LLAMA: dict[str, Any] = {
-    "num_kv_heads": 2,
-    "normalization": "rms_norm",
-    "activation": "swiglu",
-    "positions": "rotary",
-    "bias": "none",
-    "tie_embeddings": False,
-}
+    "num_kv_heads": 2, "normalization": "rms_norm", "activation": "swiglu", "positions": "rotary",
+    "bias": "none", "tie_embeddings": False,
+}  # fmt: skip
 DROPOUT = {"hidden_dropout": 0.1, "embedding_dropout": 0.1}
 GEMMA: dict[str, Any] = {
-    **LLAMA,
-    "norm_position": "sandwich",
-    "normalization": "rms_norm_unit_offset",
-    "activation": "geglu_tanh",
-}
+    **LLAMA, "norm_position": "sandwich", "normalization": "rms_norm_unit_offset", "activation": "geglu_tanh",
+}  # fmt: skip
 EXPERTS: dict[str, Any] = {"num_experts": 4, "ffn_hidden_size": 96, "expert_balance_rate": 0.0}
 SHARED = {"shared_expert_size": 80}
 SIGMOIDS: dict[str, Any] = {
-    "router_scores": "sigmoid",
-    "router_groups": 2,
-    "router_groups_chosen": 1,
-    "router_scale": 2.5,
-}
+    "router_scores": "sigmoid", "router_groups": 2, "router_groups_chosen": 1, "router_scale": 2.5,
+}  # fmt: skip
 LATENTS: dict[str, Any] = {
-    **LLAMA,
-    "num_kv_heads": None,
-    "kv_latent_size": 24,
-    "query_latent_size": 40,
-    "head_size": 16,
-    "rotary_head_size": 8,
-    "value_head_size": 12,
-}
+    **LLAMA, "num_kv_heads": None, "kv_latent_size": 24, "query_latent_size": 40, "head_size": 16,
+    "rotary_head_size": 8, "value_head_size": 12,
+}  # fmt: skip
 GPT: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "gpt2 with dropout": DROPOUT,
@@ -93,18 +78,10 @@ GPT: dict[str, dict[str, Any]] = {
     "dropout with shared experts": {**EXPERTS, **SHARED, **DROPOUT},
 }
 MODERN: dict[str, Any] = {
-    "norm_position": "pre",
-    "normalization": "layer_norm_without_bias",
-    "embedding_norm": True,
-    "positions": "rotary",
-    "activation": "geglu",
-    "bias": "none",
-    "sliding_window": 5,
-    "token_types": 0,
-    "transform_bias": False,
-    "transform_activation": "relu_squared",
-    "sentence_head": False,
-}
+    "norm_position": "pre", "normalization": "layer_norm_without_bias", "embedding_norm": True,
+    "positions": "rotary", "activation": "geglu", "bias": "none", "sliding_window": 5, "token_types": 0,
+    "transform_bias": False, "transform_activation": "relu_squared", "sentence_head": False,
+}  # fmt: skip
 BERT: dict[str, dict[str, Any]] = {
     "post-norm bert": {"norm_position": "post"},
     "post-norm bert with dropout": {"norm_position": "post", **DROPOUT},
@@ -118,14 +95,9 @@ BERT: dict[str, dict[str, Any]] = {
     "modernbert with dropout": {**MODERN, **DROPOUT, "attention_norm": False, "normalization": "layer_norm"},
 }
 RARE = (
-    "a further token",
-    "gemma with dropout",
-    "experts between norms",
-    "gpt-neox",
-    "granite",
-    "roberta",
+    "a further token", "gemma with dropout", "experts between norms", "gpt-neox", "granite", "roberta",
     "modernbert with dropout",
-)
+)  # fmt: skip
 NAMES = [pytest.param(name, marks=pytest.mark.exhaustive) if name in RARE else name for name in (*GPT, *BERT)]
 LAYOUTS: dict[str, tuple[dict[str, int], ContextAttention]] = {
     "one rank": ({}, "ring"),
