@@ -1,6 +1,7 @@
 """Schedules from files: what training takes, and what it says of the rest."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -11,37 +12,25 @@ from tests.schedules.support import TRAINED
 from tests.schedules.test_wrong_files import MINE
 
 
-def sharded(gradients):
-    return StateTable.uniform([2, 2], weight_pool=2, gradient_pool=gradients)
-
-
 def written(tmp_path, text):
     path = tmp_path / "mine.txt"
     path.write_text(text)
     return path
 
 
+SHARDED = {"data_parallel": True, "states": StateTable.uniform([2, 2], weight_pool=2, gradient_pool=1)}
+
+
 @pytest.mark.parametrize("mode", ["train", "forward"])
-@pytest.mark.parametrize("data_parallel", [False, True])
-@pytest.mark.parametrize("name", TRAINED)
-def test_a_saved_schedule_is_the_named_one(tmp_path, name, data_parallel, mode):
-    stages = 2 * GENERATORS[name].chunks
-    run = {"units_per_stage": [2] * stages, "tied_groups": [[0]], "data_parallel": data_parallel}
+@pytest.mark.parametrize(
+    ("name", "how"), [*product(TRAINED, ({"data_parallel": False}, {"data_parallel": True})), ("1f1b", SHARDED)]
+)
+def test_a_saved_schedule_is_the_named_one(tmp_path, name, how, mode):
+    run = {"units_per_stage": [2] * (2 * GENERATORS[name].chunks), "tied_groups": [[0]], **how}
     expected = build(name, 2, 4, mode=mode, receive_ahead=2, **run)
     for saved in (build(name, 2, 4, receive_ahead=2, **run), order(name, 2, 4)):
         schedule = read_file(written(tmp_path, dumps(saved)))
         assert fit_for_training(schedule, 2, 4, mode=mode, receive_ahead=2, **run) == expected
-
-
-@pytest.mark.parametrize("mode", ["train", "forward"])
-def test_a_saved_schedule_shards_what_the_run_shards(tmp_path, mode):
-    run = {"units_per_stage": [2, 2], "data_parallel": True, "states": sharded(gradients=1)}
-    expected = build("1f1b", 2, 4, mode=mode, **run)
-    for saved in (build("1f1b", 2, 4, **run), order("1f1b", 2, 4)):
-        schedule = read_file(written(tmp_path, dumps(saved)))
-        assert fit_for_training(schedule, 2, 4, mode=mode, **run) == expected
-    with pytest.raises(ScheduleError, match="made for gradient_pool 1, but this run has 2"):
-        fit_for_training(build("1f1b", 2, 4, **run), 2, 4, **run | {"states": sharded(gradients=2)})
 
 
 def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
@@ -64,6 +53,11 @@ def test_one_file_of_compute_actions_serves_any_depth(tmp_path):
         (MINE.replace("body", "data_parallel yes\nbody"), {}, "replicas yes, but this run has no"),
         (dumps(build("1f1b", 2, 4, units_per_stage=[2, 2])), {"data_parallel": True}, "replicas no, but this run"),
         (dumps(build("1f1b", 2, 4, mode="forward")), {}, "mode 'forward', but training needs mode 'train'"),
+        (
+            dumps(build("1f1b", 2, 4, units_per_stage=[2, 2], **SHARDED)),
+            SHARDED | {"states": StateTable.uniform([2, 2], weight_pool=2, gradient_pool=2)},
+            "made for gradient_pool 1, but this run has 2",
+        ),
         (MINE.replace("body", "route 1 0\nbody"), {}, "leave out routes, parts and replicas"),
         (MINE.replace("rank 1\n", "rank 1 part 0\n", 1), {}, r"parts \[0, 0\]"),
         (MINE.replace("rank 1\n", "rank 1 part 0 replica 1\n", 1), {}, "does not sum the gradients of copies"),

@@ -104,23 +104,6 @@ def test_shared_blocks_are_one_tied_weight_on_their_stages() -> None:
     assert tied_stages(layers, [range(1), range(1, 3), range(3, 5)]) == ((0, 2), (1, 2))
 
 
-def test_weights_that_multiply_or_embed_are_decayed() -> None:
-    for model in (ModelConfig(), llama(qk_norm=True, bias="all")):
-        for spec in unique_parameters(model_layers(model)).values():
-            assert spec.decay == (spec.init.kind == "normal")
-            assert spec.matrix == (spec.decay and spec.name.startswith("blocks."))
-            assert (spec.init.kind == "ones") == (spec.name.endswith("norm.weight"))
-
-
-def test_matrices_that_write_to_the_residual_stream_start_smaller() -> None:
-    block = model_layers(ModelConfig(num_layers=8, init_std=0.02))[1].parameters
-    assert block["attention.output.weight"].init.std == pytest.approx(0.02 / 4)
-    assert block["mlp.down.weight"].init.std == pytest.approx(0.02 / 4)
-    assert block["attention.qkv.weight"].init.std == 0.02
-    plain = model_layers(ModelConfig(num_layers=8, init_std=0.02, scale_residual_init=False))[1].parameters
-    assert plain["mlp.down.weight"].init.std == 0.02
-
-
 @pytest.mark.parametrize("tensor_size", [1, 2, 4])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_the_boxes_of_the_tensor_ranks_tile_every_parameter(tensor_size: int, activation: str) -> None:
