@@ -5,19 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.schedules import (
-    Kind,
-    Link,
-    Times,
-    build,
-    dumps,
-    loads,
-    lower,
-    order,
-    rank_costs,
-    simulate,
-    validate,
-)
+from megapipe.schedules import Kind, Link, Times, build, dumps, loads, lower, order, rank_costs, simulate, validate
 
 
 def simulated(name, ranks, microbatches, steps=1, costs=None, **options):

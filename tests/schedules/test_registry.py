@@ -4,18 +4,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megapipe.schedules import GENERATORS, ScheduleError, Sections, build, order, schedule
+from megapipe.schedules import GENERATORS, Rows, ScheduleError, Sections, build, order, schedule
 from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
-from megapipe.schedules.build import load_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.schedule import SECTIONS
-from megapipe.schedules.text import dumps
 from tests.docs.figures import read
 from tests.planner.command.plan import json_of
 from tests.support.commands import ROOT, blocks
@@ -71,15 +68,12 @@ def install(folder: Path, packages: dict[str, tuple[str, str]]) -> Path:
     return folder
 
 
-def python(folder: Path, *arguments: str, cwd: Path = ROOT) -> "subprocess.CompletedProcess[str]":
-    """Run python with the packages of a folder installed."""
-    variables = {**environment(), "PYTHONPATH": f"{ROOT}:{folder}"}
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=cwd, env=variables, capture_output=True, text=True, timeout=200, check=False
-    )
-
-
-def passed(done: "subprocess.CompletedProcess[str]") -> str:
+def printed(folder: Path, *arguments: str) -> str:
+    """Run python with the packages of a folder installed, and return what it prints."""
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=ROOT, env={**environment(), "PYTHONPATH": f"{ROOT}:{folder}"},
+        capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     return done.stdout
 
@@ -150,29 +144,79 @@ def test_broken_packages_are_one_line_and_harmless(capsys: pytest.CaptureFixture
         assert error.count("\n") == 1
 
 
-@pytest.mark.usefixtures("own_registry")
-def test_a_wrong_registration_says_what_to_change() -> None:
-    def backwards_reversed(num_ranks: int, num_microbatches: int) -> Sections:
-        rows = order("gpipe", num_ranks, num_microbatches).sections.body
-        count = num_microbatches
-        return Sections.flushing(tuple(np.concatenate([each[:count], each[: count - 1 : -1]]) for each in rows))
+def halves(num_ranks: int, num_microbatches: int) -> Sections:
+    return order("zb_h1", num_ranks, num_microbatches).sections
 
-    def halves(num_ranks: int, num_microbatches: int) -> Sections:
-        return order("zb_h1", num_ranks, num_microbatches).sections
 
-    schedule("reversed_as_a", "A")(backwards_reversed)
-    schedule("reversed_as_c", "C")(backwards_reversed)
-    schedule("halves", "A")(halves)
-    assert build("reversed_as_c", 2, 3).header.numerical_class == "C"
-    for name, message in (
+def one_rank_more(num_ranks: int, num_microbatches: int) -> Sections:
+    return order("gpipe", num_ranks + 1, num_microbatches).sections
+
+
+def of_gpipe(change: Callable[[Rows], Rows]) -> Callable[[int, int], Sections]:
+    """A generator of GPipe with changed rows of every rank."""
+
+    def generate(num_ranks: int, num_microbatches: int) -> Sections:
+        return Sections.flushing(tuple(map(change, order("gpipe", num_ranks, num_microbatches).sections.body)))
+
+    return generate
+
+
+def forwards(rows: Rows) -> Rows:
+    return rows[: len(rows) // 2]
+
+
+def backwards_reversed(rows: Rows) -> Rows:
+    return np.concatenate([forwards(rows), rows[: len(rows) // 2 - 1 : -1]])
+
+
+def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int], Sections]:
+    """A generator of GPipe with another value in the first row of a kind on rank 1."""
+
+    def change(rows: Rows) -> Rows:
+        changed = rows.copy()
+        if rows[0, STAGE] == 1:
+            changed[np.flatnonzero(rows[:, KIND] == kind)[0], column] = value
+        return changed
+
+    return of_gpipe(change)
+
+
+@pytest.mark.parametrize(
+    ("generate", "options", "message"),
+    [
         (
-            "reversed_as_a",
+            of_gpipe(backwards_reversed), {},
             "class A, but .* micro-batch 1 after those of a later one, on rank 0: .*, or register it with class C",
         ),
-        ("halves", "splits backwards; register it with splits=True"),
-    ):
-        with pytest.raises(ScheduleError, match=message):
-            build(name, 2, 3)
+        (halves, {}, "splits backwards; register it with splits=True"),
+        (one_rank_more, {}, "has actions for 3 ranks, but its stages are on 2"),
+        (of_gpipe(forwards), {}, "BACKWARD stage 0, micro-batch 0: it never happens"),
+        (of_gpipe(forwards), {"two_bp": True}, "BACKWARD stage 0, micro-batch 0: it never happens"),
+        *((one_row_changed(*change), {}, message) for *change, message in (
+            (Kind.BACKWARD, KIND, Kind.FORWARD, "FORWARD stage 1, micro-batch 0: it appears a second time"),
+            (Kind.BACKWARD, KIND, Kind.BACKWARD_INPUT, "BACKWARD_WEIGHT stage 1, micro-batch 0: it never happens"),
+            (Kind.FORWARD, KIND, Kind.UPDATE, "give only forwards and backwards"),
+            (Kind.FORWARD, KIND, 99, "rank 1, action 0: 99 is not a kind of action"),
+            (Kind.FORWARD, STAGE, 0, "rank 1, FORWARD stage 0, micro-batch 0: stage 0 is on rank 0"),
+            (Kind.BACKWARD, STAGE, 2, "there are 2 stages"),
+            (Kind.BACKWARD, MICROBATCH, 3, "micro-batches are numbered from 0 to 2"),
+            (Kind.BACKWARD, MICROBATCH, 1, "BACKWARD stage 1, micro-batch 1: it appears a second time"),
+        )),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("own_registry")
+def test_a_wrong_generator_says_what_to_change(
+    generate: Callable[[int, int], Sections], options: dict[str, bool], message: str
+) -> None:
+    schedule("own", "A", takes_two_bp=True)(generate)
+    with pytest.raises(ScheduleError, match=message):
+        build("own", 2, 3, **options)
+
+
+@pytest.mark.usefixtures("own_registry")
+def test_a_wrong_registration_says_what_to_change() -> None:
+    schedule("reversed", "C")(of_gpipe(backwards_reversed))
+    assert build("reversed", 2, 3).header.numerical_class == "C"
     for name, numerical_class, message in (
         ("two words", "A", "use only letters, digits and underscores"),
         ("fine", "D", "with class 'D'; use A, B or C"),
@@ -180,60 +224,6 @@ def test_a_wrong_registration_says_what_to_change() -> None:
     ):
         with pytest.raises(ScheduleError, match=message):
             schedule(name, numerical_class)(halves)  # type: ignore[arg-type]
-
-
-def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int], Sections]:
-    """A generator of GPipe with another value in the first row of a kind on rank 1."""
-
-    def generate(num_ranks: int, num_microbatches: int) -> Sections:
-        body = [rows.copy() for rows in order("gpipe", num_ranks, num_microbatches).sections.body]
-        body[1][np.flatnonzero(body[1][:, KIND] == kind)[0], column] = value
-        return Sections.flushing(tuple(body))
-
-    return generate
-
-
-@pytest.mark.parametrize(
-    ("kind", "column", "value", "message"),
-    [
-        (Kind.BACKWARD, KIND, Kind.FORWARD, "FORWARD stage 1, micro-batch 0: it appears a second time"),
-        (Kind.BACKWARD, KIND, Kind.BACKWARD_INPUT, "BACKWARD_WEIGHT stage 1, micro-batch 0: it never happens"),
-        (Kind.FORWARD, KIND, Kind.UPDATE, "give only forwards and backwards"),
-        (Kind.FORWARD, KIND, 99, "rank 1, action 0: 99 is not a kind of action"),
-        (Kind.FORWARD, STAGE, 0, "rank 1, FORWARD stage 0, micro-batch 0: stage 0 is on rank 0"),
-        (Kind.BACKWARD, STAGE, 2, "there are 2 stages"),
-        (Kind.BACKWARD, MICROBATCH, 3, "micro-batches are numbered from 0 to 2"),
-        (Kind.BACKWARD, MICROBATCH, 1, "BACKWARD stage 1, micro-batch 1: it appears a second time"),
-    ],
-)
-@pytest.mark.usefixtures("own_registry")
-def test_a_wrong_row_of_a_registered_schedule_is_named(kind: Kind, column: int, value: int, message: str) -> None:
-    schedule("changed", "A")(one_row_changed(kind, column, value))
-    with pytest.raises(ScheduleError, match=message):
-        build("changed", 2, 3)
-
-
-@pytest.mark.usefixtures("own_registry")
-def test_missing_and_additional_actions_are_named(tmp_path: Path) -> None:
-    def forwards(num_ranks: int, num_microbatches: int) -> Sections:
-        rows = order("gpipe", num_ranks, num_microbatches).sections.body
-        return Sections.flushing(tuple(each[:num_microbatches] for each in rows))
-
-    def one_rank_more(num_ranks: int, num_microbatches: int) -> Sections:
-        return order("gpipe", num_ranks + 1, num_microbatches).sections
-
-    schedule("one_rank_more", "A")(one_rank_more)
-    with pytest.raises(ScheduleError, match="has actions for 3 ranks, but its stages are on 2"):
-        build("one_rank_more", 2, 3)
-    schedule("forwards", "A", takes_two_bp=True)(forwards)
-    with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
-        build("forwards", 2, 3, two_bp=True)
-    with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
-        build("forwards", 2, 3)
-    whole = order("gpipe", 2, 3)
-    (tmp_path / "forwards.txt").write_text(dumps(replace(whole, sections=forwards(2, 3))))
-    with pytest.raises(ScheduleError, match="BACKWARD stage 0, micro-batch 0: it never happens"):
-        load_file(tmp_path / "forwards.txt")
 
 
 @pytest.mark.parametrize("name", ["gpipe", "zb_h1", "2bw"])
@@ -270,7 +260,7 @@ def test_training_takes_the_name(packages: Path, tmp_path: Path) -> None:
         flags = [*TINY, f"--data.prefix={write_shard(tmp_path)}", "--parallel.pipeline=2", f"--schedule.name={name}"]
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "pretrain_gpt.py"]
         steps = ["--training.steps=3", "--training.log_every=1", f"--training.directory={folder}"]
-        assert name in passed(python(packages, *launcher, *flags, *steps))
+        assert name in printed(packages, *launcher, *flags, *steps)
         rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         losses[name] = [row["loss"] for row in rows if "loss" in row]
     assert losses["last_in_first_out"] == pytest.approx(losses["1f1b"], abs=1e-5)
@@ -279,6 +269,6 @@ def test_training_takes_the_name(packages: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_library_takes_the_name(packages: Path) -> None:
-    own, built_in = map(json.loads, passed(python(packages, "-c", LIBRARY)).splitlines())
+    own, built_in = map(json.loads, printed(packages, "-c", LIBRARY).splitlines())
     assert own == pytest.approx(built_in, rel=1e-5)
     assert len(own) == 3

@@ -115,7 +115,7 @@ def test_all_problems_are_reported_at_once() -> None:
     ("old", "new", "message"),
     [
         ("3e9", "-3e9", "outside.bandwidth is -3e+09, but must be"),
-        ("300e9", "x", "inside.bandwidth is x, but must be a"),
+        ("300e9", "x", "inside.bandwidth is x, but must be"),
     ],
 )
 def test_a_bandwidth_that_cannot_be_read_is_one_problem(old: str, new: str, message: str) -> None:
