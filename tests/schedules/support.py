@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megapipe.schedules import GENERATORS, Offload, Rows, Schedule, Sections, build
-from megapipe.schedules.actions import write_action
+from megapipe.schedules.actions import KIND, write_action
 from megapipe.schedules.schedule import SECTIONS, Mode, SectionName
 from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, WeightHome
+from tests.schedules.streams import RECEIVES, SENDS
 
 
 def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
@@ -189,23 +190,28 @@ def with_rank_rows(schedule: Schedule, section: SectionName, rank: int, rows: Ro
 
 @st.composite
 def mutations(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """The schedule with one action swapped, dropped, repeated, moved to another rank or pointed elsewhere."""
-    places = [
+    """The schedule with one action swapped, shifted, dropped, repeated, moved to another rank or pointed elsewhere: a
+    message half of the time."""
+    parts = [
         (section, rank)
         for section in SECTIONS
         for rank, rows in enumerate(schedule.sections[section])
         if len(rows) > 0
     ]
-    section, rank = draw(st.sampled_from(places))
+    section, rank = draw(st.sampled_from(parts))
     rows = schedule.sections[section][rank].copy()
-    at = draw(st.integers(0, len(rows) - 1))
-    how = draw(st.sampled_from(["swap", "swap next", "drop", "repeat", "move", "retarget"]))
+    messages = np.flatnonzero(np.isin(rows[:, KIND], draw(st.sampled_from([SENDS, RECEIVES]))))
+    places = messages.tolist() if len(messages) and draw(st.booleans()) else [*range(len(rows))]
+    at, other = draw(st.sampled_from(places)), draw(st.sampled_from(places))
+    how = draw(st.sampled_from(["swap", "swap next", "shift", "drop", "repeat", "move", "retarget"]))
     if how == "swap next":
         other = min(at + 1, len(rows) - 1)
         rows[[at, other]] = rows[[other, at]]
     elif how == "swap":
-        other = draw(st.integers(0, len(rows) - 1))
         rows[[at, other]] = rows[[other, at]]
+    elif how == "shift":
+        target = min(max(at + draw(st.integers(-6, 6).filter(bool)), 0), len(rows) - 1)
+        rows = np.insert(np.delete(rows, at, axis=0), target, rows[at], axis=0)
     elif how == "drop":
         rows = np.delete(rows, at, axis=0)
     elif how == "repeat":

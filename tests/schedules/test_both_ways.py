@@ -15,7 +15,7 @@ from megapipe.schedules import ScheduleError, build, dumps, loads, lower, order,
 from megapipe.training.validation import validate as validate_run
 from tests.engine.library_models import SAMPLE, adoptable, loss, solo
 from tests.schedules import streams
-from tests.schedules.interpreter import Broken, run
+from tests.schedules.interpreter import run
 from tests.schedules.serial import serial
 
 PASSES = {"chimera": 2, "bitpipe": 4}
@@ -43,36 +43,6 @@ def test_bubbles_and_activations_are_exactly_the_papers(name, ranks, rounds):
     assert report.weight_versions == (2,) * ranks
 
 
-def trains_alike(schedule):
-    """Whether it runs on GPUs, and the interpreter ends in the weights of one process."""
-    try:
-        streams.run(schedule, 1)
-        return run(schedule, 2, ordered=False) == serial(schedule.header, 2, ordered=False)
-    except (Broken, streams.Hang, streams.Mismatch):
-        return False
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ("DG3/0.1 ", "", "REDUCE_GRADIENTS stage 3, unit 0, micro-batch 1: it never happens"),
-        (
-            "DG3/0.1 B0/0.0@0^0 DG0/0.1",
-            "B0/0.0@0^0 DG0/0.1 DG3/0.1",
-            "rank 0 starts REDUCE_GRADIENTS stage 0.* at this point",
-        ),
-        ("DG3/0.1 ", "DG3/0.1 DG3/0.1 ", "it appears a second time"),
-    ],
-)
-def test_sums_over_holders_are_demanded_in_one_order(old, new, message):
-    text = dumps(build("chimera", 2, 2))
-    assert old in text, text
-    changed = loads(text.replace(old, new))
-    with pytest.raises(ScheduleError, match=message):
-        validate(changed)
-    assert not trains_alike(changed)
-
-
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
@@ -93,7 +63,8 @@ def test_an_order_without_symmetry_starts_sums_alike():
     assert "F1.0 B1.0 B2.1" in text
     changed = lower(loads(text.replace("F1.0 B1.0 B2.1", "F1.0 B2.1 B1.0")))
     validate(changed)
-    assert trains_alike(changed)
+    streams.run(changed, 1)
+    assert run(changed, 2, ordered=False) == serial(changed.header, 2, ordered=False)
 
 
 def test_a_sum_over_holders_takes_its_time_before_updates():

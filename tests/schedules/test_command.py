@@ -222,11 +222,3 @@ def test_times_must_be_finite_and_not_negative(capsys, flag, value):
         main(["simulate", flag, value])
     assert ended.value.code == 2
     assert f"{flag} is {value}, but must be a finite number of at least 0" in capsys.readouterr().err
-
-
-def test_validate_shows_where_a_file_goes_wrong(capsys, tmp_path):
-    path = tmp_path / "broken.txt"
-    path.write_text(dumps(build("1f1b", 2, 2)).replace("RA1.1^1 ", ""))
-    assert main(["validate", str(path)]) == 2
-    error = capsys.readouterr().err
-    assert f"rank 1 ({path}, line 11), RECV_ACTIVATION stage 1, micro-batch 1: it never happens" in error

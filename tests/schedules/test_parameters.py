@@ -133,16 +133,3 @@ def test_commands_take_a_file_with_parameters(tmp_path, capsys):
     assert load_file(tmp_path / "own.txt", FileParameters(3, 6, {"chunks": 3})) == build(
         "interleaved_1f1b", 3, 6, chunks=3
     )
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_a_damaged_text_is_read_or_refused(data):
-    text = data.draw(st.sampled_from([OWN, PIPEDREAM, TEXTS["interleaved_1f1b"]]))
-    at = data.draw(st.integers(0, len(text) - 1))
-    junk = data.draw(st.text(alphabet="0p{}():.,-*/% \nxif", max_size=3))
-    try:
-        expanded = loads(text[:at] + junk + text[at + data.draw(st.integers(0, 4)) :], "mine", FileParameters(2, 4))
-    except ScheduleError:
-        return
-    assert loads(dumps(expanded)) == expanded

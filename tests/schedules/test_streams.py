@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import event, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megapipe.schedules import Kind, Rows, Schedule, ScheduleError, Sections, build, dumps, loads, validate
-from megapipe.schedules.actions import KIND, rows_of
+from megapipe.schedules import Kind, Schedule, ScheduleError, Sections, build, dumps, loads, validate
+from megapipe.schedules.actions import rows_of
 from megapipe.schedules.lowering import lower
-from megapipe.schedules.schedule import SECTIONS, Header, StagePlace
+from megapipe.schedules.schedule import Header, StagePlace
 from megapipe.schedules.validation.waits import needs_resident_kernels
-from tests.schedules.streams import RECEIVES, SENDS, Hang, Mismatch, run
-from tests.schedules.support import schedules, with_rank_rows
+from tests.schedules.streams import Hang, run
+from tests.schedules.support import schedules
 
 
 def one_queue(rank: int, stream: Hashable) -> int:
@@ -52,56 +52,6 @@ def test_valid_schedules_run_with_any_number_of_queues(data: st.DataObject, sche
 @given(st.one_of(schedules(max_ranks=5), schedules("forward")))
 def test_reports_name_schedules_that_need_concurrent_kernels(schedule: Schedule) -> None:
     assert needs_resident_kernels(schedule) == hangs(schedule, serial=True)
-
-
-@st.composite
-def changed_communication(draw: st.DrawFn, schedule: Schedule) -> Schedule:
-    """The schedule with two sends or two receives of a rank swapped, one dropped, or one moved by some rows."""
-    kinds = [*(int(kind) for kind in draw(st.sampled_from([SENDS, RECEIVES])))]
-    places = [
-        (section, rank)
-        for section in SECTIONS
-        for rank, rows in enumerate(schedule.sections[section])
-        if np.isin(rows[:, KIND], kinds).any()
-    ]
-    if not places:
-        return schedule
-    section, rank = draw(st.sampled_from(places))
-    rows: Rows = schedule.sections[section][rank].copy()
-    candidates = np.flatnonzero(np.isin(rows[:, KIND], kinds)).tolist()
-    one, other = (
-        draw(st.lists(st.sampled_from(candidates), min_size=2, max_size=2, unique=True))
-        if len(candidates) > 1
-        else candidates * 2
-    )
-    how = draw(st.sampled_from(["swap", "swap", "move", "move", "drop"]))
-    if how == "swap":
-        rows[[one, other]] = rows[[other, one]]
-    elif how == "drop":
-        rows = np.delete(rows, one, axis=0)
-    else:
-        target = min(max(one + draw(st.integers(-6, 6).filter(bool)), 0), len(rows) - 1)
-        rows = np.insert(np.delete(rows, one, axis=0), target, rows[one], axis=0)
-    return with_rank_rows(schedule, section, rank, rows)
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.data(), schedules())
-def test_changed_communication_that_fails_on_a_gpu_is_refused(data: st.DataObject, schedule: Schedule) -> None:
-    mutant = data.draw(changed_communication(schedule))
-    try:
-        broken = hangs(mutant, one_queue)
-    except (Mismatch, KeyError):  # the ends disagree, or something is used that was not received yet
-        broken = True
-    event("broken" if broken else "unchanged" if mutant == schedule else "still runs")
-    try:
-        validate(mutant)
-    except ScheduleError as error:
-        if "on a GPU that starts operations in the order of their launch" in str(error):
-            assert broken
-            event("found by the rule for one queue alone")
-    else:
-        assert not broken
 
 
 @st.composite

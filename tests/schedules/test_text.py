@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from megapipe.schedules import Action, Kind, ScheduleError, build, dumps, loads, lower, validate
 from megapipe.schedules.actions import read_action, write_action
+from megapipe.schedules.parameters import FileParameters
 from tests.schedules.support import schedules
+from tests.schedules.test_parameters import OWN, PIPEDREAM, TEXTS
 
 HAND_WRITTEN = """megapipe schedule 1
 name mine  # a comment
@@ -42,16 +44,20 @@ def test_a_hand_written_schedule_runs():
     assert report.canonical_order
 
 
-@settings(max_examples=300, deadline=None)
-@given(st.data())
-def test_damaged_texts_are_read_or_refused_with_position(data):
-    text = data.draw(st.sampled_from([HAND_WRITTEN, dumps(build("1f1b", 2, 2))]))
+DAMAGED = [
+    *((text, FileParameters()) for text in (HAND_WRITTEN, dumps(build("1f1b", 2, 2)))),
+    *((text, FileParameters(2, 4)) for text in (OWN, PIPEDREAM, TEXTS["interleaved_1f1b"])),
+]
+
+
+@settings(max_examples=600, deadline=None)
+@given(st.data(), st.sampled_from(DAMAGED))
+def test_damaged_texts_are_read_or_refused(data, text_and_sizes):
+    text, sizes = text_and_sizes
     at = data.draw(st.integers(0, len(text) - 1))
-    damaged = (
-        text[:at] + data.draw(st.text(alphabet="0F.:@^/ \n-x", max_size=2)) + text[at + data.draw(st.integers(0, 3)) :]
-    )
+    junk = data.draw(st.text(alphabet="0Fpxif.:,@^/%*-(){} \n", max_size=3))
     try:
-        schedule = loads(damaged)
+        schedule = loads(text[:at] + junk + text[at + data.draw(st.integers(0, 4)) :], sizes=sizes)
     except ScheduleError:
         return
     assert loads(dumps(schedule)) == schedule

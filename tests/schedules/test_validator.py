@@ -68,6 +68,14 @@ BROKEN: list[tuple[Schedule, list[tuple[str, str, str]]]] = [
             r"rank 1 \(.*\), REDUCE_TIED.*rank 0 starts REDUCE_TIED stage 0, unit 1",
         ),
     ]),
+    (build("chimera", 2, 2), [
+        ("DG3/0.1 ", "", "REDUCE_GRADIENTS stage 3, unit 0, micro-batch 1: it never happens"),
+        (
+            "DG3/0.1 B0/0.0@0^0 DG0/0.1", "B0/0.0@0^0 DG0/0.1 DG3/0.1",
+            "rank 0 starts REDUCE_GRADIENTS stage 0.* at this point",
+        ),
+        ("DG3/0.1 ", "DG3/0.1 DG3/0.1 ", "it appears a second time"),
+    ]),
     (sharded("gpipe", 1, 1, [3], weight_pool=2), [
         ("GW0/1.0@0 F0/0.0@0", "F0/0.0@0", "not gathered here"),
         ("GW0/0.0@0 GW0/1.0@0", "GW0/0.0@0 GW0/0.0@0 GW0/1.0@0", "already gathered"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from megapipe.schedules import GENERATORS, ScheduleError, dumps, loads, lower, order, parameters, validate
+from megapipe.schedules import GENERATORS, ScheduleError, build, dumps, loads, lower, order, parameters, validate
 from megapipe.schedules.build import load_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.errors import excerpt
@@ -50,6 +50,10 @@ WRONG_FIXED = {
     "no forward": (changed(("F0.1 ", "")), 7, "FORWARD stage 0, micro-batch 1: it never", "add F0.1 to this rank"),
     "no weight half": (changed(("B1.0", "BI1.0")), 8, "BACKWARD_WEIGHT .* never happens", "add BW1.0 to this"),
     "no input half": (changed(("B0.0", "BW0.0")), 7, "BACKWARD_INPUT .* never happens", "add BI0.0 to this rank"),
+    "a receive less": (
+        dumps(build("1f1b", 2, 2)).replace("RA1.1^1 ", ""), 11,
+        r"rank 1 \(\S+, line 11\), RECV_ACTIVATION stage 1, micro-batch 1: it never happens", "",
+    ),
     "empty rank": (HEADER + "body\nrank 0: F0.0\nrank 1:\n", 7, "F.* micro-batch 1: it never", "add F0.1 to this"),
     # places
     "another rank's stage": (changed(("F0.0", "F1.0")), 7, "stage 1 is on rank 1", "move it there"),

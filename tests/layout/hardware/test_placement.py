@@ -1,6 +1,9 @@
-"""Which groups cross nodes: rank by rank, by hand, and by the closed form where nodes are cut evenly."""
+"""Which groups cross nodes: rank by rank, by hand, and by closed forms; and orders of nodes by measured links, against
+every order and against the placement's own links."""
 
+import itertools
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -19,7 +22,7 @@ from megapipe.layout.hardware.description import (
     NodeGroup,
     load_hardware,
 )
-from megapipe.layout.hardware.placement import GroupLinks, Placement
+from megapipe.layout.hardware.placement import EXACT_NODES, GroupLinks, OrderCost, Placement, best_node_order
 
 FITTED = load_hardware("a100-80")
 _DEVICE = replace(FITTED.groups[0].device, efficiency=Efficiency())
@@ -28,10 +31,8 @@ SELENE = replace(FITTED, groups=(replace(FITTED.groups[0], device=_DEVICE),))
 DEVICE = Device("a", {"bf16": 1e12}, 1e9, 1e9)
 
 
-def machine(
-    devices: int, adapters: int = 1, matrix: tuple[tuple[float, ...], ...] | None = None, bandwidth: float = 24.0
-) -> Hardware:
-    inside, outside = IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, bandwidth, adapters)
+def machine(devices: int, adapters: int = 1, matrix: tuple[tuple[float, ...], ...] | None = None) -> Hardware:
+    inside, outside = IntraNodeLink(1.0, 100.0, 50.0), Network(10.0, 24.0, adapters)
     return Hardware("m", (NodeGroup("n", DEVICE, devices, inside, outside),), matrix)
 
 
@@ -189,3 +190,72 @@ def test_groups_on_any_nodes_match_counting_by_rank(
     for stage in range(stages if stages > 1 else 0):
         pairs = [[each[stage], each[(stage + 1) % stages]] for each in placement.partition("pipeline")]
         assert set(placement.boundary(stage)) == counted_links(placement, hosts, pairs)
+
+
+def uneven(num_nodes: int, seed: int) -> tuple[tuple[float, ...], ...]:
+    numbers = random.Random(seed)
+    return tuple(tuple(numbers.uniform(5.0, 20.0) for _ in range(num_nodes)) for _ in range(num_nodes))
+
+
+def placed_seconds(hardware: Hardware, sizes: dict[str, int], order: tuple[int, ...]) -> float:
+    """The cost from links rank by rank: message 3 each way over every border, 700 bytes of gradients between nodes."""
+    placement = Placement(hardware, sizes, order)
+    assert hardware.link_matrix is not None
+    pipelines = []
+    for ranks in placement.partition("pipeline"):
+        pairs = [(placement.node_of(a), placement.node_of(b)) for a, b in itertools.pairwise(ranks)]
+        rates = [min(hardware.link_matrix[a][b], hardware.link_matrix[b][a]) for a, b in pairs if a != b]
+        pipelines.append(sum(2 * 3 / (rate / 2) for rate in rates))  # 2 of a node's 4 devices send at its border
+    rings = [
+        2 * (len(group.members) - 1) * 700 / (len(group.members) * group.crossing)
+        for group in placement.groups("data", "context")
+        if group.crosses
+    ]
+    return max(pipelines) + max(rings, default=0.0)
+
+
+@pytest.mark.parametrize("sizes", [{"data": 2, "pipeline": 4, "tensor": 2}, {"pipeline": 4, "data": 3, "context": 2}])
+def test_the_cost_is_what_the_placements_links_give(sizes: dict[str, int]) -> None:
+    num_nodes = Placement(machine(4), sizes).num_ranks // 4
+    hardware = machine(4, 2, uneven(num_nodes, 1))
+    cost = OrderCost(hardware, sizes, message_bytes=3, gradient_bytes=700)
+    for order in itertools.islice(itertools.permutations(range(num_nodes)), 0, None, 7):
+        assert cost(order) == pytest.approx(placed_seconds(hardware, sizes, order))
+
+
+def test_few_nodes_are_ordered_best_of_all() -> None:
+    cost = OrderCost(machine(4, 2, uneven(5, 2)), {"pipeline": 10, "tensor": 2}, 3, 700)
+    best = best_node_order(cost)
+    assert cost(best) == min(cost(order) for order in itertools.permutations(range(5)))
+    assert cost(best) < cost(range(5))
+
+
+def test_annealing_finds_a_hidden_chain() -> None:
+    """10 nodes of slow links but for a chain through all of them in a secret order."""
+    secret = random.Random(5).sample(range(10), 10)
+    fast = {frozenset(pair) for pair in itertools.pairwise(secret)}
+    rates = tuple(tuple(20.0 if frozenset((a, b)) in fast else 5.0 for b in range(10)) for a in range(10))
+    assert len(secret) > EXACT_NODES
+    cost = OrderCost(machine(4, 2, rates), {"pipeline": 10, "tensor": 4}, 3, 0)
+    best = best_node_order(cost, seed=1, steps=6000)
+    assert cost(best) == pytest.approx(9 * 2 * 3 * 4 / 20.0)
+    assert list(best) in (secret, secret[::-1])
+    assert best_node_order(cost, seed=1, steps=6000) == best
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_annealing_is_never_dearer_than_the_order_by_number(seed: int) -> None:
+    cost = OrderCost(machine(4, 2, uneven(8, seed)), {"data": 2, "pipeline": 8, "tensor": 2}, 3, 700)
+    for steps in (0, 1, 300):
+        best = best_node_order(cost, seed, steps)
+        assert sorted(best) == list(range(8))
+        assert cost(best) <= cost(range(8))
+
+
+def test_without_a_choice_it_is_said() -> None:
+    with pytest.raises(ConfigError, match="has no link_matrix, without which all node orders are equal"):
+        OrderCost(machine(4), {"data": 8}, 1, 1)
+    with pytest.raises(ConfigError, match=r"mesh data 4 x .* tensor 3 does not divide the nodes"):
+        OrderCost(machine(4, 2, uneven(3, 0)), {"data": 4, "tensor": 3}, 1, 1)
+    alone = OrderCost(machine(4, 2, uneven(1, 0)), {"tensor": 4}, 1, 1)
+    assert (best_node_order(alone), alone((0,))) == ((0,), 0.0)

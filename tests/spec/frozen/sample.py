@@ -56,26 +56,13 @@ def values(case: Case) -> tuple[list[list[int]], list[list[int]]]:
     numbers, checksums = [], []
     for layer in (layers[0], layers[1], layers[2], layers[-1]):
         flops = layer_flops(
-            case.config.model,
-            layer,
-            case.config.batch.micro_size,
-            SEQUENCE,
-            costs.config.predictions,
+            case.config.model, layer, case.config.batch.micro_size, SEQUENCE, costs.config.predictions,
             case.config.recompute.logits,
-        )
+        )  # fmt: skip
         partial = costs.partial_reduction(layer, Unit(tuple(layer.parameters.values()))).get("tensor", [])
-        numbers.append(
-            [
-                costs.kept(layer),
-                costs.pending(layer),
-                *(costs.temporaries(layer, phase) for phase in ("backward", "input half", "weight half")),
-                sum(each.elements for each in partial),
-                flops.forward,
-                flops.backward_input,
-                flops.backward_weight,
-                flops.recomputed,
-            ]
-        )
+        temporaries = (costs.temporaries(layer, phase) for phase in ("backward", "input half", "weight half"))
+        held = [costs.kept(layer), costs.pending(layer), *temporaries, sum(each.elements for each in partial)]
+        numbers.append([*held, flops.forward, flops.backward_input, flops.backward_weight, flops.recomputed])
         parameters = [
             (
                 *(path, spec.name, spec.shape, spec.partition_axis, spec.init.kind, f"{spec.init.std:.6g}"),
@@ -157,9 +144,8 @@ def _case(draw: random.Random) -> Case:
     base = BertPretrainConfig() if bert else PretrainConfig()
     training = replace(base.training, precision=draw.choice(["fp32", "bf16"]))
     if training.precision == "bf16" and not model.num_experts and draw.random() < 0.3:
-        training = replace(
-            training, fp8=cast(Any, draw.choice(["tensorwise", "rowwise"])), fp8_first_kept=1, fp8_last_kept=1
-        )
+        fp8 = cast(Any, draw.choice(["tensorwise", "rowwise"]))
+        training = replace(training, fp8=fp8, fp8_first_kept=1, fp8_last_kept=1)
     data = replace(base.data, sequence_length=SEQUENCE)
     if not bert:
         data = replace(data, isolate_documents=draw.random() < 0.3)
