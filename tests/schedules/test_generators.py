@@ -150,12 +150,12 @@ REPLICAS: dict[str, Any] = {"data_parallel": True}
         ("2bw", 4, 3, {}, "2bw needs at least as many micro-batches as pipeline ranks: 3 micro-batches on 4 ranks"),
         ("pipedream", 4, 3, {}, "use at least 4 micro-batches"),
         *(
-            (name, *sizes)
+            (name, ranks, microbatches, {}, message)
             for name in BOTH_WAYS
-            for sizes in (
-                (3, 6, {}, "runs in both directions over pairs of pipeline ranks, got 3 ranks; use an even number"),
-                (4, 6, {}, "needs a multiple of its 4 pipeline ranks as the number of micro-batches, got 6; use 8"),
-                (4, 2, {}, "got 2; use 4"),
+            for ranks, microbatches, message in (
+                (3, 6, "runs in both directions over pairs of pipeline ranks, got 3 ranks; use an even number"),
+                (4, 6, "needs a multiple of its 4 pipeline ranks as the number of micro-batches, got 6; use 8"),
+                (4, 2, "got 2; use 4"),
             )
         ),
         (

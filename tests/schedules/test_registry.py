@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -192,7 +193,7 @@ def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int],
         (one_rank_more, {}, "has actions for 3 ranks, but its stages are on 2"),
         (of_gpipe(forwards), {}, "BACKWARD stage 0, micro-batch 0: it never happens"),
         (of_gpipe(forwards), {"two_bp": True}, "BACKWARD stage 0, micro-batch 0: it never happens"),
-        *((one_row_changed(*change), {}, message) for *change, message in (
+        *((one_row_changed(kind, column, value), {}, message) for kind, column, value, message in (
             (Kind.BACKWARD, KIND, Kind.FORWARD, "FORWARD stage 1, micro-batch 0: it appears a second time"),
             (Kind.BACKWARD, KIND, Kind.BACKWARD_INPUT, "BACKWARD_WEIGHT stage 1, micro-batch 0: it never happens"),
             (Kind.FORWARD, KIND, Kind.UPDATE, "give only forwards and backwards"),
@@ -206,7 +207,7 @@ def one_row_changed(kind: Kind, column: int, value: int) -> Callable[[int, int],
 )  # fmt: skip
 @pytest.mark.usefixtures("own_registry")
 def test_a_wrong_generator_says_what_to_change(
-    generate: Callable[[int, int], Sections], options: dict[str, bool], message: str
+    generate: Callable[[int, int], Sections], options: dict[str, Any], message: str
 ) -> None:
     schedule("own", "A", takes_two_bp=True)(generate)
     with pytest.raises(ScheduleError, match=message):

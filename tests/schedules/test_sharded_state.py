@@ -94,6 +94,23 @@ def test_gradients_not_needed_soon_are_reduced_at_once(schedule):
         assert counted(schedule, Kind.REDUCE_GRADIENTS, rank) == expected_reductions(schedule, rank)
 
 
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("microbatches", [1, 4, 9])
+def test_layered_accumulation_exchanges_as_rarely_as_published(ranks, microbatches):
+    """arXiv 2106.02679: twice and once a step, by micro-batch so often in each; layers in the two buffers stay."""
+    layers, pools = 5, {"weight_pool": 2, "gradient_pool": 2}
+    layered = sharded("modular", ranks, microbatches, [1] * (ranks * layers), chunks=layers, **pools)
+    gpipe, alternating = (sharded(name, 1, microbatches, [layers], **pools) for name in ("gpipe", "1f1b"))
+    for rank in range(ranks):
+        assert counted(layered, Kind.GATHER_WEIGHTS, rank) == 2 * layers - 2
+        assert counted(layered, Kind.REDUCE_GRADIENTS, rank) == layers
+    every = 2 * microbatches * layers
+    assert counted(gpipe, Kind.GATHER_WEIGHTS) == every - 2
+    # On one rank 1F1B turns around in every micro-batch and between two of them.
+    assert counted(alternating, Kind.GATHER_WEIGHTS) == every - 2 * (2 * microbatches - 1)
+    assert counted(alternating, Kind.REDUCE_GRADIENTS) == every // 2
+
+
 @pytest.mark.parametrize(
     ("pool", "costs", "gathers", "shown"),
     [

@@ -150,7 +150,7 @@ def counted_links(placement: Placement, hosts: list[int], lists: list[list[int]]
         if len(order) > 1:
             latency = max(node.outside.latency for node in nodes)
             crossing = min(
-                each[node] * placement.nodes[node].outside.of_device(active[node], matrix and matrix[a][b])
+                each[node] * placement.nodes[node].outside.of_device(active[node], matrix[a][b] if matrix else None)
                 for a, b in zip(order, [*order[1:], order[0]], strict=True)
                 for node in (a, b)
             )
