@@ -120,6 +120,14 @@ def test_partitions_hold_ranks_once_and_vary_named_dimensions(sizes: dict[str, i
                 assert rank // stride % sizes[name] == ranks[0] // stride % sizes[name]
 
 
+def test_measured_links_count_along_the_ring_in_its_order() -> None:
+    hardware = machine(1, matrix=((0.0, 9.0, 1.0), (9.0, 0.0, 9.0), (9.0, 9.0, 0.0)))
+    assert Placement(hardware, {"data": 3}).groups("data")[0].crossing == 9.0  # 0 -> 1 -> 2 -> 0
+    assert Placement(hardware, {"data": 3}, (0, 2, 1)).groups("data")[0].crossing == 1.0  # 0 -> 2
+    chain = Placement(hardware, {"pipeline": 3}, (0, 2, 1))
+    assert [chain.boundary(stage)[0].crossing for stage in range(3)] == [1.0, 9.0, 9.0]
+
+
 @pytest.mark.parametrize(
     ("sizes", "order", "message"),
     [
