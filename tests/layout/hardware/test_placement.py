@@ -79,6 +79,13 @@ def test_one_adapter_is_shared_by_all_that_send() -> None:
     assert Placement(machine(4), {"tensor": 4}).send(1.0, 0).seconds == 0
 
 
+def test_only_the_stages_at_a_nodes_border_send_out() -> None:
+    """4 stages, 2 on each node of 4, 2 tensor ranks: two devices of a node send at the border, 12 B/s each."""
+    placement = Placement(machine(4), {"tensor": 2, "pipeline": 4})
+    assert [pair.crosses for stage in range(4) for pair in placement.boundary(stage)] == [False, True, False, True]
+    assert placement.boundary(1)[0].crossing == 12.0
+
+
 @settings(max_examples=120, deadline=None)
 @given(
     sizes=st.fixed_dictionaries({name: st.sampled_from([1, 2, 3, 4, 6]) for name in DIMENSIONS}),
