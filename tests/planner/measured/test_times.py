@@ -1,11 +1,13 @@
 """Times of layers from rows: exact where measured, interpolated between, the roofline with a note elsewhere."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.config.parallel import ScheduleConfig
 from megapipe.layout.hardware.description import Contention, Hardware, MeasuredLayer, MeasuredWait, Measurements
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.units import Unit
@@ -13,8 +15,6 @@ from megapipe.planner.cost.layer_costs import MEASURED_WAITS
 from megapipe.planner.cost.layer_times import RooflineTimes
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.measured import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
-from megapipe.planner.search.plan import QUICK, Effort, search
-from megapipe.planner.search.space import SearchSpace
 from megapipe.schedules import Kind
 from megapipe.spec.layers import model_layers
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
@@ -28,35 +28,42 @@ def measurements(hardware: Hardware) -> Measurements:
     return hardware.measured
 
 
-def test_a_measured_layer_is_what_its_row_says() -> None:
-    times = MeasuredTimes(machine(), contended=False).of(run(batch={"micro_size": 4}), BLOCK)
-    assert times.forward == pytest.approx(5e-3)
-    assert times.backward_input + times.backward_weight == pytest.approx(10e-3)
-    assert times.recompute == 0.0
-    assert "measured 2026-01-31 on made up: tensor 1, context 1" in times.source
+HALVES = {"schedule": {"name": "zb_h1"}, "parallel": {"pipeline": 2}}
+FULL = {"recompute": {"method": "full"}}
+ALL_TO_ALL = {"parallel": {"context_attention": "all_to_all"}}
 
 
-def test_halves_that_run_apart_are_slower_than_the_whole() -> None:
-    config = run(batch={"micro_size": 4}, schedule={"name": "zb_h1"}, parallel={"pipeline": 2})
-    times = MeasuredTimes(machine(), contended=False).of(config, BLOCK)
-    assert (times.backward_input, times.backward_weight) == pytest.approx((7.5e-3, 5e-3))
+@pytest.mark.parametrize(
+    ("groups", "layer", "micro_size", "forward", "backward", "recompute"),
+    [
+        ({}, BLOCK, 4, 5e-3, [10e-3], 0.0),
+        (HALVES, BLOCK, 4, 5e-3, [7.5e-3, 5e-3], 0.0),
+        (FULL, BLOCK, 4, 5e-3, [10e-3], 4.5e-3),
+        (FULL, HEAD, 4, 10e-3, [20e-3], 0.0),
+        ({"parallel": {"tensor": 2}}, BLOCK, 2, 1.5e-3, [3e-3], 0.0),
+        (ALL_TO_ALL, BLOCK, 4, 5e-3, [10e-3], 0.0),
+    ],
+    ids=["whole", "halves", "block runs again", "head runs once", "between sizes", "no tokens sharded"],
+)
+def test_a_measured_layer_is_what_its_row_says(  # type: ignore[no-untyped-def]
+    groups, layer, micro_size, forward, backward, recompute
+) -> None:
+    """Rows are proportional to 1 + micro_size, so every size between follows. Halves of a backward that run apart are
+    slower than the whole, whose two parts are not measured."""
+    times = MeasuredTimes(machine(), contended=False).of(run(batch={"micro_size": micro_size}, **groups), layer)
+    halves = [times.backward_input, times.backward_weight]
+    assert times.forward == pytest.approx(forward)
+    assert (halves if len(backward) > 1 else [sum(halves)]) == pytest.approx(backward)
+    assert times.recompute == pytest.approx(recompute)
+    assert "measured 2026-01-31 on made up: tensor" in times.source
 
 
-def test_blocks_alone_run_again() -> None:
-    config = run(batch={"micro_size": 4}, recompute={"method": "full"})
-    times = MeasuredTimes(machine(), contended=False)
-    assert times.of(config, BLOCK).recompute == pytest.approx(4.5e-3)
-    assert times.of(config, HEAD).recompute == 0.0
-
-
-def test_times_between_sizes_and_with_busy_ranks() -> None:
-    """Rows are 1 + micro_size, so every size between follows; three busy ranks are between two and four."""
-    config = run(batch={"micro_size": 2}, parallel={"tensor": 2})
-    assert MeasuredTimes(machine(), contended=False).of(config, BLOCK).forward == pytest.approx(1.5e-3)
+def test_busy_ranks_slow_layers_down_as_measured() -> None:
+    """Three busy ranks are between two and four."""
+    config = run(parallel={"tensor": 2})
     assert MeasuredTimes(machine()).of(config, BLOCK).forward == pytest.approx(1.1 * 1.5e-3)
-    measured = machine().measured
-    assert measured is not None
-    assert [measured.slowdown(each) for each in (1, 2, 3, 4, 8)] == pytest.approx([1.0, 1.1, 1.7, 2.3, 4.6])
+    slowdowns = [measurements(machine()).slowdown(each) for each in (1, 2, 3, 4, 8)]
+    assert slowdowns == pytest.approx([1.0, 1.1, 1.7, 2.3, 4.6])
 
 
 @given(
@@ -93,21 +100,6 @@ def test_ranks_update_their_tied_weight_once(schedule: str, pipeline: int, ranks
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (run(model={"hidden_size": 128}), "measured for another shape (hidden_size 128 instead of 64"),
-        (run(data={"sequence_length": 32}), "sequence_length 32 instead of 64"),
-    ],
-)
-def test_another_shape_is_the_rooflines_and_says_so(config, why) -> None:  # type: ignore[no-untyped-def]
-    """The file's device is a quarter of a busy machine: a rank by itself is faster than that."""
-    layer = model_layers(config.model)[1]
-    measured, roofline = MeasuredTimes(machine(), contended=False).of(config, layer), RooflineTimes(DEVICE)
-    assert why in measured.source
-    assert measured.forward == pytest.approx(roofline.of(config, layer).forward / 2.3)
-
-
-@pytest.mark.parametrize(
-    ("config", "why"),
-    [
         (run(recompute={"method": "selective"}), "recomputed_parts attention mlp norms instead of none"),
         (run(parallel={"tensor": 4}), "tensor 4 with context 1 was not measured"),
         (run(parallel={"tensor": 4}, recompute={"method": "full"}), "tensor 4 with context 1 was not measured"),
@@ -134,45 +126,29 @@ def test_other_layouts_of_a_measured_layer_are_in_proportion(config, why, layer)
 def in_proportion(forward: float, backward: float) -> Hardware:
     """A machine whose layers, measured on one rank and two, are slower than their roofline by the given factors."""
     rows = []
-    for layer in (EMBEDDING, BLOCK, HEAD):
-        for tensor, micro_size in ((1, 1), (1, 2), (2, 1), (2, 2)):
-            config = run(parallel={"tensor": tensor}, batch={"micro_size": micro_size}, recompute={"method": "full"})
-            each = RooflineTimes(DEVICE).of(config, layer)
-            halves = backward * each.backward_input, backward * each.backward_weight
-            rows.append(
-                MeasuredLayer(
-                    layer.kind,
-                    tensor,
-                    1,
-                    micro_size,
-                    forward * each.forward,
-                    sum(halves),
-                    *halves,
-                    forward * each.recompute,
-                )
-            )
+    for layer, tensor, micro_size in product((EMBEDDING, BLOCK, HEAD), (1, 2), (1, 2)):
+        config = run(parallel={"tensor": tensor}, batch={"micro_size": micro_size}, recompute={"method": "full"})
+        each = RooflineTimes(DEVICE).of(config, layer)
+        halves = backward * each.backward_input, backward * each.backward_weight
+        seconds = forward * each.forward, sum(halves), *halves, forward * each.recompute
+        rows.append(MeasuredLayer(layer.kind, tensor, 1, micro_size, *seconds))
     return machine(layers=tuple(rows))
 
 
-def test_unmeasured_layouts_do_not_look_faster_to_a_search() -> None:
-    """The roofline of this machine is some nine times as fast as what was measured, without recomputation and on one
-    rank and two: with memory for everything recomputation can only cost, and so does a model on four ranks."""
-    config, hardware = run(), machine()
-    space = SearchSpace(recompute=("selective", "none"), max_micro_size=4)
-    times = MeasuredTimes(hardware)
-    assert RooflineTimes(DEVICE).of(config, BLOCK).forward < 0.2 * times.of(config, BLOCK).forward
-    findings = search(config, hardware, 4, space=space, times=times, effort=Effort(alternatives=False))
-    assert findings.best.config.recompute.method == "none"
-    pinned = frozenset({"parallel.tensor"})
-    wide = run(parallel={"tensor": 4})
-    of_two = search(run(parallel={"tensor": 2}), hardware, 4, pinned, space=space, times=times, effort=QUICK).best
-    of_four = search(wide, hardware, 4, pinned, space=space, times=times, effort=QUICK).best
-    assert of_two.estimate.step_seconds < of_four.estimate.step_seconds
-
-
-def test_token_sharding_matters_only_to_layers_that_shard_tokens() -> None:
-    config = run(parallel={"context_attention": "all_to_all"})
-    assert "measured 2026" in MeasuredTimes(machine()).of(config, BLOCK).source
+@pytest.mark.parametrize(
+    ("groups", "why"),
+    [
+        ({"model": {"hidden_size": 128}}, "measured for another shape (hidden_size 128 instead of 64"),
+        ({"data": {"sequence_length": 32}}, "sequence_length 32 instead of 64"),
+    ],
+)
+def test_another_shape_is_the_rooflines_and_says_so(groups: dict[str, dict[str, int]], why: str) -> None:
+    """The file's device is a quarter of a busy machine: a rank by itself is faster than that."""
+    config = run(**groups)
+    layer = model_layers(config.model)[1]
+    measured = MeasuredTimes(machine(), contended=False).of(config, layer)
+    assert why in measured.source
+    assert measured.forward == pytest.approx(RooflineTimes(DEVICE).of(config, layer).forward / 2.3)
 
 
 def test_the_cost_model_uses_the_machines_measurements() -> None:
@@ -188,7 +164,7 @@ def test_the_cost_model_uses_the_machines_measurements() -> None:
 def test_two_replicas_slow_each_other_down_as_measured() -> None:
     """On machines that differ in contention alone; sums that overlap compute are the same."""
     config = run(parallel={"data": 2})
-    free = predict(config, machine(contention=(Contention(1, 1.0), Contention(4, 1.0)))).estimate.step_seconds
+    free = predict(config, machine(contention=AT_EASE)).estimate.step_seconds
     slow = predict(config, machine(contention=(Contention(1, 1.0), Contention(2, 2.0)))).estimate.step_seconds
     assert 1.8 * free < slow < 2.2 * free
 
@@ -227,12 +203,8 @@ def test_ranks_that_share_a_layer_wait_as_measured(tensor: int, context: int) ->
         assert {term.source for term in result.terms if term.name in seconds} == {MEASURED_WAITS}
     plain = estimate(config, alone)
     assert plain.seconds_of("tensor") + plain.seconds_of("context") != pytest.approx(sum(seconds.values()))
-
-
-def test_halves_that_run_apart_wait_apart() -> None:
-    config = run(parallel={"tensor": 2, "pipeline": 2}, schedule={"name": "zb_h1"})
-    waits = MeasuredTimes(machine(waits=WAITS), contended=False).of(config, BLOCK).waits
-    assert waits == pytest.approx((2e-3, 3e-3, 0.5e-3))
+    apart = replace(config, parallel=replace(config.parallel, pipeline=2), schedule=ScheduleConfig(name="zb_h1"))
+    assert MeasuredTimes(waiting, contended=False).of(apart, BLOCK).waits == pytest.approx((2e-3, 3e-3, 0.5e-3))
 
 
 def test_measured_waits_do_not_apply_across_nodes() -> None:
@@ -248,10 +220,8 @@ def test_measured_waits_do_not_apply_across_nodes() -> None:
 
 def test_contention_of_uncontended_collectives_gives_measured_times() -> None:
     eased = at_ease(machine())
-    measured = machine().measured
-    assert measured is not None
     for before, after in zip(machine().groups[0].inside.collectives, eased.groups[0].inside.collectives, strict=True):
-        factor = 1.0 if before.operation == "send" else measured.slowdown(before.ranks)
+        factor = 1.0 if before.operation == "send" else measurements(machine()).slowdown(before.ranks)
         assert factor * after.seconds(3e5) == pytest.approx(before.seconds(3e5))
 
 
