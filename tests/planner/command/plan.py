@@ -9,19 +9,21 @@ from typing import Any
 from megapipe.planner.command.main import main
 
 ROOT = Path(__file__).parents[3]
-MODEL = str(ROOT / "examples" / "models" / "gpt2_1.5b.yaml")
+MODELS = ROOT / "examples" / "models"
+MODEL = str(MODELS / "gpt2_1.5b.yaml")
 LAYOUT = [
-    "--model",
-    MODEL,
-    "--hardware=a100-80",
-    "--devices=16",
-    "--batch.global_size=32",
-    "--parallel.pipeline=2",
-    "--model.num_heads=24",
-    "--model.hidden_size=1536",
-    "--parallel.tensor=2",
-]
+    "--model", MODEL, "--hardware=a100-80", "--devices=16", "--batch.global_size=32", "--parallel.pipeline=2",
+    "--model.num_heads=24", "--model.hidden_size=1536", "--parallel.tensor=2",
+]  # fmt: skip
 """Flags of a layout that fits."""
+LARGE = str(MODELS / "gpt3_6.7b.yaml")
+SEARCH = ["--model", LARGE, "--hardware=a100-80", "--devices=16", "--batch.global_size=64"]
+TRILLION = ["--model", str(MODELS / "megatron_1t.yaml"), "--data.sequence_length=2048"]
+
+
+def without(flags: list[str], *words: str) -> list[str]:
+    """Flags in which no such word is."""
+    return [flag for flag in flags if not any(word in flag for word in words)]
 
 
 def asked(*arguments: str) -> tuple[int, str, str]:

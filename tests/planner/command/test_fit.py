@@ -8,7 +8,7 @@ import pytest
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.cost.layer_costs import MEASURED_WAITS
 from megapipe.planner.fitting import TABLES
-from tests.planner.command.plan import ROOT, json_of, output, refusal
+from tests.planner.command.plan import ROOT, json_of, output
 
 
 @pytest.mark.exhaustive
@@ -22,22 +22,6 @@ def test_published_rows_are_fitted_and_the_machine_written(tmp_path):
     efficiency = load_hardware(str(file)).groups[0].device.efficiency
     for parameter, value in report["parameters"].items():
         assert getattr(efficiency, parameter) == pytest.approx(value, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        ([], "pass either --published"),
-        (["--published=sc21", "--rows=rows.yaml"], "pass either --published"),
-        (["--published=sc22"], "sc22"),
-        (["--published=sc21", "--hardware=h100"], "--hardware h100 can only be used with --rows"),
-        (["--rows=nowhere.yaml"], "--hardware is missing"),
-        (["--rows=nowhere.yaml", "--hardware=h100"], "nowhere.yaml"),
-        (["--published=sc21", "--output=/proc/nowhere/all.yaml"], "/proc/nowhere/all.yaml cannot be written"),
-    ],
-)
-def test_wrong_input(flags, words):
-    assert any(words in line for line in refusal("fit", *flags))
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""predict, explain and compare as a user runs them."""
+"""predict, explain and compare as a user runs them, and steps, days and money of a budget of tokens."""
+
+import math
 
 import pytest
 import yaml
@@ -7,12 +9,12 @@ from megapipe.config.load import parse
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.planner.command.planning import save_interval
 from megapipe.planner.cost.model import predict
-from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal
+from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal, without
 
 
 def test_predict_says_what_the_cost_model_says():
     report = json_of("predict", *LAYOUT, "--training.precision", "bf16")
-    flags = [each for each in LAYOUT if "hardware" not in each and "devices" not in each]
+    flags = without(LAYOUT, "hardware", "devices")
     config = parse([*flags, "--training.precision", "bf16"])
     expected = predict(config, load_hardware("a100-80"), world_size=16).estimate
     assert report["step_time_s"] == expected.step_seconds
@@ -91,33 +93,8 @@ def test_how_often_to_save_follows_young_and_daly():
         assert "it must be from 1e-9 to 1e12" in refusal("predict", *LAYOUT, *wrong)[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (["--hardware", "a100-8"], "unknown hardware 'a100-8'; did you mean 'a100-80'"),
-        (["--hardware", "none.yaml"], "hardware file 'none.yaml' cannot be read"),
-        (["--devices", "0"], "--devices is 0; it must be at least 1"),
-        (["--devices", "15"], "world size 15 is not a multiple"),
-        (["--parallel.tensor", "7"], "model.num_heads 24 is not divisible by parallel.tensor 7"),
-        (["--parallel.tensr", "7"], "unknown configuration key 'parallel.tensr'; did you mean 'parallel.tensor'?"),
-        (["--devces", "7"], "unknown configuration key 'devces'; did you mean 'devices'?"),
-        (["--batch.global_size", "33"], "batch.global_size 33 is not divisible"),
-        (["--model", "nowhere.yaml"], "nowhere.yaml"),
-    ],
-)
-def test_wrong_input_is_one_error_line(change, words):
-    lines = refusal("predict", *LAYOUT, *change)
-    assert any(words in line for line in lines), lines
-
-
-def test_what_is_missing_is_named():
-    assert "--hardware is missing" in refusal("predict", "--model", MODEL, "--devices", "8")[0]
-    missing = refusal("predict", "--model", MODEL, "--hardware", "h100")
-    assert missing == ["--devices is missing; set it, or set parallel.data and the other sizes"]
-
-
 def test_devices_follow_from_a_layout_that_says_all_sizes():
-    flags = [each for each in LAYOUT if "devices" not in each]
+    flags = without(LAYOUT, "devices")
     assert json_of("predict", *flags, "--parallel.data", "4") == json_of("predict", *LAYOUT)
 
 
@@ -125,7 +102,7 @@ def test_a_wrong_file_of_several_is_named(tmp_path):
     (tmp_path / "good.yaml").write_text("batch: {global_size: 32}\n")
     (tmp_path / "bad.yaml").write_text("batch: {global_size: 30}\n")
     files = [str(tmp_path / "good.yaml"), str(tmp_path / "bad.yaml")]
-    flags = [each for each in LAYOUT if "global_size" not in each]
+    flags = without(LAYOUT, "global_size")
     lines = refusal("compare", *files, *flags)
     assert len(lines) == 1
     assert lines[0].startswith(f"{files[1]}: batch.global_size 30 is not divisible")
@@ -150,3 +127,60 @@ def test_reserved_memory_stays_free():
     for reserve in ("80", "-1"):
         (line,) = refusal("predict", *LAYOUT, "--memory_reserve", reserve)
         assert message in line
+
+
+TOKENS = 7.5e9
+MACHINE = """
+name: two kinds
+groups:
+- name: old
+  num_nodes: 1
+  device: {name: slow, peak_flops: {bf16: 125e12}, memory_bytes: 80e9, memory_bandwidth: 900e9}
+  devices_per_node: 8
+  inside: {latency: 1e-6, bandwidth: 150e9}
+  outside: {latency: 1e-5, bandwidth: 3e9}
+- name: new
+  num_nodes: 1
+  device: {name: fast, peak_flops: {bf16: 312e12}, memory_bytes: 80e9, memory_bandwidth: 2e12}
+  devices_per_node: 8
+  inside: {latency: 1e-6, bandwidth: 300e9}
+  outside: {latency: 1e-5, bandwidth: 200e9, adapters: 8}
+"""
+
+
+def test_steps_days_and_money_follow_from_the_step():
+    report = json_of("predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
+    steps = math.ceil(TOKENS / (32 * 1024))  # batch.global_size and data.sequence_length's default
+    days = steps * report["step_time_s"] / 86400
+    training = report["training"]
+    assert training["steps"] == steps
+    assert training["days"] == pytest.approx(days)
+    assert training["cost"] == pytest.approx(days * 24 * 2 * 33)  # 16 devices are two nodes
+    printed = output("predict", *LAYOUT, f"--tokens={TOKENS}", "--price-per-hour=33")
+    assert f"7.5B tokens: {steps:,} steps (--training.steps {steps})" in printed
+    assert f"price {training['cost']:,.0f}" in printed
+
+
+def test_without_prices_there_is_no_cost():
+    assert json_of("predict", *LAYOUT, f"--tokens={TOKENS}")["training"]["cost"] is None
+    assert "prices" not in output("predict", *LAYOUT, f"--tokens={TOKENS}")
+    assert json_of("predict", *LAYOUT)["training"] is None
+
+
+def test_searches_report_budgets_and_rank_by_the_given_price():
+    pins = ["--parallel.pipeline=2", "--parallel.tensor=2", "--batch.micro_size=1", "--schedule.name=1f1b"]
+    flags = [*LAYOUT, *pins, f"--tokens={TOKENS}", "--price-per-hour=33", "--top=1"]
+    report = json_of("search", *flags)
+    training = report["training"]
+    assert training["days"] == pytest.approx(training["steps"] * report["step_time_s"] / 86400)
+    million = report["search"]["best"]["price_per_million_tokens"]
+    assert training["cost"] == pytest.approx(million * TOKENS / 1e6, rel=1e-3)
+    cheapest = json_of("search", *flags, "--objective=cost")
+    assert cheapest["search"]["best"]["price_per_million_tokens"] <= million
+
+
+def test_prices_of_two_node_kinds_belong_in_the_file(tmp_path):
+    (tmp_path / "machine.yaml").write_text(MACHINE)
+    flags = [*without(LAYOUT, "hardware"), "--hardware", str(tmp_path / "machine.yaml")]
+    (line,) = refusal("predict", *flags, "--price-per-hour=33")
+    assert "write price_per_hour into each group of the hardware file" in line

@@ -1,6 +1,7 @@
 """Work that layouts share in the search changes no number: compared with the cost model of single layouts."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +9,9 @@ from hypothesis import strategies as st
 
 from megapipe.config.parallel import LayerStrategy
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.stages import layers_of
 from megapipe.planner.cost.estimate import ENGINE, Assumptions
+from megapipe.planner.cost.layer_times import shared
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.measured import MeasuredTimes
 from megapipe.planner.search.bounds import LayoutBounds
@@ -27,13 +30,15 @@ OTHERS = (
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     base=runs(),
     devices=st.sampled_from([2, 4, 6, 8, 12]),
     node=st.sampled_from([2, 3, 4]),
     assumptions=st.sampled_from(OTHERS),
     own=st.sampled_from(OWN_ZERO),
+    optimizer=st.sampled_from(["adamw", "muon"]),
+    logits=st.booleans(),
     numbers=st.randoms(use_true_random=False),
 )
 def test_layouts_of_one_search_cost_what_each_costs_alone(
@@ -42,18 +47,27 @@ def test_layouts_of_one_search_cost_what_each_costs_alone(
     node: int,
     assumptions: Assumptions,
     own: dict[str, LayerStrategy],
-    numbers: object,
+    optimizer: str,
+    logits: bool,
+    numbers: Random,
 ) -> None:
-    hardware, base = machine(memory=1e15, node=node), replace(base, parallel=replace(base.parallel, layers=own))
+    base, hardware = replace(base, parallel=replace(base.parallel, layers=own)), machine(memory=1e15, node=node)
+    base.optimizer, base.recompute = replace(base.optimizer, name=optimizer), replace(base.recompute, logits=logits)
     layouts = list(Layouts(base, devices, frozenset(), SearchSpace(schedules=SCHEDULES, max_context=2)))
-    times = slowest_times(base, hardware, devices, assumptions)
+    alone = slowest_times(base, hardware, devices, assumptions)
+    times = shared(alone)
     together = Evaluation(base, hardware, times, assumptions)
     bounds = LayoutBounds(together, devices)
-    for layout in numbers.sample(layouts, min(12, len(layouts))):  # type: ignore[attr-defined]
-        alone = estimate(layout.applied(base), hardware, assumptions=assumptions)
-        assert together.num_bytes(layout) == alone.peak_bytes
-        assert together.estimate(layout) == alone
-        assert bounds.of(layout.shape, (layout[1:],))[0][0] <= alone.step_seconds * (1 + 1e-9)
+    some = numbers.sample(layouts, min(30, len(layouts)))
+    for layout in some:
+        config = layout.applied(base)
+        assert all(times.of(config, layer) == alone.of(config, layer) for layer in layers_of(config))
+    for layout in some[:12]:
+        config = layout.applied(base)
+        expected = estimate(config, hardware, assumptions=assumptions)
+        assert together.num_bytes(layout) == expected.peak_bytes
+        assert together.estimate(layout) == expected
+        assert bounds.of(layout.shape, (layout[1:],))[0][0] <= expected.step_seconds * (1 + 1e-9)
 
 
 def test_measured_layers_are_shared_as_well() -> None:
@@ -61,6 +75,7 @@ def test_measured_layers_are_shared_as_well() -> None:
     others."""
     base, hardware = machines.run(), machines.machine()
     times = MeasuredTimes(hardware)
+    assert shared(times) is times
     together = Evaluation(base, hardware, times)
     layouts = list(Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f1b", "zb_h1"), max_micro_size=2)))
     for layout in layouts[::7]:
@@ -78,10 +93,8 @@ def test_a_search_holds_the_assumptions_that_it_is_given() -> None:
         again = estimate(each.config, hardware, assumptions=assumptions)
         assert each.estimate.step_seconds == pytest.approx(again.step_seconds)
     assert findings.best.estimate.step_seconds != own.best.estimate.step_seconds
-    every = [
-        estimate(layout.applied(base), hardware, assumptions=assumptions)
-        for layout in Layouts(base, 2, frozenset(), space)
-    ]
+    layouts = [layout.applied(base) for layout in Layouts(base, 2, frozenset(), space)]
+    every = [estimate(each, hardware, assumptions=assumptions) for each in layouts]
     best = min(each.step_seconds for each in every if each.fits)
     assert findings.best.estimate.step_seconds <= best * (1 + 1e-9)
     effort = replace(effort, actions=10_000)

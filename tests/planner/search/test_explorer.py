@@ -1,4 +1,7 @@
-"""Branch and bound compared with exhaustive estimates: with an artificial cost and bounds, and with the cost model."""
+"""Branch and bound compared with exhaustive estimates: with an artificial cost and bounds, and with the cost model.
+
+On machines whose groups have devices with unlike memory, each rank is judged by the device that holds it.
+"""
 
 import random
 from collections.abc import Sequence
@@ -10,8 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.hardware.description import Hardware
+from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.estimate import Estimate, RankMemory, Term
-from megapipe.planner.cost.model import estimate
+from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, LayoutFilter, order, pareto
@@ -125,6 +130,25 @@ def test_kinds_without_layouts_have_no_fastest_or_nearest() -> None:
     assert explorer.examined == 0
 
 
+def check_answers(layouts: Layouts, everything: list[Estimate], devices: int, hardware: Hardware) -> None:
+    """The fastest layouts and the front are those of estimating everything."""
+    fitting = sorted((each for each in everything if each.fits), key=order)
+    costs = Evaluation(layouts.base, hardware, slowest_times(layouts.base, hardware, devices))
+    memory = max(group.device.memory_bytes for group in hardware.groups)
+    explorer = Explorer(layouts, LayoutBounds(costs, devices), costs, memory)
+    assert [order(each) for each in explorer.fastest(3)] == [order(each) for each in fitting[:3]]
+    if fitting:
+        slowest = 1.5 * fitting[0].step_seconds
+        near = [each for each in fitting if each.step_seconds <= slowest]
+        assert [order(each) for each in explorer.front(slowest, 0.0)] == [order(each) for each in pareto(near)]
+
+
+def size_of(share: float, everything: list[Estimate]) -> float:
+    """Bytes that this share of the layouts fits."""
+    sizes = sorted(each.peak_bytes for each in everything)
+    return float(sizes[min(len(sizes) - 1, int(share * len(sizes)))])
+
+
 @settings(max_examples=6, deadline=None)
 @given(
     base=runs(),
@@ -144,21 +168,81 @@ def test_the_cost_models_best_is_that_of_estimating_everything(
 ) -> None:
     """No branch or layout is pruned that beats an answer, whether schedules flush, split backwards or loop."""
     base = replace(base, optimizer=replace(base.optimizer, clip_norm=None))
-    zeros = (0, 1, 3)
-    space = SearchSpace(schedules, (), zeros, recompute, max_micro_size=2, max_chunks=2)  # type: ignore[arg-type]
-    plenty = machine(memory=1e15, inside=inside, outside=inside / 4, node=2)
-    layouts = Layouts(base, devices, frozenset(), space)
+    space = SearchSpace(schedules, (), (0, 1, 3), recompute, max_micro_size=2, max_chunks=2)  # type: ignore[arg-type]
+    layouts, plenty = Layouts(base, devices, frozenset(), space), machine(1e15, inside, inside / 4, 2)
     everything = [estimate(each.applied(base), plenty) for each in layouts]
-    sizes = sorted(each.peak_bytes for each in everything)
-    memory = float(sizes[min(len(sizes) - 1, int(share * len(sizes)))])
-    hardware = machine(memory=memory, inside=inside, outside=inside / 4, node=2)
-    fitting = sorted((replace(each, memory_limits=(memory,) * len(each.memory)) for each in everything), key=order)
-    fitting = [each for each in fitting if each.fits]
-    assume(fitting)
-    times = slowest_times(base, hardware, devices)
-    costs = Evaluation(base, hardware, times)
-    explorer = Explorer(layouts, LayoutBounds(costs, devices), costs, memory)
-    assert [order(each) for each in explorer.fastest(3)] == [order(each) for each in fitting[:3]]
-    slowest = 1.5 * fitting[0].step_seconds
-    near = [each for each in fitting if each.step_seconds <= slowest]
-    assert [order(each) for each in explorer.front(slowest, 0.0)] == [order(each) for each in pareto(near)]
+    memory = size_of(share, everything)
+    limited = [replace(each, memory_limits=(memory,) * len(each.memory)) for each in everything]
+    assume(any(each.fits for each in limited))
+    check_answers(layouts, limited, devices, machine(memory, inside, inside / 4, 2))
+
+
+def two_groups(first: float, second: float, node: int = 2, num_nodes: int = 1) -> Hardware:
+    """`num_nodes` nodes with devices of `first` bytes, then any number of nodes with `second`."""
+    (plain,) = machine(node=node, inside=1e10, outside=2.5e9).groups
+    front = replace(plain, name="front", device=replace(plain.device, memory_bytes=first), num_nodes=num_nodes)
+    return Hardware("two", (front, replace(plain, device=replace(plain.device, memory_bytes=second))))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.integers(1, 4),
+    pipeline=st.integers(1, 6),
+    context=st.sampled_from([1, 2]),
+    tensor=st.sampled_from([1, 2]),
+    node=st.integers(1, 5),
+    num_nodes=st.integers(1, 4),
+    numbers=st.randoms(use_true_random=False),
+)
+def test_a_coordinate_has_what_its_smallest_device_has(
+    data: int, pipeline: int, context: int, tensor: int, node: int, num_nodes: int, numbers: random.Random
+) -> None:
+    sizes = {"data": data, "pipeline": pipeline, "context": context, "tensor": tensor}
+    hardware = two_groups(3e9, 2e9, node, num_nodes)
+    nodes = list(range(len(hardware.nodes(data * pipeline * context * tensor))))
+    numbers.shuffle(nodes)
+    placement = Placement(hardware, sizes, nodes)
+    least = [float("inf")] * pipeline
+    for rank in range(placement.num_ranks):
+        at = rank // (tensor * context) % pipeline
+        least[at] = min(least[at], placement.nodes[placement.node_of(rank)].device.memory_bytes)
+    assert placement.memory_limits == tuple(least)
+
+
+@settings(max_examples=5, deadline=None)
+@given(
+    base=runs(),
+    devices=st.sampled_from([4, 6]),
+    shares=st.tuples(st.floats(0.1, 1.1), st.floats(0.1, 1.1)),
+    num_nodes=st.integers(1, 2),
+)
+def test_unlike_devices_are_searched_like_estimating_everything(
+    base: PretrainConfig, devices: int, shares: tuple[float, float], num_nodes: int
+) -> None:
+    space = SearchSpace(max_micro_size=2, max_chunks=2, zero_stages=(0, 1, 3), recompute=("none", "full"))
+    layouts = Layouts(base, devices, frozenset(), space)
+    plenty = [estimate(each.applied(base), machine(memory=1e15)) for each in layouts]
+    hardware = two_groups(*(size_of(share, plenty) for share in shares), num_nodes=num_nodes)
+    check_answers(layouts, [estimate(each.applied(base), hardware) for each in layouts], devices, hardware)
+
+
+def test_pipelines_may_need_large_devices_at_the_front() -> None:
+    """1F1B holds most activations on its first ranks: there is where the large devices belong."""
+    base = run(num_layers=8)
+    layout = replace(
+        base,
+        parallel=replace(base.parallel, pipeline=4, data=1),
+        batch=replace(base.batch, global_size=16, micro_size=2),
+        schedule=replace(base.schedule, name="1f1b"),
+    )
+    sizes = [each.total for each in estimate(layout, machine(1e15)).memory]
+    assert max(sizes[:2]) > 1.2 * max(sizes[2:])
+    large, small = float(max(sizes)), 1.1 * max(sizes[2:])
+    for ask in (estimate, lambda *given: predict(*given).estimate):
+        front, back = ask(layout, two_groups(large, small)), ask(layout, two_groups(small, large))
+        assert front.memory == back.memory
+        assert front.memory_limits == (large, large, small, small)
+        assert front.fits
+        assert not back.fits
+        assert back.missing_bytes == pytest.approx(max(each.total for each in back.memory) - small)
+        assert back.as_json()["memory_limits_bytes"] == [small, small, large, large]

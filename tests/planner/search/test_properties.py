@@ -22,31 +22,6 @@ CLOSED = Effort(actions=0, alternatives=False, stages=False)
 SPACE = SearchSpace(max_micro_size=2, max_chunks=2)
 
 
-def seconds(base: PretrainConfig, devices: int, **hardware: float) -> float:
-    """Return the seconds of the best layout; infinite where nothing fits."""
-    try:
-        findings = search_speed(base, machine(**hardware), devices, space=SPACE, effort=replace(CLOSED, slowest=0))  # type: ignore[arg-type]
-    except ConfigError:  # nothing fits, or nothing can run
-        return float("inf")
-    return findings.best.estimate.step_seconds
-
-
-@settings(max_examples=4, deadline=None)
-@given(
-    base=runs(),
-    devices=st.sampled_from([4, 8]),
-    inside=st.floats(1e8, 1e11),
-    outside=st.floats(1e7, 1e10),
-    faster=st.tuples(st.floats(1, 10), st.floats(1, 10)),
-)
-def test_faster_links_never_make_the_best_plan_slower(
-    base: PretrainConfig, devices: int, inside: float, outside: float, faster: tuple[float, float]
-) -> None:
-    before = seconds(base, devices, inside=inside, outside=outside)
-    after = seconds(base, devices, inside=inside * faster[0], outside=outside * faster[1])
-    assert after <= before * (1 + 1e-9)
-
-
 @settings(max_examples=6, deadline=None)
 @given(
     base=runs(),
