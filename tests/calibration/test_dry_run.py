@@ -27,7 +27,7 @@ from megapipe.schedules import Schedule
 from megapipe.training.loop.loader import HeldTokens
 from megapipe.training.loop.replica import Replica
 from tests.distributed.test_covering import CASES
-from tests.support.layouts import config_of, world_size
+from tests.support.layouts import config_of, sizes_of, world_size
 from tests.support.meshes import run_threads
 
 BERT = BertDataConfig(prefix="unread", sequence_length=16)
@@ -63,20 +63,6 @@ def test_a_thousand_ranks_hold_one_model_per_replica() -> None:
     assert report.as_json()["memory_bytes"] == [each.peak_bytes for each in report.coordinates]
 
 
-def test_memory_is_what_a_rank_is_predicted_to_hold() -> None:
-    config = gpt(
-        "--parallel.pipeline", "2", "--parallel.tensor", "2", "--zero.stage", "1", "--training.precision=bf16"
-    )
-    report = dry_run(config, 8, device="cuda")
-    layout = StageLayout.of(report.config)
-    schedule = build_schedule(report.config, report.microbatches, layout, replicas=2)
-    for each, rank in zip(report.coordinates, (0, 2), strict=True):
-        predicted = predict_rank(report.config, schedule, rank, device="cuda")
-        assert each.peak_bytes == predicted.device_bytes()
-        assert each.message_bytes == predicted.messages
-        assert each.state_bytes == predicted.state().total
-
-
 def scheduled(mesh: Mesh, config: PretrainConfig) -> Schedule:
     return Replica(config, mesh).schedule
 
@@ -88,25 +74,24 @@ def scheduled(mesh: Mesh, config: PretrainConfig) -> Schedule:
         ["--offload.optimizer=true", "--offload.weights=true"],
         ["--offload.activations=blocks", "--offload.every=2", "--offload.prefetch=2"],
         ["--parallel.vocabulary=pipeline_2"],
+        ["--parallel.tensor=2", "--parallel.data=2", "--zero.stage=1", "--training.precision=bf16"],
     ],
     ids=lambda flags: flags[-1],
 )
-def test_peaks_are_those_of_a_run_of_two_ranks(flags: list[str]) -> None:
-    """By the schedule that a run of two ranks makes for itself."""
+def test_bytes_are_those_of_ranks_of_a_run(flags: list[str]) -> None:
+    """By the schedule that ranks make for themselves."""
     shape = ["--model.hidden_size=32", "--model.num_heads=4", "--model.vocabulary_size=61", "--model.num_layers=4"]
-    config = gpt(*shape, "--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", *flags)
-    config.parallel.data = 1
-    report = dry_run(config, 2, device="cpu")
-    for each, schedule in zip(report.coordinates, run_threads({"pipeline": 2}, scheduled, config), strict=True):
-        assert each.peak_bytes == predict_rank(config, schedule, each.pipeline, device="cpu").device_bytes()
-
-
-def test_offload_that_measures_at_the_start_is_refused() -> None:
-    config = gpt("--offload.activations=auto", "--offload.memory=1")
-    with pytest.raises(
-        ConfigError, match=r"offload.activations auto is decided by measurements at the start of a run"
-    ):
-        dry_run(config, 1)
+    shape += ["--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", "--parallel.data=1"]
+    config = gpt(*shape, *flags)
+    sizes = sizes_of(config)
+    report = dry_run(config, MeshShape(sizes).world_size, device="cpu")
+    first_ranks = (0, sizes["tensor"])
+    schedules = run_threads(sizes, scheduled, config)
+    for each, rank in zip(report.coordinates, first_ranks, strict=True):
+        predicted = predict_rank(config, schedules[rank], rank, device="cpu")
+        assert each.peak_bytes == predicted.device_bytes()
+        assert each.message_bytes == predicted.messages
+        assert each.state_bytes == predicted.state().total
 
 
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
@@ -127,11 +112,21 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     assert [each.message_bytes for each in dry_run(gpt(*shape), 4).coordinates] == [0]
 
 
-def test_broken_rules_are_reported_before_anything_is_built() -> None:
-    with pytest.raises(ConfigError, match=r"model.num_heads 12 is not divisible by parallel.tensor 5"):
-        dry_run(gpt("--parallel.tensor", "5"), 1000)
-    with pytest.raises(ConfigError, match=r"world size 1001 is not a multiple"):
-        dry_run(gpt("--parallel.pipeline", "4"), 1001)
+@pytest.mark.parametrize(
+    ("flags", "world_size", "message"),
+    [
+        (["--parallel.tensor=5"], 1000, "model.num_heads 12 is not divisible by parallel.tensor 5"),
+        (["--parallel.pipeline=4"], 1001, "world size 1001 is not a multiple"),
+        (
+            ["--offload.activations=auto", "--offload.memory=1"],
+            1,
+            "auto is decided by measurements at the start of a run",
+        ),
+    ],
+)
+def test_broken_rules_are_reported_before_anything_is_built(flags: list[str], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        dry_run(gpt(*flags), world_size)
 
 
 def stages_of(config):
@@ -166,32 +161,37 @@ SMALL = [
 ]  # fmt: skip
 
 
-@pytest.mark.slow
-def test_auto_values_are_chosen_for_the_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def asked(tmp_path: Path) -> list[str]:
     (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto, memory: 1.1}\n")
-    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
-    assert main(["dry-run", *asked, "--hardware=a100-80"], {"dry-run": run_dry_run}) == 0
-    printed = capsys.readouterr().out
-    assert "training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB" in printed
-    assert "recompute auto: " in printed
-    assert main(["dry-run", *asked, "--hardware=a100-80", "--json"], {"dry-run": run_dry_run}) == 0
-    within_budget = json.loads(capsys.readouterr().out)["memory_bytes"]
-    plain = [flag for flag in asked if "yaml" in flag] + SMALL
-    flags = ["--training.precision=bf16", "--recompute.method=none", "--recompute.memory=null", "--json"]
-    assert main(["dry-run", *plain, *flags], {"dry-run": run_dry_run}) == 0
-    everything = json.loads(capsys.readouterr().out)["memory_bytes"]
+    return [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+
+
+@pytest.mark.slow
+def test_auto_values_are_chosen_for_the_hardware(
+    asked: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def printed(*flags: str) -> str:
+        assert main(["dry-run", *flags], {"dry-run": run_dry_run}) == 0
+        return capsys.readouterr().out
+
+    def memory(*flags: str) -> list[int]:
+        answer: list[int] = json.loads(printed(*flags, "--json"))["memory_bytes"]
+        return answer
+
+    hardware, plain = "--hardware=a100-80", [*asked[1:], "--training.precision=bf16"]
+    text = printed(*asked, hardware)
+    assert "training.precision auto: planned as bf16, by the peaks of A100-SXM4-80GB" in text
+    assert "recompute auto: " in text
+    within_budget = memory(*asked, hardware)
+    everything = memory(asked[0], *plain, "--recompute.method=none", "--recompute.memory=null")
     assert max(within_budget) <= 1.1 * 2**30 < max(everything)
     written = tmp_path / "layout.yaml"
-    assert main(["dry-run", *asked, "--hardware=a100-80", f"--write_layout={written}"], {"dry-run": run_dry_run}) == 0
-    capsys.readouterr()
-    again = [str(written), *plain[1:], "--training.precision=bf16", "--json"]
-    assert main(["dry-run", *again], {"dry-run": run_dry_run}) == 0
-    assert json.loads(capsys.readouterr().out)["memory_bytes"] == within_budget
+    printed(*asked, hardware, f"--write_layout={written}")
+    assert memory(str(written), *plain) == within_budget
 
 
-def test_auto_values_are_refused_without_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    (tmp_path / "run.yaml").write_text("training: {precision: auto}\nrecompute: {method: auto}\n")
-    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
+def test_auto_values_are_refused_without_hardware(asked: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["dry-run", *asked], {"dry-run": run_dry_run}) == 2
     assert capsys.readouterr().err.splitlines() == [
         "error: training.precision auto depends on the machine; give --hardware, or set a value",
@@ -199,16 +199,25 @@ def test_auto_values_are_refused_without_hardware(capsys: pytest.CaptureFixture[
     ]
 
 
-def test_a_slow_check_shows_its_progress(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+PINS = ["--parallel.tensor=1", "--zero.stage=0", "--schedule.name=1f1b", "--training.precision=bf16"]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "shown"),
+    [
+        ("dry-run", ["--model.num_layers=2"], "checking pipeline coordinates"),
+        ("search", [*PINS, "--hardware=a100-80"], "searching layouts"),
+    ],
+)
+def test_a_slow_command_shows_its_progress(
+    command: str, flags: list[str], shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command_line, "SHOWN_AFTER", 0.0)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     for name, value in (("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
         monkeypatch.setenv(name, value)
-    (tmp_path / "run.yaml").write_text("model: {num_layers: 2}\n")
-    asked = [str(tmp_path / "run.yaml"), "--model=examples/models/gpt2_124m.yaml", *SMALL]
-    assert main(["dry-run", *asked, "--json"], {"dry-run": run_dry_run}) == 0
+    model = "--model=examples/models/gpt2_124m.yaml"
+    assert main([command, model, *SMALL, *flags, "--json"], {"dry-run": run_dry_run}) == 0
     captured = capsys.readouterr()
     json.loads(captured.out)
-    assert "checking pipeline coordinates" in captured.err
+    assert shown in captured.err

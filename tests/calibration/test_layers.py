@@ -70,12 +70,6 @@ def test_layer_options_are_kept_and_layout_is_dropped() -> None:
     assert measured_config(config, Cell(2, 1, 2), "whole").parallel.sequence
 
 
-def test_sequence_parallel_layers_can_be_measured() -> None:
-    config = replace(CONFIG, parallel=replace(CONFIG.parallel, sequence=True, tensor=2))
-    rows, _ = measure_cell(config, Cell(2, 1, 1), CPU, steps=1)
-    assert rows[1].forward > 0.0
-
-
 def test_random_samples_are_functions_of_their_numbers() -> None:
     samples = RandomSamples(8, 50)
     tokens = samples.tokens([[3, 4], [4, 3]])
@@ -87,9 +81,11 @@ def test_random_samples_are_functions_of_their_numbers() -> None:
     assert [each.tolist() for each in samples.boundaries([1])] == [[4]]
 
 
-def test_documents_that_are_kept_apart_can_be_measured() -> None:
-    config = replace(CONFIG, data=replace(CONFIG.data, isolate_documents=True))
-    assert LayerRun(config, Cell(1, 1, 1), CPU).step() > 0.0
+def test_sequence_parallel_layers_and_separate_documents_can_be_measured() -> None:
+    config = replace(CONFIG, parallel=replace(CONFIG.parallel, sequence=True, tensor=2))
+    config.data = replace(CONFIG.data, isolate_documents=True)
+    rows, _ = measure_cell(config, Cell(2, 1, 1), CPU, steps=1)
+    assert rows[1].forward > 0.0
 
 
 def test_a_bert_needs_data() -> None:

@@ -144,6 +144,8 @@ def test_more_memory_never_slows_a_run(ingestion: float, preparation: float, fet
     assert 0 < less <= more * (1 + 1e-12)
     assert more <= min(ingestion, preparation) * (1 + 1e-12)
     assert rates.throughput(1.0) == pytest.approx(min(ingestion, preparation))
+    with pytest.raises(ValueError, match=r"cached is 1\.5"):
+        rates.throughput(1.5)
 
 
 @given(ingestion=rate_numbers, preparation=rate_numbers, fetch=rate_numbers)
@@ -168,8 +170,3 @@ def test_headroom_is_the_fastest_model_that_does_not_wait(ingestion: float, prep
     fastest = ingestion * accelerator_headroom(rates)
     assert Rates(fastest, preparation, fetch).throughput() == pytest.approx(fastest)
     assert Rates(2 * fastest, preparation, fetch).throughput() == pytest.approx(fastest)
-
-
-def test_a_share_outside_of_0_to_1_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"cached is 1\.5"):
-        Rates(1.0, 1.0, 1.0).throughput(1.5)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.config.run import PretrainConfig
 from megapipe.layout.table import lowered_schedule
 from megapipe.planner.cost.run_layout import lay_run
 from megapipe.planner.cost.step_time import traffic_counts
@@ -15,6 +16,16 @@ from megapipe.schedules.actions import KIND, STAGE
 from tests.planner.cost.runs import SMALL, config_of, machine
 
 CHUNKS = {"1f1b": 1, "gpipe": 1, "interleaved_1f1b": 2, "modular": 2, "zb_h1": 1, "zb_v": 2, "2bw": 1, "pipedream": 1}
+
+
+def check_counts(config: PretrainConfig, count: int, rel: float | None = None) -> None:
+    """Gathers and sums of each stage and micro-batch are those of the lowered schedule."""
+    run = lay_run(config, machine())
+    counts, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
+    passes = np.array(run.stages.units_per_stage) * count
+    for kind, counted in ((Kind.GATHER_WEIGHTS, counts.all_gathers), (Kind.REDUCE_GRADIENTS, counts.all_sums)):
+        exact = np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(passes)) / passes
+        assert counted == pytest.approx(exact, rel=rel)
 
 
 @settings(max_examples=60, deadline=None)
@@ -41,12 +52,7 @@ def test_traffic_of_replicas_is_that_of_the_lowered_schedule(
         zero=zero,
         optimizer={"clip_norm": None if name == "pipedream" else 1.0},
     )
-    run = lay_run(config, machine())
-    counts, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
-    passes = np.array(run.stages.units_per_stage) * count
-    for kind, counted in ((Kind.GATHER_WEIGHTS, counts.all_gathers), (Kind.REDUCE_GRADIENTS, counts.all_sums)):
-        exact = np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(passes)) / passes
-        assert counted == pytest.approx(exact)
+    check_counts(config, count)
 
 
 @pytest.mark.parametrize(
@@ -60,9 +66,4 @@ def test_traffic_of_many_micro_batches_is_periodic(name: str, ranks: int, count:
         batch={"global_size": 2 * count},
         zero={"stage": 3},
     )
-    run = lay_run(config, machine())
-    counts, rows = traffic_counts(run), np.concatenate(lowered_schedule(run.config, run.stages).sections.body)
-    passes = np.array(run.stages.units_per_stage) * count
-    for kind, counted in ((Kind.GATHER_WEIGHTS, counts.all_gathers), (Kind.REDUCE_GRADIENTS, counts.all_sums)):
-        exact = np.bincount(rows[rows[:, KIND] == kind, STAGE], minlength=len(passes)) / passes
-        assert counted == pytest.approx(exact, rel=0.1)
+    check_counts(config, count, rel=0.1)

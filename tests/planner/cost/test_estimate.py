@@ -1,6 +1,7 @@
 """The estimate compared with the paper's FLOPs, simulation, exact memory, and common sense."""
 
 import json
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -10,8 +11,8 @@ from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.hardware.description import Hardware
-from megapipe.planner.cost.estimate import Assumptions, Estimate
+from megapipe.layout.hardware.description import Hardware, load_hardware
+from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.fitting import A100
 from tests.planner.cost.runs import SELENE, SMALL, config_of, even_stages, machine
@@ -77,7 +78,7 @@ def test_closed_form_and_simulation_agree(
     ],
 )  # fmt: skip
 def test_with_recomputation_and_replicas_they_agree_within_6_percent(name: str, groups: dict[str, Any]) -> None:
-    config = layout(name, 4, 8, **json.loads(json.dumps(groups)))
+    config = layout(name, 4, 8, **deepcopy(groups))
     closed = estimate(config, SELENE, assumptions=PLAIN).step_seconds
     assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=0.06)
 
@@ -162,34 +163,30 @@ def test_terms_of_a_simulation_add_up() -> None:
     assert prediction.estimate.world_size == 8
 
 
+KERNELS = ("forward", "backward_input", "backward_weight")
+
+
 def test_stages_are_explained_one_by_one() -> None:
     config = layout("interleaved_1f1b", 4, 8, parallel={"tensor": 2}, recompute={"method": "full"})
     stages, whole = explain_stages(config, SELENE), estimate(config, SELENE)
     assert [stage["rank"] for stage in stages] == [0, 1, 2, 3] * 2
     assert stages[0]["layers"] == ("embedding", "blocks.0", "blocks.1")
     assert stages[-1]["layers"] == ("blocks.14", "blocks.15", "head")
-    busiest = max(range(4), key=lambda rank: sum(_work(stage) for stage in stages if stage["rank"] == rank))
+    work = [0.0] * 4
+    for stage in stages:
+        work[stage["rank"]] += sum(stage[phase] for phase in (*KERNELS, "recompute", "tensor"))
+    busiest = work.index(max(work))
     own = [stage for stage in stages if stage["rank"] == busiest]
-    kernels = sum(stage["forward"] + stage["backward_input"] + stage["backward_weight"] for stage in own)
-    assert whole.seconds_of("compute") == pytest.approx(8 * kernels)
-    assert whole.seconds_of("recompute") == pytest.approx(8 * sum(stage["recompute"] for stage in own))
-    assert whole.seconds_of("tensor") == pytest.approx(8 * sum(stage["tensor"] for stage in own))
+    for term, phases in (("compute", KERNELS), ("recompute", ["recompute"]), ("tensor", ["tensor"])):
+        seconds = sum(stage[phase] for stage in own for phase in phases)
+        assert whole.seconds_of(term) == pytest.approx(8 * seconds)
 
 
-def _work(stage: Any) -> float:
-    return float(
-        stage["forward"] + stage["backward_input"] + stage["backward_weight"] + stage["recompute"] + stage["tensor"]
-    )
-
-
-def test_data_may_be_left_open_and_answers_are_json() -> None:
+def test_data_may_be_left_open() -> None:
     config = config_of(batch={"global_size": 64}, parallel={"data": None, "tensor": 2})
-    result: Estimate = estimate(config, SELENE, world_size=16)
+    result = estimate(config, SELENE, world_size=16)
     assert (result.config.parallel.data, result.world_size, config.parallel.data) == (8, 16, None)
-    as_json = json.loads(json.dumps(result.as_json()))
-    assert as_json["layout"]["data"] == 8
-    assert as_json["step_time_s"] == result.step_seconds
-    assert as_json["fits"] is True
+    assert json.loads(json.dumps(result.as_json()))["layout"]["data"] == 8
 
 
 @pytest.mark.parametrize(
@@ -206,15 +203,9 @@ def test_data_may_be_left_open_and_answers_are_json() -> None:
 def test_incomplete_configurations_are_refused_before_any_work(groups: dict[str, Any], message: str) -> None:
     for ask in (estimate, predict):
         with pytest.raises(ConfigError, match=message):
-            ask(config_of(**json.loads(json.dumps(groups))), SELENE)
+            ask(config_of(**deepcopy(groups)), SELENE)
 
 
 def test_a_device_without_the_precision_is_refused() -> None:
-    with pytest.raises(ConfigError, match="has no peak for 'fp16'"):
-        estimate(config_of(training={"precision": "fp16"}), _without("fp16"))
-
-
-def _without(dtype: str) -> Hardware:
-    (group,) = machine().groups
-    peaks = {name: peak for name, peak in group.device.peak_flops.items() if name != dtype}
-    return Hardware("m", (replace(group, device=replace(group.device, peak_flops=peaks)),))
+    with pytest.raises(ConfigError, match="has no peak for 'bf16'"):
+        estimate(config_of(), load_hardware("v100-16"))

@@ -1,11 +1,13 @@
-"""Messages inside layers by phase, and groups of shards, compared with their total and by hand."""
+"""Messages inside layers by phase, groups of shards, and traffic during compute, compared with totals and by hand."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import IntraNodeLink
 from megapipe.layout.hardware.placement import GroupLinks, Placement
-from megapipe.planner.cost.layer_costs import exchanges_seconds, layer_exchange_seconds, shard_groups
+from megapipe.planner.cost.layer_costs import exchanges_seconds, layer_exchange_seconds, overlapped, shard_groups
 from megapipe.spec.attention import attention_path
 from megapipe.spec.layers import model_layers
 from tests.planner.cost.runs import SELENE, SMALL, config_of
@@ -55,3 +57,11 @@ def test_neighbours_share_and_strangers_hold_the_same(
     for group in (together, apart):
         expected = crossing * max(group.members) / max(members) if group.crosses else 0.0
         assert group.crossing == pytest.approx(expected)
+
+
+@settings(max_examples=40)
+@given(compute=st.floats(0, 1e3), communication=st.floats(0, 1e3), slow_down=st.floats(1, 2))
+def test_overlap_slows_both_until_the_shorter_ends(compute: float, communication: float, slow_down: float) -> None:
+    shorter, longer = sorted((compute, communication))
+    both = slow_down * shorter + (longer - shorter)
+    assert overlapped(compute, communication, slow_down) == pytest.approx(both, rel=1e-12)

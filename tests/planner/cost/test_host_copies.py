@@ -132,15 +132,8 @@ def test_a_measured_machine_is_simulated_without_its_ranks_contention() -> None:
 
 
 def test_what_has_no_price_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"hardware 'machine' does not describe the link between GPU and host memory"
-    ):
+    with pytest.raises(ConfigError, match=r"hardware 'machine' does not describe the link between GPU and host"):
         estimate(run(STATE), machine())
-    for ask in (estimate, predict):
-        with pytest.raises(
-            ConfigError, match=r"offload.activations auto is decided by measurements at the start of a run"
-        ):
-            ask(run({"activations": "auto", "memory": 1.0}), on(1e9))
     with pytest.raises(ConfigError, match=r"offload is set, but a search does not model copies to host memory"):
         search_speed(run(STATE), on(1e9), 1)
     full = run(BLOCKS, recompute={"method": "full", "num_blocks": SMALL.num_layers})

@@ -8,7 +8,7 @@ from megapipe.config.bert import BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Efficiency
 from megapipe.layout.units import Unit
-from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES, LayerTimes, RooflineTimes
+from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES, RooflineTimes
 from megapipe.spec.layers import layer_flops, model_layers
 from tests.planner.cost.runs import SMALL, config_of, machine
 
@@ -135,8 +135,3 @@ def test_updates_move_the_optimizers_bytes() -> None:
     matrices = [spec for spec in unit.specs if spec.matrix]
     least = sum(4 * min(2048, s.num_elements // 2048) ** 2 * max(2048, s.num_elements // 2048) * 5 for s in matrices)
     assert muon > seconds + least / PEAK
-
-
-def test_roofline_times_are_a_source_of_layer_times() -> None:
-    times: LayerTimes = RooflineTimes(DEVICE)
-    assert "roofline" in times.of(config_of(), model_layers(SMALL)[1]).source

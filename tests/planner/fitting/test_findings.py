@@ -1,4 +1,6 @@
-"""The paper's other findings: their direction, and their size where it is published."""
+"""Findings of two papers other than their tables of fitted rows: direction, and size where it is published."""
+
+from itertools import combinations
 
 import pytest
 
@@ -17,6 +19,8 @@ from tests.planner.fitting.findings import (
     tensor_against_pipeline,
     zero_against_pipeline,
 )
+from tests.planner.fitting.vocabularies import LOGGED, Published, predicted
+from tests.planner.fitting.vocabularies import ROWS as LARGE_ROWS
 
 
 def test_interleaving_gains_less_with_larger_batches() -> None:
@@ -84,3 +88,22 @@ def test_this_projects_zero_differs_from_the_early_one() -> None:
     own = estimate(early.config, load_hardware("a100-80"), assumptions=A100.rows[0].assumptions)
     assert own.step_seconds < 0.6 * early.step_seconds
     assert own.seconds_of("compute") == pytest.approx(early.seconds_of("compute"))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row if index % 2 else pytest.param(row, marks=pytest.mark.exhaustive) for index, row in enumerate(LARGE_ROWS)],
+    ids=[f"{row.sequence}k-{row.vocabulary}k" for row in LARGE_ROWS],
+)
+def test_large_vocabularies_come_out_as_published(row: Published) -> None:
+    """In the same order, where published values within 2% are level, and within 7% (one by the authors' log). Memory
+    of shared vocabularies is within 10%."""
+    speeds, memories = zip(*predicted(row.sequence, row.vocabulary), strict=True)
+    assert memories[2:] == pytest.approx(row.memories[2:], rel=0.1)
+    for one, other in combinations(range(len(speeds)), 2):
+        published = row.speeds[one] / row.speeds[other]
+        close = 0.98 <= published <= 1 / 0.98
+        ratio = speeds[one] / speeds[other]
+        assert abs(ratio - 1) < 0.03 if close else (ratio > 1.02 if published > 1 else ratio < 0.98)
+    measured = (LOGGED, *row.speeds[1:]) if (row.sequence, row.vocabulary) == (2, 256) else row.speeds
+    assert speeds == pytest.approx(measured, rel=0.07)

@@ -37,18 +37,15 @@ def seconds(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     run = tmp_path_factory.mktemp("run") / "run.yaml"
     run.write_text(RUN)
     truth = with_shares(load_hardware("h100"), TRUTH)
-    return [
-        estimate(
-            parse(["--config", str(run), *(f"--{key}={value}" for key, value in overrides.items())]),
-            truth,
-            world_size=devices,
-        ).step_seconds
-        for devices, overrides in ROWS
-    ]
+    times = []
+    for devices, overrides in ROWS:
+        config = parse(["--config", str(run), *(f"--{key}={value}" for key, value in overrides.items())])
+        times.append(estimate(config, truth, world_size=devices).step_seconds)
+    return times
 
 
-def write(folder: Path, seconds: list[float], changes: dict[int, dict[str, object]] | None = None) -> str:
-    """A file of rows; changes: by row, of its fields."""
+def write(folder: Path, seconds: list[float], change: dict[str, object] | None = None) -> str:
+    """A file of rows; change: of fields of row 1."""
     (folder / "run.yaml").write_text(RUN)
     rows = [
         {
@@ -56,11 +53,11 @@ def write(folder: Path, seconds: list[float], changes: dict[int, dict[str, objec
             "config": "run.yaml",
             "devices": devices,
             "step_seconds": each,
-            "overrides": overrides,
+            "overrides": changed,
         }
-        | (changes or {}).get(index, {})
-        for index, ((devices, overrides), each) in enumerate(zip(ROWS, seconds, strict=False))
+        for index, ((devices, changed), each) in enumerate(zip(ROWS, seconds, strict=False))
     ]
+    rows[1].update(change or {})
     (folder / "rows.yaml").write_text(yaml.safe_dump({"rows": rows}))
     return str(folder / "rows.yaml")
 
@@ -84,38 +81,24 @@ def test_a_machine_is_fitted_to_measured_rows(tmp_path: Path, seconds: list[floa
         ({"speed": 3}, r"rows\[1\]\.speed is an unknown key \(known here: name, config"),
         ({"overrides": {"parallel.tensr": 2}}, r"rows\[1\] unknown configuration key 'parallel.tensr'"),
         ({"config": "gone.yaml"}, r"rows\[1\] .*gone.yaml"),
-    ],
-)
-def test_errors_of_a_row_name_its_number(tmp_path: Path, change: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_rows(write(tmp_path, [1.0, 1.0], {1: change}))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("", r"rows\.yaml: the file is not a mapping"),
         ("rows: 3", r"rows\.yaml:1: rows is not a list"),
         ("rows: []", r"rows\.yaml:1: rows is not a list"),
         ("- 1", r"rows\.yaml:1: the file is not a mapping"),
         ("rows: [", r"rows\.yaml is not readable YAML"),
+        ("rows: [{name: a, config: b, devices: 1}]", r"rows\[0\]\.step_seconds is missing; add it"),
+        ("rows: [{name: a, config: b, step_seconds: 1}]", r"rows\[0\]\.devices is missing; add it"),
+        ("rows: [{name: a}, 3]", r"(?s)rows\[0\]\.config is missing; add it.*rows\[1\] is not a mapping"),
+        (None, r"rows file '.*rows\.yaml' cannot be read"),
     ],
 )
-def test_a_file_of_another_shape_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    (tmp_path / "rows.yaml").write_text(text)
+def test_a_wrong_file_is_refused_with_the_row(
+    tmp_path: Path, change: dict[str, object] | str | None, message: str
+) -> None:
+    file = tmp_path / "rows.yaml"
+    if isinstance(change, dict):
+        write(tmp_path, [1.0, 1.0], change)
+    elif change is not None:
+        file.write_text(change)
     with pytest.raises(ConfigError, match=message):
-        read_rows(str(tmp_path / "rows.yaml"))
-
-
-def test_a_missing_file_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"rows file '.*gone\.yaml' cannot be read"):
-        read_rows(str(tmp_path / "gone.yaml"))
-
-
-def test_missing_fields_of_a_row_are_reported(tmp_path: Path) -> None:
-    (tmp_path / "rows.yaml").write_text("rows: [{name: a}, 3]")
-    with pytest.raises(ConfigError) as raised:
-        read_rows(str(tmp_path / "rows.yaml"))
-    problems = "\n".join(raised.value.problems)
-    assert all(f"rows[0].{key} is missing; add it" in problems for key in ("config", "devices", "step_seconds"))
-    assert "rows[1] is not a mapping" in problems
+        read_rows(str(file))

@@ -1,4 +1,4 @@
-"""Priors of shares: compared with closed forms of ridge regression, and with their sources."""
+"""The search for shares, with and without priors, compared with closed forms; and the sources of priors."""
 
 from collections.abc import Callable
 
@@ -82,17 +82,28 @@ def test_the_width_is_how_far_published_kernels_scatter() -> None:
     assert np.std(np.log(shares), ddof=1) == pytest.approx(WIDTH, abs=0.05)
 
 
-def test_a_parameter_without_influence_is_undetermined() -> None:
-    spreads = fit_parameters(lambda point: 2.0 * point[:2] - 1.0, FREE).spreads(0.1)
-    assert spreads[:2] == pytest.approx((0.05, 0.05))
-    assert spreads[2] == np.inf
+TOGETHER = np.array([[1.0, 1.0], [2.0, 2.0], [0.3, 0.3]])
+INFLUENCES: dict[str, tuple[Callable[[Floats], Floats], tuple[float, ...]]] = {
+    "none of the third": (lambda point: 2.0 * point[:2] - 1.0, (0.05, 0.05, np.inf)),
+    "fewer errors than parameters": (lambda point: point[:1] * point[1:2] - 0.25, (np.inf, np.inf)),
+    "only together": (lambda point: TOGETHER @ point - 1.0, (np.inf, np.inf)),
+}
 
 
-def test_fewer_errors_than_parameters_determine_none_of_them() -> None:
-    result = fit_parameters(lambda point: point[:1] * point[1:2] - 0.25, FREE[:2])
-    assert result.spreads(0.1) == (np.inf, np.inf)
+@pytest.mark.parametrize("case", INFLUENCES)
+def test_parameters_that_errors_do_not_determine_are_named(case: str) -> None:
+    errors, spreads = INFLUENCES[case]
+    assert fit_parameters(errors, FREE[: len(spreads)]).spreads(0.1) == pytest.approx(spreads)
 
 
-def test_parameters_that_matter_only_together_are_undetermined() -> None:
-    slopes = np.array([[1.0, 1.0], [2.0, 2.0], [0.3, 0.3]])
-    assert fit_parameters(lambda point: slopes @ point - 1.0, FREE[:2]).spreads(0.1) == (np.inf, np.inf)
+def test_a_bent_valley_is_followed() -> None:
+    """Rosenbrock's function as two errors; its least is at (1, 1)."""
+    free = [Parameter(name, -1e3, 1e3, 0.5, 0.01) for name in NAMES]
+    result = fit_parameters(lambda point: np.array([1 - point[0], 3 * (point[1] - point[0] ** 2), point[2]]), free)
+    assert result.point == pytest.approx([1, 1, 0], abs=0.02)
+
+
+def test_bounds_hold() -> None:
+    free = [Parameter(name, 0.0, 1.0, 0.5, 0.01) for name in NAMES]
+    result = fit_parameters(lambda point: point - np.array([5.0, -3.0, 0.25]), free)
+    assert result.point == pytest.approx([1.0, 0.0, 0.25], abs=1e-6)

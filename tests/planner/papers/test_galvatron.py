@@ -1,19 +1,26 @@
-"""An iteration compared with the simulator, and the whole search with brute force."""
+"""Galvatron's planner: the paper's strategies, the dynamic programming and the whole search against brute force, and
+an iteration against the simulator."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise, product
+from math import prod
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megapipe.planner.papers.galvatron import (
+    METHODS,
     Floats,
     Plan,
     Strategy,
     StrategyCost,
+    Tables,
+    choose,
     iteration_seconds,
     search,
     stage_strategies,
@@ -23,6 +30,94 @@ from megapipe.schedules.actions import Kind
 from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.costs import rank_costs, stage_times
 from megapipe.schedules.simulation.simulate import simulate
+
+
+def strategies(devices: int, *, pruned: bool = True, recompute: bool = False) -> list[Strategy]:
+    """All strategies of a machine, over every pipeline degree that is a power of 2."""
+    depths = [2**power for power in range(devices.bit_length())]
+    return [each for depth in depths for each in stage_strategies(devices, depth, pruned, recompute)]
+
+
+@pytest.mark.parametrize(("devices", "whole", "pruned"), [(8, 34, 22), (16, 73, 37), (32, 136, 56), (64, 229, 79)])
+def test_the_tree_has_the_papers_number_of_strategies(devices: int, whole: int, pruned: int) -> None:
+    assert len(strategies(devices, pruned=False)) == whole
+    assert len(strategies(devices)) == pruned
+    assert len(strategies(devices, recompute=True)) == 2 * pruned
+
+
+@pytest.mark.parametrize("devices", [1, 2, 8, 16])
+def test_the_tree_has_every_nesting_of_distinct_methods_once(devices: int) -> None:
+    """Found here by trying every row of up to three methods and degrees."""
+    expected = set()
+    degrees = [degree for degree in (2, 4, 8, 16) if degree <= devices]
+    for count in range(4):
+        for levels in product(product(METHODS, degrees), repeat=count):
+            group = prod(degree for _, degree in levels)
+            if len({method for method, _ in levels}) == count and group <= devices:
+                expected.add(Strategy(devices // group, levels))
+    tree = strategies(devices, pruned=False)
+    assert len(tree) == len(set(tree))
+    assert set(tree) == expected
+    assert set(strategies(devices)) == {
+        each for each in expected if not {"data", "sharded"} <= dict(each.levels).keys()
+    }
+
+
+def test_placement_follows_the_nesting() -> None:
+    outer = Strategy(1, (("data", 2), ("tensor", 4)))
+    inner = Strategy(1, (("tensor", 4), ("data", 2)))
+    assert [outer.block(device) for device in range(8)] == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert [inner.block(device) for device in range(8)] == [0, 1, 0, 1, 0, 1, 0, 1]
+    assert [Strategy(1, (("data", 2), ("tensor", 2), ("sharded", 2))).block(device) for device in range(8)] == [
+        0, 1, 0, 1, 2, 3, 2, 3,
+    ]  # fmt: skip
+
+
+def fewest_seconds(tables: Tables, budget: float) -> float:
+    """Return the seconds of the fastest row of strategies within the budget; infinite without one."""
+    layers, count = tables.seconds.shape
+    best = float("inf")
+    for row in product(range(count), repeat=layers):
+        picked = list(enumerate(row))
+        memory = sum(tables.kept[each] for each in picked) + max(tables.working[each] for each in picked)
+        if memory <= budget:
+            changes = sum(tables.transitions[pair] for pair in pairwise(row))
+            best = min(best, sum(tables.seconds[each] for each in picked) + changes)
+    return float(best)
+
+
+@settings(max_examples=40, deadline=None)
+@given(layers=st.integers(1, 5), count=st.integers(1, 4), seed=st.integers(0, 10**6), budget=st.integers(0, 40))
+def test_choices_equal_brute_force_within_the_budget(layers: int, count: int, seed: int, budget: int) -> None:
+    """With bytes in whole units, and a working memory that is none or always the same, so that units stay whole."""
+    rng = np.random.default_rng(seed)
+    seconds = rng.uniform(0, 5, (layers, count))
+    seconds[rng.random((layers, count)) < 0.1] = np.inf
+    working = 4.0 * rng.integers(0, 2, (layers, count))
+    kept = rng.integers(0, 12, (layers, count)).astype(float)
+    tables = Tables(seconds, kept, working, rng.uniform(0, 2, (count, count)))
+    # 40 x 36 units of the budget, or of what 4 working bytes leave of it, are whole parts of a byte.
+    choice = choose(tables, float(budget), units=max(1, budget * max(1, budget - 4)))
+    expected = fewest_seconds(tables, budget)
+    if np.isinf(expected):
+        assert choice is None
+        return
+    assert choice is not None
+    assert choice.seconds == pytest.approx(expected, rel=1e-12)
+    picked = list(enumerate(choice.strategies))
+    memory = sum(kept[each] for each in picked) + max(working[each] for each in picked)
+    assert choice.memory_bytes == pytest.approx(memory)
+    assert memory <= budget
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_coarse_units_never_go_over_the_budget(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    kept = rng.uniform(0, 3, (12, 4))
+    tables = Tables(4 - kept + rng.uniform(0, 1, kept.shape), kept, rng.uniform(0, 2, kept.shape), np.zeros((4, 4)))
+    choice = choose(tables, 20.0, units=40)
+    assert choice is not None
+    assert choice.memory_bytes <= 20.0
 
 
 @dataclass
@@ -72,26 +167,18 @@ def simulated(forward: list[float], backward: list[float], reduction: list[float
     return simulate(schedule, costs).finish
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(1, 3), (2, 1), (4, 2), (4, 8)])
-def test_an_iteration_of_equal_stages_is_the_simulated(stages: int, microbatches: int) -> None:
-    passes = [1.0] * stages, [2.0] * stages
-    for extra in ([0.0] * stages, [0.0] * (stages - 1) + [7.0], [1.0] * stages):
-        assert iteration_seconds(*passes, extra, microbatches) == pytest.approx(
-            simulated(*passes, extra, microbatches), rel=1e-12
-        )
-    seconds = iteration_seconds(*passes, [0.0] * stages, microbatches)
-    assert seconds == pytest.approx(3.0 * (microbatches + stages - 1))
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_an_iteration_of_unequal_stages_is_the_simulated(seed: int) -> None:
+@pytest.mark.parametrize("equal", [False, True])
+def test_an_iteration_is_the_simulated(seed: int, equal: bool) -> None:
     rng = random.Random(seed)
-    stages, microbatches = rng.choice([2, 3, 4]), rng.choice([1, 2, 4, 8, 64])
+    stages, microbatches = rng.choice([1, 2, 3, 4]), rng.choice([1, 2, 4, 8, 64])
     forward, backward, reduction = ([rng.uniform(1, 3) for _ in range(stages)] for _ in range(3))
-    for extra in ([0.0] * stages, [2 * each for each in reduction]):
-        assert iteration_seconds(forward, backward, extra, microbatches) == pytest.approx(
-            simulated(forward, backward, extra, microbatches), rel=1e-12
-        )
+    if equal:
+        forward, backward = [forward[0]] * stages, [backward[0]] * stages
+    only_last = [0.0] * (stages - 1) + [7.0]
+    for extra in ([0.0] * stages, only_last, [2 * each for each in reduction]):
+        expected = simulated(forward, backward, extra, microbatches)
+        assert iteration_seconds(forward, backward, extra, microbatches) == pytest.approx(expected, rel=1e-12)
 
 
 def stage_costs(

@@ -1,15 +1,35 @@
-"""PipeDream's partitioners compared with brute force over all cuts and numbers of workers."""
+"""Planners of PipeDream and 2BW (arXiv 2006.09503): brute force, walks of schedules, and findings of that paper."""
 
 import random
 from collections.abc import Iterator
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import numpy as np
 import pytest
 
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import DataConfig, PretrainConfig, TrainingConfig
+from megapipe.layout.hardware.description import hardware_device_type, load_hardware
+from megapipe.layout.prediction import layout_costs
+from megapipe.layout.stages import layers_of
 from megapipe.planner.cost.step_time import step_seconds
-from megapipe.planner.papers.pipedream import Layer, Level, Partition, PartitionStage, flat, hierarchical
+from megapipe.planner.papers.pipedream import (
+    BlockModel,
+    Execution,
+    Layer,
+    Level,
+    Machine,
+    Partition,
+    PartitionStage,
+    configurations,
+    flat,
+    hierarchical,
+    plan,
+    sequences_per_second,
+    uniform_run,
+)
 from megapipe.schedules.simulation.order_times import OrderCosts
+from megapipe.spec.layers import layer_flops
 
 
 def profile(seed: int, num_layers: int) -> list[Layer]:
@@ -90,16 +110,6 @@ def check_nested(stages: tuple[PartitionStage, ...], first: int, last: int, widt
         check_nested(stage.inner, stage.first, stage.last, inner)
 
 
-def test_weightless_compute_is_replicated_and_heavy_weights_are_isolated() -> None:
-    """VGG16's "7-1": convolutions on seven workers, the fully connected layers on one."""
-    convolutions = [Layer(7.0, 0.1, 0.0) for _ in range(4)]
-    connected = Layer(4.0, 0.1, 500.0)
-    partition = flat([*convolutions, connected], 8, 10.0)
-    assert [(stage.first, stage.last, stage.workers) for stage in partition.stages] == [(0, 4, 7), (4, 5, 1)]
-    assert partition.seconds == 4.0
-    assert partition.in_flight == 2
-
-
 def test_straight_pipelines_keep_one_mini_batch_per_stage() -> None:
     assert Partition(1.0, tuple(PartitionStage(index, index + 1, 1) for index in range(5))).in_flight == 5
     assert Partition(1.0, (PartitionStage(0, 1, 3), PartitionStage(1, 2, 4))).in_flight == 3
@@ -116,3 +126,151 @@ def test_straight_pipeline_seconds_equal_the_schedules_walk(seed: int) -> None:
     ((walked,),) = step_seconds("pipedream", {}, costs, 64)
     assert [each.workers for each in partition.stages] == [1] * 5
     assert walked / 64 == pytest.approx(partition.seconds, rel=1e-9)
+
+
+V100_16 = Machine(devices=64, devices_per_server=8, memory_bytes=16 * 2**30, fast=150e9, slow=25e9 / 8)
+"""Eight p3.16xlarge: NVLink inside, 25 Gbit/s between."""
+V100_FLOPS = 45e12
+"""FLOP/s of one device in the paper."""
+VERSION_BYTES, GRADIENT_BYTES = 16, 2
+"""Bytes per parameter in the paper: 16-bit weight and gradient, fp32 master weight and Adam's two moments, of which it
+counts two versions of everything."""
+
+
+def appendix_a(weights: float, activations: float, boundary: float, depth: int, execution: Execution) -> float:
+    """Bytes of one of equal stages: two versions, and as many micro-batches as stages, of which recomputation keeps
+    the inputs and one whole; without pipelining one version and one micro-batch. Of the whole model but boundary."""
+    if execution == "no_pipelining":
+        return (weights + activations) / depth + boundary
+    whole = 1 if execution == "recomputed" else depth
+    return (2 * weights + whole * activations) / depth + depth * boundary
+
+
+def parameters_of(config: PretrainConfig) -> int:
+    specs = {spec.name: spec for layer in layers_of(config) for spec in layer.parameters.values()}
+    return sum(spec.num_elements for spec in specs.values())
+
+
+def papers_model(num_layers: int, hidden: int, heads: int) -> PretrainConfig:
+    """A model of section 5, on sequences of 512 tokens."""
+    model = ModelConfig(
+        vocabulary_size=51200,
+        max_positions=512,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        num_heads=heads,
+        attention="unfused",
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+    )
+    return uniform_run(
+        PretrainConfig(model=model, data=DataConfig(sequence_length=512), training=TrainingConfig(precision="fp16")), 1
+    )
+
+
+def blocks_of(config: PretrainConfig) -> BlockModel:
+    """The model on devices of `V100_FLOPS`, with bytes and FLOPs of its blocks as they are declared."""
+    hardware, block = load_hardware("v100-16"), layers_of(config)[1]
+    parameters, blocks = parameters_of(config), config.model.num_layers
+
+    def seconds(size: int, recomputed: bool) -> float:
+        flops = layer_flops(config.model, block, size, 512).total
+        return flops / V100_FLOPS * (4 / 3 if recomputed else 1)
+
+    def memory(depth: int, size: int, execution: Execution) -> float:
+        costs = layout_costs(uniform_run(config, size), device=hardware_device_type(hardware))
+        return appendix_a(VERSION_BYTES * parameters, blocks * costs.kept(block), costs.stream, depth, execution)
+
+    def boundary(size: int) -> int:
+        return layout_costs(uniform_run(config, size), device=hardware_device_type(hardware)).stream
+
+    return BlockModel(blocks, seconds, boundary, memory, GRADIENT_BYTES * parameters)
+
+
+@pytest.mark.parametrize("batch", [512, 2048])
+@pytest.mark.parametrize(("billions", "hidden", "depth"), [(2.2, 2304, 8), (3.8, 3072, 16)])
+def test_the_best_depth_is_that_of_the_paper(batch: int, billions: float, hidden: int, depth: int) -> None:
+    config = papers_model(32, hidden, 32)
+    assert parameters_of(config) == pytest.approx(billions * 1e9, rel=0.03)
+    best = plan(blocks_of(config), V100_16, batch)
+    assert (best.depth, best.width) == (depth, 64 // depth)
+    assert best.accumulation * best.width * best.depth * best.micro_size == batch
+
+
+def test_about_30_billion_parameters_are_the_most_that_fit() -> None:
+    """One stage a device, recomputed, of one sequence."""
+    layers = 2176
+    while blocks_of(papers_model(layers + 64, 1024, 16)).memory_bytes(64, 1, "recomputed") <= V100_16.memory_bytes:
+        layers += 64
+    assert layers >= 2240  # of the 28.3 billion that the authors ran
+    largest = papers_model(layers, 1024, 16)
+    assert parameters_of(largest) == pytest.approx(30e9, rel=0.05)
+    best = plan(blocks_of(largest), V100_16, 512)
+    assert (best.width, best.depth, best.execution) == (1, 64, "recomputed")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_plan_is_that_of_brute_force(seed: int) -> None:
+    """Over widths, depths, micro-batch sizes and executions, with costs per micro-batch and per sequence."""
+    rng = random.Random(seed)
+    fixed, each, weights, live, edge = (rng.uniform(0, 1), rng.uniform(0.1, 1), rng.uniform(20, 200), 9.0, 1.5)
+
+    def memory(depth: int, size: int, execution: Execution) -> float:
+        return appendix_a(weights, live * size, edge * size, depth, execution)
+
+    model = BlockModel(
+        12,
+        lambda size, again: (fixed + each * size) * (4 / 3 if again else 1),
+        lambda size: edge * size,
+        memory,
+        weights,
+    )
+    machine = Machine(12, 4, memory_bytes=rng.uniform(40, 160), fast=100, slow=rng.uniform(5, 50))
+    batch, rates, space = 24, [0.0], set()
+    executions: tuple[Execution, ...] = ("no_pipelining", "pipelined", "recomputed")
+    for width, depth, size, execution in product(range(1, 13), range(1, 13), range(1, 25), executions):
+        share = width * size * (1 if execution == "no_pipelining" else depth)
+        if width * depth > 12 or 12 % depth or batch % share:
+            continue
+        if memory(depth, size, execution) <= machine.memory_bytes:
+            rates.append(sequences_per_second(model, machine, batch, width, depth, size, execution))
+            space.add((width, depth, execution))
+    assert plan(model, machine, batch).sequences_per_second == pytest.approx(max(rates), rel=1e-12)
+    plans = list(configurations(model, machine, batch))
+    assert {(each.width, each.depth, each.execution) for each in plans} == space
+    assert all(each.memory_bytes <= machine.memory_bytes for each in plans)
+    assert all(each.accumulation >= 1 for each in plans if each.execution != "no_pipelining")
+
+
+def test_throughput_is_the_cost_model_by_hand() -> None:
+    model = BlockModel(
+        4, lambda size, again: (4 / 3 if again else 1) * size, lambda size: 3.0 * size, lambda *given: 1.0, 40
+    )
+    machine = Machine(4, 2, memory_bytes=1e9, fast=10, slow=2)
+    stage = 2 * 2.0 + 2 * (6 + 6) / 2  # two blocks of two sequences; sends over the slow link
+    assert sequences_per_second(model, machine, 64, 1, 2, 2, "pipelined") == pytest.approx(2 / stage)
+    assert sequences_per_second(model, machine, 64, 1, 2, 2, "no_pipelining") == pytest.approx(2 / (2 * stage))
+    assert sequences_per_second(model, machine, 64, 1, 2, 2, "recomputed") == pytest.approx(2 / (stage + 4 / 3))
+    reduced = 2 * 1 / 2 * (40 / 2) / 2  # two replicas reach a server's two devices
+    assert sequences_per_second(model, machine, 4, 2, 2, 2, "pipelined") == pytest.approx(4 / max(stage, reduced))
+    assert sequences_per_second(model, machine, 4, 2, 1, 2, "pipelined") == pytest.approx(4 / max(8, 40 / 2))
+
+
+@pytest.mark.parametrize(("depth", "microbatches"), [(2, 2), (4, 8), (8, 64)])
+def test_throughput_is_that_of_a_walk_of_the_schedule(depth: int, microbatches: int) -> None:
+    """Equal stages without messages, whose replicas have nothing to sum."""
+    model = BlockModel(8, lambda size, again: 3.0 * size, lambda size: 0.0, lambda *given: 1.0, 1.0)
+    machine = Machine(8, 8, memory_bytes=1.0, fast=1, slow=1)
+    stage = 3.0 * 8 / depth
+    none, forward, links = np.zeros((1, depth)), np.full((1, depth), stage / 3), np.zeros((1, depth, depth))
+    costs = OrderCosts(none, forward, none, 2 * forward, none, none, links, links)
+    ((walked,),) = step_seconds("2bw", {}, costs, microbatches)
+    rate = sequences_per_second(model, machine, microbatches, 1, depth, 1, "pipelined")
+    assert microbatches / walked == pytest.approx(rate, rel=1e-12)
+
+
+def test_what_cannot_be_is_refused() -> None:
+    small = Machine(2, 2, memory_bytes=1e6, fast=1, slow=1)
+    model = blocks_of(papers_model(2, 64, 1))
+    with pytest.raises(ValueError, match=r"no width and depth of 2 devices fits 1e\+06 bytes per device"):
+        plan(model, small, 4)
