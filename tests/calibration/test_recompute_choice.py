@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from megapipe.calibration import planning
 from megapipe.calibration.planning import with_recompute
@@ -26,8 +25,7 @@ from tests.docs.figures.planning import chosen as chosen_by_the_guide
 from tests.support.bert_runs import make_bert_config
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import environment, launch
-from tests.support.layout_runs import LayoutRun, run_layout
-from tests.support.meshes import run_mesh, run_threads
+from tests.support.meshes import run_threads
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = replace(GPT2_SHAPE, num_layers=6)
@@ -124,34 +122,6 @@ def test_the_command_of_the_guide_runs(tmp_path: Path) -> None:
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert f"{chosen_by_the_guide()}\n" in finished.stdout
     assert "step 2/2" in finished.stdout
-
-
-def budgeted(mesh: Mesh, config: PretrainConfig) -> tuple[RecomputeConfig, LayoutRun]:
-    chosen = with_recompute(config, mesh, lambda line: None)
-    return chosen.recompute, run_layout(mesh, chosen)
-
-
-@pytest.mark.exhaustive
-def test_real_ranks_stay_within_budget_and_train_the_same(tmp_path: Path) -> None:
-    """Two gloo ranks, every tensor counted. The more memory, the less recomputation; no loss and no gradient
-    differs by a bit from those of a run that recomputes nothing."""
-    config = gpt(write_shard(tmp_path))
-    everything = peak_bytes(config, "cpu")
-    plain = run_mesh({"pipeline": 2}, run_layout, config)
-    again = []
-    for share in (1.0, 0.88, 0.75):
-        ranks = run_mesh({"pipeline": 2}, budgeted, auto(config, share * everything))
-        assert ranks[0][0] == ranks[1][0]
-        again.append(peak_bytes(replace(config, recompute=ranks[0][0]), "cpu"))
-        for (_, run), reference in zip(ranks, plain, strict=True):
-            assert run.lasting - run.host + run.together <= share * everything
-            losses = [(each.loss, each.skipped) for each in run.run.results]
-            assert losses == [(each.loss, each.skipped) for each in reference.run.results]
-            for mine, theirs in zip(run.run.gradients, reference.run.gradients, strict=True):
-                assert torch.equal(mine.values, theirs.values)
-        assert (ranks[0][0].method == "none") == (share == 1.0)
-    assert again == sorted(again, reverse=True)
-    assert len(set(again)) == 3
 
 
 @pytest.mark.slow

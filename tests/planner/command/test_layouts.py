@@ -4,10 +4,12 @@ import math
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapipe.config.load import parse
 from megapipe.layout.hardware.description import load_hardware
-from megapipe.planner.command.planning import save_interval
+from megapipe.planner.command.planning import lost_share, save_interval
 from megapipe.planner.cost.model import predict
 from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal, without
 
@@ -81,9 +83,16 @@ def test_compare_puts_what_fits_and_is_fastest_first(tmp_path):
     assert "no, by " in text
 
 
+@given(st.floats(0.01, 1e3), st.floats(1e3, 1e7), st.floats(0.1, 10))
+def test_no_other_save_interval_loses_less(save: float, between: float, factor: float) -> None:
+    best = save_interval(save, between)
+    assert lost_share(best, save, between) <= lost_share(factor * best, save, between) * (1 + 1e-12)
+
+
 def test_how_often_to_save_follows_young_and_daly():
     flags = ["--mean-time-between-failures", "3", "--save-seconds", "40"]
     report = json_of("predict", *LAYOUT, *flags)
+    assert save_interval(40, 3 * 3600) == pytest.approx(930, abs=1)  # the published example
     assert report["checkpoint"]["interval_s"] == pytest.approx(save_interval(40, 3 * 3600))
     assert report["checkpoint"]["interval_steps"] == round(report["checkpoint"]["interval_s"] / report["step_time_s"])
     assert "save every 15.5 minutes" in output("predict", *LAYOUT, *flags)

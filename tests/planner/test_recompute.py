@@ -1,27 +1,145 @@
-"""`recompute.method auto` before there is a run: what it becomes, by which figures, and what is refused."""
+"""Recomputation by a memory budget: never over it, never more than needed, borne out by bytes of real runs; and what
+`recompute.method auto` becomes, by which figures, and what is refused."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, load_hardware
+from megapipe.layout.prediction import predict_rank
 from megapipe.layout.table import LayoutTable
-from megapipe.planner.cost.model import estimate
-from megapipe.planner.recompute import GIB, RESERVE, least_recomputation, limited, peak_bytes, resolved
+from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.recompute import (
+    GIB,
+    RESERVE,
+    Recomputation,
+    least_recomputation,
+    limited,
+    peak_bytes,
+    resolved,
+)
 from megapipe.planner.search.plan import search_speed
 from tests.planner.command.plan import json_of, output, refusal
 from tests.planner.measured.machines import ROWS, machine
 from tests.planner.measured.machines import run as measured_run
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.layout_runs import run_layout
+from tests.support.meshes import run_mesh
 
 CPU = load_hardware("cpu")
 MODEL = replace(GPT2_SHAPE, num_layers=6)
+
+
+def known(prefix: str = "somewhere", **groups: dict[str, Any]) -> PretrainConfig:
+    config = make_config(prefix, MODEL, batch={"micro_size": 2}, **groups)
+    return replace(config, parallel=replace(config.parallel, data=1))
+
+
+def planned(config: PretrainConfig, budget: float) -> Recomputation | None:
+    """None where nothing fits."""
+    try:
+        return least_recomputation(config, CPU, budget)
+    except ConfigError as error:
+        if "with any recomputation, but the budget is" not in str(error):
+            raise
+        return None
+
+
+@given(
+    budgets=st.lists(st.integers(200_000, 2_000_000), min_size=2, max_size=4),
+    pipeline=st.sampled_from([1, 2]),
+    schedule=st.sampled_from(["gpipe", "1f1b"]),
+)
+@settings(max_examples=12, deadline=None)
+def test_never_over_budget_and_never_slower_with_more(budgets: list[int], pipeline: int, schedule: str) -> None:
+    config = known(schedule={"name": schedule})
+    config.parallel.pipeline = pipeline
+    times = []
+    for budget in sorted(budgets):
+        plan = planned(config, budget)
+        if plan is None:
+            assert not times, "a larger budget is refused where a smaller one was enough"
+            continue
+        assert plan.peak_bytes == peak_bytes(plan.config, "cpu") <= budget
+        times.append(plan.step_seconds)
+    assert times == sorted(times, reverse=True)
+
+
+def test_every_fewer_block_is_over_the_budget() -> None:
+    """Brute force over whole blocks alone, on a run that allows no parts."""
+    config = known(training={"compile": True})
+    whole = {
+        count: peak_bytes(replace(config, recompute=replace(config.recompute, method="full", num_blocks=count)), "cpu")
+        for count in range(1, 7)
+    }
+    nothing = peak_bytes(config, "cpu")
+    for budget in sorted({*whole.values(), nothing}):
+        chosen = least_recomputation(config, CPU, budget).config.recompute
+        expected = next((count for count, peak in whole.items() if peak <= budget), None)
+        if nothing <= budget:
+            assert chosen.method == "none"
+        else:
+            assert (chosen.method, chosen.num_blocks) == ("full", expected)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_real_run_holds_what_was_planned(tmp_path: Path, pipeline: int) -> None:
+    """Bytes of live tensors, counted while it trains, are within a tenth of the prediction and within the budget."""
+    config = known(write_shard(tmp_path))
+    config.parallel.pipeline = pipeline
+    budget = 0.9 * peak_bytes(config, "cpu")
+    plan = least_recomputation(config, CPU, budget)
+    assert plan.config.recompute.method != "none"
+    ranks = run_mesh({"data": 1, "pipeline": pipeline, "context": 1, "tensor": 1}, run_layout, plan.config)
+    peak = max(rank.lasting - rank.host + rank.together for rank in ranks)
+    assert peak == pytest.approx(plan.peak_bytes, rel=0.1)
+    assert peak <= budget
+
+
+def test_the_cost_models_memory_is_the_same_functions() -> None:
+    """`predict` reports the bytes of `predict_rank` for each pipeline rank, and the covering array of
+    tests/distributed/test_covering.py compares them with real runs, part by part. Their sum is a bound of the peak."""
+    config = known()
+    config.parallel.pipeline = 2
+    prediction = predict(config, CPU)
+    for rank, memory in enumerate(prediction.estimate.memory):
+        exact = predict_rank(config, prediction.schedule, rank, device="cpu")
+        state, peak = exact.state(), exact.peak()
+        assert (memory.weights, memory.master, memory.gradients, memory.moments) == (
+            state.weights, state.master, state.gradients, state.moments
+        )  # fmt: skip
+        assert memory.activations == peak.activations
+        assert memory.messages == exact.messages
+        assert memory.buffers == peak.weights + peak.gradients + peak.summands + peak.reloaded
+        assert exact.device_bytes() <= memory.total
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"parallel": {"data": None}}, "parallel.data is null and no number of devices is given"),
+        (
+            {"offload": {"activations": "auto", "memory": 1.0}},
+            "recompute.method none and offload.activations auto, which recomputes too",
+        ),
+        ({"batch": {"global_size": 7}}, "batch.global_size 7 is not divisible"),
+    ],
+)
+def test_invalid_configurations_are_refused_before_a_choice(change: dict[str, dict[str, Any]], message: str) -> None:
+    config = known()
+    for group, fields in change.items():
+        setattr(config, group, replace(getattr(config, group), **fields))
+    with pytest.raises(ConfigError, match=message):
+        least_recomputation(config, CPU, 1e9)
 
 
 def auto(budget: float | None = None, **groups: dict[str, Any]) -> PretrainConfig:
@@ -32,9 +150,8 @@ def auto(budget: float | None = None, **groups: dict[str, Any]) -> PretrainConfi
 
 
 def plain() -> int:
-    config = auto()
-    named = replace(config, recompute=RecomputeConfig(), parallel=replace(config.parallel, data=1))
-    return peak_bytes(named, "cpu")
+    """Bytes of the run without recomputation."""
+    return peak_bytes(known(), "cpu")
 
 
 def with_memory(num_bytes: float) -> Hardware:
@@ -71,6 +188,9 @@ def test_a_method_that_is_named_stays() -> None:
 
 def test_without_a_budget_a_tenth_stays_free() -> None:
     """The same device with just enough, and with a byte less than that."""
+    assert least_recomputation(known(), CPU).config.recompute.method == "none"
+    with pytest.raises(ConfigError, match="budget is 0 bytes; it must be above 0"):
+        least_recomputation(known(), CPU, 0)
     enough = plain() / (1 - RESERVE)
     assert resolved(auto(), with_memory(enough + 2), 1).config.recompute.method == "none"
     less = resolved(auto(), with_memory(enough - 2), 1)
@@ -94,23 +214,18 @@ def test_small_budgets_are_refused_with_bytes_and_fixes() -> None:
 def test_measured_layers_decide_where_there_are_some() -> None:
     """By the roofline a block's parts are cheaper to recompute than blocks; on a machine where whole blocks recompute
     in no time the blocks are taken."""
-    config = replace(measured_run(parallel={"data": None}), recompute=RecomputeConfig(method="auto"))
-    known = replace(config, recompute=RecomputeConfig(), parallel=replace(config.parallel, data=1))
-    config.recompute.memory = 0.95 * peak_bytes(known, "cpu") / GIB
-    free = tuple(replace(row, recompute=0.0) for row in ROWS)
-    dear = tuple(replace(row, recompute=100 * row.recompute) for row in ROWS)
-    methods = {}
-    for name, rows in (("free", free), ("dear", dear)):
-        resolution = resolved(config, machine(layers=rows), 1)
-        methods[name] = resolution.config.recompute.method
-        assert resolution.remark is not None
-        assert ("layer times measured on made up" in resolution.remark) == (methods[name] != "none")
-    assert methods == {"free": "full", "dear": "selective"}
-    # Measured of another shape, rows say nothing: not even half of the candidates are compared by them.
-    config.data = replace(config.data, sequence_length=32)
-    known = replace(config, recompute=RecomputeConfig(), parallel=replace(config.parallel, data=1))
-    config.recompute.memory = 0.95 * peak_bytes(known, "cpu") / GIB
-    assert "by the roofline of core" in str(resolved(config, machine(layers=free), 1).remark)
+    for length, shape in ((64, "measured"), (32, "of another shape")):
+        known_run = measured_run(data={"sequence_length": length})
+        memory = 0.95 * peak_bytes(known_run, "cpu") / GIB
+        config = replace(known_run, recompute=RecomputeConfig(method="auto", memory=memory))
+        for factor, method in ((0.0, "full"), (100.0, "selective")):
+            rows = tuple(replace(row, recompute=factor * row.recompute) for row in ROWS)
+            resolution = resolved(config, machine(layers=rows), 1)
+            if shape == "measured":
+                assert resolution.config.recompute.method == method
+                assert "layer times measured on made up" in str(resolution.remark)
+            else:  # rows say nothing: not even half of the candidates are compared by them
+                assert "by the roofline of core" in str(resolution.remark)
 
 
 def test_searches_vary_the_method_on_devices_of_the_budget() -> None:
