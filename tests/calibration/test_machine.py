@@ -117,19 +117,10 @@ def test_ranks_answer_in_order_and_failures_name_their_rank() -> None:
 @pytest.mark.exhaustive
 def test_the_benchmark_compares_predictions_with_runs(tmp_path: Path) -> None:
     """One layout from a file of one's own: a machine that was not measured for this model says so."""
-    script = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "plan_truth.py"),
-        "--hardware",
-        "cpu",
-        "--steps",
-        "5",
-        "--starts",
-        "1",
-    ]
-    table = tmp_path / "table.md"
+    table, script = tmp_path / "table.md", str(ROOT / "benchmarks" / "plan_truth.py")
+    flags = ["--hardware", "cpu", "--steps", "5", "--starts", "1", "--layouts", "data 2", "--write", str(table)]
     done = subprocess.run(
-        [*script, "--layouts", "data 2", "--write", str(table)],
+        [sys.executable, script, *flags],
         capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path,
         env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip

@@ -29,13 +29,8 @@ def test_a_profile_is_measured_and_planned_with(tmp_path):
     file = tmp_path / "machine.yaml"
     shape = ["--model.vocabulary_size=61", "--model.num_layers=2", "--model.hidden_size=32", "--model.num_heads=4"]
     shape += ["--model.max_positions=16", "--data.sequence_length=16", "--training.precision=fp32"]
-    sizes = [
-        "--ranks=2",
-        "--tensor_sizes=[1]",
-        "--context_sizes=[1,2]",
-        "--micro_sizes=[1,2]",
-        "--parallel.device=cpu",
-    ]
+    sizes = ["--ranks=2", "--tensor_sizes=[1]", "--context_sizes=[1,2]", "--micro_sizes=[1,2]"]
+    sizes.append("--parallel.device=cpu")
     program = [sys.executable, str(ROOT / "tools" / "plan.py"), "profile", *shape, *sizes, "--output", str(file)]
     finished = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert finished.returncode == 0, finished.stderr

@@ -14,8 +14,12 @@ from megapipe.layout.hardware.description import (
     NodeGroup,
     load_hardware,
 )
+from megapipe.planner.cost.estimate import Assumptions
+from megapipe.planner.cost.model import estimate, predict
 
 NOMINAL = Efficiency()
+PLAIN = Assumptions(slow_down=1.0)
+"""As the simulator: what runs side by side does not slow down."""
 SMALL = ModelConfig(
     vocabulary_size=1024,
     num_layers=16,
@@ -42,6 +46,21 @@ def even_stages(stages: int, layers: int = SMALL.num_layers) -> list[int]:
     sizes[0] += 1
     sizes[-1] += 1
     return sizes
+
+
+def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> PretrainConfig:
+    """A schedule with even stages, and the batch that has this number of micro-batches."""
+    stages = pipeline * (2 if name in ("interleaved_1f1b", "modular", "zb_v") else 1)
+    parallel = {"pipeline": pipeline, "layers_per_stage": even_stages(stages), **groups.pop("parallel", {})}
+    batch = {"global_size": microbatches * parallel.get("data", 1)}
+    clipping = {"optimizer": {"clip_norm": None if name == "pipedream" else 1.0}}
+    return config_of(parallel=parallel, schedule={"name": name}, batch=batch, **clipping, **groups)
+
+
+def closed_over_simulated(config: PretrainConfig, hardware: Hardware) -> float:
+    """The estimate's seconds over those of the simulation."""
+    closed = estimate(config, hardware, assumptions=PLAIN).step_seconds
+    return closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds
 
 
 def machine(latency: float = 0.0, bandwidth: float = 1e15, efficiency: Efficiency = NOMINAL) -> Hardware:

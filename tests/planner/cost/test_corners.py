@@ -1,5 +1,6 @@
 """The estimate compared with simulation where traffic determines the time: slow links, sharded weights, PipeDream."""
 
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
@@ -11,31 +12,15 @@ from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.layer_costs import tensor_by_tensor_seconds
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.cost.run_layout import lay_run
-from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
+from tests.planner.cost.runs import PLAIN, SMALL, closed_over_simulated, config_of, even_stages, layout, machine
 
-PLAIN = Assumptions(slow_down=1.0)
-"""As the simulator: what runs side by side does not slow down."""
 SLOW, FAST = load_hardware("h100-25gbe"), load_hardware("a100-80")
 
 
 def off(name: str, pipeline: int, microbatches: int, zero: int, tensor: int, *, slow: bool) -> float:
     """Closed over simulated seconds of four replicas."""
-    chunks = 2 if name in ("interleaved_1f1b", "modular") else 1
-    groups: dict[str, Any] = {
-        "parallel": {
-            "pipeline": pipeline,
-            "data": 4,
-            "tensor": tensor,
-            "layers_per_stage": even_stages(pipeline * chunks),
-        },
-        "schedule": {"name": name},
-        "batch": {"global_size": 4 * microbatches},
-        "zero": {"stage": zero},
-        "optimizer": {"clip_norm": None if name == "pipedream" else 1.0},
-    }
-    config, hardware = config_of(**groups), SLOW if slow else FAST
-    closed = estimate(config, hardware, assumptions=PLAIN).step_seconds
-    return closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds
+    config = layout(name, pipeline, microbatches, parallel={"data": 4, "tensor": tensor}, zero={"stage": zero})
+    return closed_over_simulated(config, SLOW if slow else FAST)
 
 
 @pytest.mark.one_in(14)
@@ -99,42 +84,40 @@ def test_sums_longer_than_compute_delay_every_micro_batch() -> None:
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(4, 2), (4, 4), (8, 8)])
 def test_waiting_ranks_recompute_only_for_the_first_backward(name: str, pipeline: int, microbatches: int) -> None:
     """Full recomputation of four blocks a stage: the other three run between backwards of their micro-batch."""
-    stages = even_stages(pipeline, 4 * pipeline)
-    config = config_of(
-        replace(SMALL, num_layers=4 * pipeline),
-        parallel={"pipeline": pipeline, "layers_per_stage": stages},
-        schedule={"name": name},
-        batch={"global_size": microbatches},
-        recompute={"method": "full"},
+    config = layout(name, pipeline, microbatches, recompute={"method": "full"})
+    layers = 4 * pipeline
+    config = replace(
+        config,
+        model=replace(SMALL, num_layers=layers),
+        parallel=replace(config.parallel, layers_per_stage=even_stages(pipeline, layers)),
     )
-    closed = estimate(config, machine(), assumptions=PLAIN).step_seconds
-    assert closed == pytest.approx(predict(config, machine(), assumptions=PLAIN).estimate.step_seconds, rel=1e-9)
+    assert closed_over_simulated(config, machine()) == pytest.approx(1.0, rel=1e-9)
+
+
+SHARDED: dict[str, Any] = {"parallel": {"data": 16}, "zero": {"stage": 3}, "batch": {"global_size": 16}}
+LATENCY, BANDWIDTH = 1e-5, 1e9
+
+
+def seconds_of_block() -> tuple[tuple[float, float], Unit]:
+    """Seconds of sum and gather of a block, tensor by tensor, and the block."""
+    run = lay_run(config_of(**deepcopy(SHARDED)), machine(LATENCY, BANDWIDTH))
+    block = Unit(tuple(run.stages.layers[1].parameters.values()))
+    return tensor_by_tensor_seconds(run, block, run.placement.groups("data")[0]), block
 
 
 def test_rings_per_tensor_take_a_latency_per_replica() -> None:
     """All twelve tensors of a block are summed and its four matrices gathered, with two bytes per element."""
-    latency, bandwidth = 1e-5, 1e9
-    run = lay_run(
-        config_of(parallel={"data": 16}, zero={"stage": 3}, batch={"global_size": 16}), machine(latency, bandwidth)
-    )
-    unit = Unit(tuple(run.stages.layers[1].parameters.values()))
-    group = run.placement.groups("data")[0]
-    steps, num_bytes = 15, 2 * sum(spec.num_elements for spec in unit.specs)
-    matrices = 2 * sum(spec.num_elements for spec in unit.specs if spec.matrix)
-    seconds = tensor_by_tensor_seconds(run, unit, group)
-    assert seconds[0] == pytest.approx(steps * (12 * latency + num_bytes / 16 / bandwidth))
-    assert seconds[1] == pytest.approx(steps * (4 * latency + matrices / 16 / bandwidth))
+    (total, gather), block = seconds_of_block()
+    num_bytes = 2 * sum(spec.num_elements for spec in block.specs)
+    matrices = 2 * sum(spec.num_elements for spec in block.specs if spec.matrix)
+    assert total == pytest.approx(15 * (12 * LATENCY + num_bytes / 16 / BANDWIDTH))
+    assert gather == pytest.approx(15 * (4 * LATENCY + matrices / 16 / BANDWIDTH))
 
 
 def test_recomputed_forwards_gather_single_tensors_again() -> None:
-    early = Assumptions(slow_down=2.0, tensor_by_tensor=True)
-    seconds = {}
+    early, seconds = Assumptions(slow_down=2.0, tensor_by_tensor=True), {}
     for method in ("none", "full"):
-        config = config_of(
-            parallel={"data": 16}, zero={"stage": 3}, recompute={"method": method}, batch={"global_size": 16}
-        )
-        seconds[method] = explain_stages(config, machine(1e-5, 1e9), assumptions=early)[0]["gather"]
-    run = lay_run(config, machine(1e-5, 1e9))
-    block = Unit(tuple(run.stages.layers[1].parameters.values()))
-    once = tensor_by_tensor_seconds(run, block, run.placement.groups("data")[0])[1]
+        config = config_of(**deepcopy(SHARDED), recompute={"method": method})
+        seconds[method] = explain_stages(config, machine(LATENCY, BANDWIDTH), assumptions=early)[0]["gather"]
+    (_, once), _ = seconds_of_block()
     assert seconds["full"] - seconds["none"] == pytest.approx(0.5 * 16 * once)

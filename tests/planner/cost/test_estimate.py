@@ -12,13 +12,9 @@ from hypothesis import strategies as st
 from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, load_hardware
-from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.fitting import A100
-from tests.planner.cost.runs import SELENE, SMALL, config_of, even_stages, machine
-
-PLAIN = Assumptions(slow_down=1.0)
-"""As the simulator: what runs side by side does not slow down."""
+from tests.planner.cost.runs import PLAIN, SELENE, SMALL, closed_over_simulated, config_of, layout, machine
 
 
 def row(name: str) -> PretrainConfig:
@@ -43,13 +39,6 @@ def test_executed_flops_with_full_recomputation_are_equation_3(name: str) -> Non
 SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_h2", "zb_v", "2bw"]
 
 
-def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> PretrainConfig:
-    stages = pipeline * (2 if name in ("interleaved_1f1b", "modular", "zb_v") else 1)
-    parallel = {"pipeline": pipeline, "layers_per_stage": even_stages(stages), **groups.pop("parallel", {})}
-    data = parallel.get("data", 1)
-    return config_of(parallel=parallel, schedule={"name": name}, batch={"global_size": microbatches * data}, **groups)
-
-
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("pipeline", "microbatches"), [(1, 3), (2, 4), (4, 4), (4, 16), (8, 16)])
@@ -60,9 +49,8 @@ def test_closed_form_and_simulation_agree(
     """Equal where stages are even and nothing overlaps, but for updates of a schedule without a flush, and those that
     the last weight halves delay."""
     config = layout(name, pipeline, microbatches, parallel=parallel)
-    closed = estimate(config, SELENE, assumptions=PLAIN).step_seconds
     within = {"zb_h2": 1e-3, "zb_v": 1e-3, "2bw": 5e-3}.get(name, 1e-12)
-    assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=within)
+    assert closed_over_simulated(config, SELENE) == pytest.approx(1.0, rel=within)
 
 
 @pytest.mark.one_in(2)
@@ -78,9 +66,7 @@ def test_closed_form_and_simulation_agree(
     ],
 )  # fmt: skip
 def test_with_recomputation_and_replicas_they_agree_within_6_percent(name: str, groups: dict[str, Any]) -> None:
-    config = layout(name, 4, 8, **deepcopy(groups))
-    closed = estimate(config, SELENE, assumptions=PLAIN).step_seconds
-    assert closed == pytest.approx(predict(config, SELENE, assumptions=PLAIN).estimate.step_seconds, rel=0.06)
+    assert closed_over_simulated(layout(name, 4, 8, **deepcopy(groups)), SELENE) == pytest.approx(1.0, rel=0.06)
 
 
 LAYOUTS = st.fixed_dictionaries(

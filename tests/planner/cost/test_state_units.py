@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import StageLayout
-from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.schedules import Kind
 from megapipe.schedules.simulation.costs import OF_STATES
 from megapipe.spec.parameters import tied_names
-from tests.planner.cost.runs import SMALL, config_of, machine
+from tests.planner.cost.runs import PLAIN, SMALL, config_of, machine
 from tests.schedules.support import TRAINED
 
 BANDWIDTH = 1e9
@@ -102,9 +101,9 @@ def test_a_row_takes_the_time_of_its_own_bytes(
 def test_the_estimate_knows_the_same_units(name: str, stage: int, experts: int) -> None:
     """State between steps is exact; whole weights and gradients are counted for layers, not for units."""
     config = run(name, 2, stage, experts)
-    plain, links = Assumptions(slow_down=1.0), machine(bandwidth=20 * BANDWIDTH)
-    closed = estimate(config, links, assumptions=plain)
-    exact = predict(config, links, assumptions=plain).estimate
+    links = machine(bandwidth=20 * BANDWIDTH)
+    closed = estimate(config, links, assumptions=PLAIN)
+    exact = predict(config, links, assumptions=PLAIN).estimate
     assert closed.step_seconds == pytest.approx(exact.step_seconds, rel=0.13)
     for one, other in zip(closed.memory, exact.memory, strict=True):
         for part in ("weights", "master", "gradients", "moments"):

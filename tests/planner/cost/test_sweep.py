@@ -10,19 +10,12 @@ import pytest
 from megapipe.config import ConfigError
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
-from megapipe.planner.cost.estimate import Assumptions
-from megapipe.planner.cost.model import estimate, predict
-from tests.planner.cost.runs import SMALL, config_of, even_stages, machine
+from tests.planner.cost.runs import SMALL, closed_over_simulated, config_of, even_stages, machine
 
-PLAIN = Assumptions(slow_down=1.0)
-"""As the simulator: what runs side by side does not slow down."""
-MACHINES = [
-    *(load_hardware(name) for name in ("a100-80", "h100", "h100-25gbe")),
-    *(
-        machine(latency, speed)
-        for latency, speed in ((0.0, 1e15), (5e-6, 3e11), (5e-6, 5e10), (2e-5, 1e10), (2e-5, 3e9))
-    ),
-]
+LINKS = ((0.0, 1e15), (5e-6, 3e11), (5e-6, 5e10), (2e-5, 1e10), (2e-5, 3e9))
+"""Latency and bandwidth of machines that no preset describes."""
+MACHINES = [load_hardware(name) for name in ("a100-80", "h100", "h100-25gbe")]
+MACHINES += [machine(latency, bandwidth) for latency, bandwidth in LINKS]
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1", "zb_h2", "zb_v", "2bw", "pipedream")
 
 
@@ -59,10 +52,9 @@ def test_layouts_at_random_come_out_as_simulated() -> None:
         while len(own) < 15:
             config, hardware = drawn(numbers, name), numbers.choice(MACHINES)
             try:
-                closed = estimate(config, hardware, assumptions=PLAIN).step_seconds
+                own.append(closed_over_simulated(config, hardware) - 1)
             except ConfigError:  # fewer layers than stages
                 continue
-            own.append(closed / predict(config, hardware, assumptions=PLAIN).estimate.step_seconds - 1)
         assert mean(abs(each) for each in own) < 0.09, name
         ratios += own
     sizes = [abs(each) for each in ratios]

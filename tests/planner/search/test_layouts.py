@@ -100,21 +100,29 @@ def test_looped_1f1b_on_one_rank_saves_nothing(chunks: int) -> None:
     assert both[0][1] >= both[1][1]
 
 
-def test_unsatisfiable_rules_are_reported_before_any_work() -> None:
-    base = run()
-    with pytest.raises(
-        ConfigError, match=r"pinned field 'parallel.tensors' is not a field .*did you mean 'parallel.tensor'"
-    ):
-        Layouts(base, 4, frozenset({"parallel.tensors"}), SearchSpace())
-    with pytest.raises(ConfigError, match="the number of devices is 0"):
-        Layouts(base, 0, frozenset(), SearchSpace())
-    with pytest.raises(
-        ConfigError, match=r"max_chunks is 0; it must be at least 1, or null\nschedules: unknown schedule '1f2b'"
-    ):
-        Layouts(base, 4, frozenset(), SearchSpace(schedules=("1f2b",), max_chunks=0))
-    too_long = replace(base, data=replace(base.data, sequence_length=256))
-    with pytest.raises(ConfigError, match=r"data\.sequence_length 256 exceeds model\.max_positions 128"):
-        Layouts(too_long, 4, frozenset(), SearchSpace())
+TOO_LONG = replace(run(), data=replace(run().data, sequence_length=256))
+
+
+@pytest.mark.parametrize(
+    ("base", "devices", "pinned", "space", "message"),
+    [
+        (run(), 4, {"parallel.tensors"}, {}, r"'parallel.tensors' is not a field .*did you mean 'parallel.tensor'"),
+        (run(), 0, set(), {}, "the number of devices is 0"),
+        (
+            run(),
+            4,
+            set(),
+            {"schedules": ("1f2b",), "max_chunks": 0},
+            r"max_chunks is 0; .*\nschedules: .*'1f2b'",
+        ),
+        (TOO_LONG, 4, set(), {}, r"data\.sequence_length 256 exceeds model\.max_positions 128"),
+    ],
+)
+def test_unsatisfiable_rules_are_reported_before_any_work(  # type: ignore[no-untyped-def]
+    base, devices, pinned, space, message
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Layouts(base, devices, frozenset(pinned), SearchSpace(**space))
 
 
 def test_a_corpus_need_not_be_named_to_plan() -> None:

@@ -6,7 +6,6 @@ sequence and context parallelism.
 """
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from megapipe.layout.hardware.description import Hardware, load_hardware
 from megapipe.layout.prediction import predict_rank
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import predict
-from megapipe.planner.search.findings import Findings
 from megapipe.planner.search.plan import Effort, search_speed
 from megapipe.planner.search.space import SearchSpace
 from megapipe.training.validation import validate
@@ -75,13 +73,13 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Any]:
     return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
-def machine(devices: int, memory: float) -> Hardware:
+def machine(asked: Asked) -> Hardware:
     """A node of CPU cores with links so fast that layouts with traffic are proposed as well."""
     cpu = load_hardware("cpu")
     group = cpu.groups[0]
     fast = replace(group.inside, bandwidth=1e11, pair_bandwidth=1e11, latency=1e-8)
-    device = replace(group.device, memory_bytes=memory)
-    return replace(cpu, groups=(replace(group, device=device, devices_per_node=devices, inside=fast),))
+    device = replace(group.device, memory_bytes=asked.memory)
+    return replace(cpu, groups=(replace(group, device=device, devices_per_node=asked.devices, inside=fast),))
 
 
 def base_of(asked: Asked, prefix: str, bert: Any) -> PretrainConfig:
@@ -95,19 +93,16 @@ def base_of(asked: Asked, prefix: str, bert: Any) -> PretrainConfig:
     return config
 
 
-def proposals(findings: Findings) -> Iterator[Estimate]:
-    """Each layout once: ranked ones, the front, alternatives that fit."""
-    seen = set()
-    others = [each.estimate for each in findings.alternatives if each.estimate is not None and each.estimate.fits]
-    for each in [
-        *(ranked.estimate for ranked in findings.ranked),
-        *(front.estimate for front in findings.pareto),
-        *others,
-    ]:
-        name = json.dumps(each.as_json()["layout"])
-        if name not in seen:
-            seen.add(name)
-            yield each
+def proposals(asked: Asked, prefix: str, bert: Any, **effort: int) -> list[Estimate]:
+    """Each layout that a search proposes once: ranked ones, the front, alternatives that fit."""
+    base, hardware, effort_of = base_of(asked, prefix, bert), machine(asked), Effort(keep=3, **effort)
+    findings = search_speed(base, hardware, asked.devices, asked.pinned, space=asked.space, effort=effort_of)
+    every = [each.estimate for each in (*findings.ranked, *findings.pareto)]
+    every += [each.estimate for each in findings.alternatives if each.estimate is not None and each.estimate.fits]
+    once: dict[str, Estimate] = {}
+    for each in every:
+        once.setdefault(json.dumps(each.as_json()["layout"]), each)
+    return list(once.values())
 
 
 def alone(config: PretrainConfig) -> PretrainConfig:
@@ -133,16 +128,12 @@ def losses_alone(config: PretrainConfig) -> list[float]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
 def test_proposals_match_one_process_and_predicted_bytes(corpora: tuple[str, Any], asked: Asked) -> None:
-    hardware = machine(asked.devices, asked.memory)
-    findings = search_speed(
-        base_of(asked, *corpora), hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3)
-    )
-    checked = list(proposals(findings))
+    checked = proposals(asked, *corpora)
     assert checked
     expected = {each.config.schedule.name: each.config for each in checked}
     losses = {name: losses_alone(config) for name, config in expected.items()}
     for each in checked:
-        check_start(each, hardware, losses[each.config.schedule.name])
+        check_start(each, machine(asked), losses[each.config.schedule.name])
 
 
 def check_start(proposed: Estimate, hardware: Hardware, expected: list[float]) -> None:
@@ -173,11 +164,7 @@ def test_proposals_of_each_kind_are_started(tmp_path: Path) -> None:
     files = write_shard(tmp_path), write_corpus(tmp_path / "bert")
     seen: dict[str, set[Any]] = {}
     for asked in ASKED.values():
-        hardware, base = machine(asked.devices, asked.memory), base_of(asked, *files)
-        findings = search_speed(
-            base, hardware, asked.devices, asked.pinned, space=asked.space, effort=Effort(keep=3, actions=0)
-        )
-        for each in proposals(findings):
+        for each in proposals(asked, *files, actions=0):
             for name, value in each.as_json()["layout"].items():
                 seen.setdefault(name, set()).add(value)
     assert seen["data"] >= {1, 2, 4}

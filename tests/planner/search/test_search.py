@@ -12,7 +12,7 @@ from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.planner.cost.model import estimate, predict
-from megapipe.planner.search.findings import Findings, NothingFits
+from megapipe.planner.search.findings import NothingFits
 from megapipe.planner.search.plan import QUICK, Effort, device_counts, family, search
 from megapipe.planner.search.space import Layouts, SearchSpace
 from megapipe.schedules import GENERATORS, build, dumps, order
@@ -71,25 +71,19 @@ def test_a_family_keeps_grouped_queries_and_the_mlps_ratio() -> None:
         assert each.model.ffn_size == pytest.approx(2 * each.model.hidden_size, abs=32)
 
 
-@pytest.fixture(scope="module")
-def judged() -> Findings:
-    return search(run(num_layers=6), machine(3e7), 8, space=SearchSpace(max_micro_size=2), effort=Effort(actions=0))
-
-
-def test_alternatives_say_why_they_lose(judged: Findings) -> None:
-    hardware, best = machine(3e7), judged.best.estimate
+def test_alternatives_say_why_they_lose() -> None:
+    hardware = machine(3e7)
+    judged = search(run(num_layers=6), hardware, 8, space=SearchSpace(max_micro_size=2), effort=Effort(actions=0))
+    best = judged.best.estimate
     by_name = {each.name: each for each in judged.alternatives}
-    plain = by_name["data parallelism alone"]
+    plain, pipeline, tensor = (by_name[f"{name} parallelism alone"] for name in ("data", "pipeline", "tensor"))
     assert plain.estimate is not None
     assert not plain.estimate.fits
-    missing = plain.estimate.peak_bytes - 3e7
-    assert plain.reason.startswith(f"out of memory by {missing / 1e6:.1f} MB")
-    pipeline = by_name["pipeline parallelism alone"]
+    assert plain.reason.startswith(f"out of memory by {(plain.estimate.peak_bytes - 3e7) / 1e6:.1f} MB")
     assert pipeline.estimate is not None
     assert pipeline.estimate.config.parallel.pipeline == 8
     share = pipeline.estimate.seconds_of("bubble") / pipeline.estimate.step_seconds
     assert f"bubble {share:.1%} of the step" in pipeline.reason
-    tensor = by_name["tensor parallelism alone"]
     assert tensor.estimate is None
     assert tensor.reason.startswith("cannot run: model.num_heads 4 is not divisible by parallel.tensor 8")
     rule = next(each for name, each in by_name.items() if "then as little pipeline as fits" in name)
@@ -102,14 +96,9 @@ def test_alternatives_say_why_they_lose(judged: Findings) -> None:
             slower = 1 - each.estimate.tokens_per_second / best.tokens_per_second
             reason = "is the best layout" if each.estimate.config == best.config else f"{slower:.1%} slower"
             assert reason in each.reason or slower < 0.0005
-
-
-def test_findings_are_ready_for_json(judged: Findings) -> None:
-    report = judged.as_json()
-    assert report["best"]["step_time_s"] == judged.best.estimate.step_seconds
-    assert report["best"]["price_per_million_tokens"] == pytest.approx(
-        16.0 / 3600 / judged.best.estimate.tokens_per_second * 1e6
-    )
+    report, price = judged.as_json(), 16.0 / 3600 / best.tokens_per_second * 1e6
+    assert report["best"]["step_time_s"] == best.step_seconds
+    assert report["best"]["price_per_million_tokens"] == pytest.approx(price)
     assert [each["name"] for each in report["alternatives"]] == [each.name for each in judged.alternatives]
 
 
@@ -163,14 +152,8 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
     hardware = replace(machine(node=1), link_matrix=rows)
     base = run(num_layers=6)
     base = replace(base, parallel=replace(base.parallel, pipeline=4))
-    result = search(
-        base,
-        hardware,
-        4,
-        frozenset({"parallel.pipeline"}),
-        space=SearchSpace(schedules=("1f1b",), max_micro_size=2),
-        effort=Effort(alternatives=False, slowest=0),
-    )
+    space, effort = SearchSpace(schedules=("1f1b",), max_micro_size=2), Effort(alternatives=False, slowest=0)
+    result = search(base, hardware, 4, frozenset({"parallel.pipeline"}), space=space, effort=effort)
     order = result.best.node_order
     assert order is not None
     assert all({a, b} != {0, 1} for a, b in pairwise(order))
@@ -178,31 +161,36 @@ def test_measured_links_give_an_order_of_the_nodes() -> None:
     assert result.best.estimate.step_seconds < estimate(result.best.config, hardware).step_seconds
 
 
-def test_impossible_searches_are_refused_with_the_fix() -> None:
-    base, hardware = run(), machine()
-    with pytest.raises(
-        ConfigError, match="objective time needs the number of tokens to train on; set it, as in --tokens 300e9"
-    ):
-        search(base, hardware, 4, objective="time")
-    with pytest.raises(ConfigError, match="unknown objective 'fast'; it must be one of speed, cost, time, size"):
-        search(base, hardware, 4, objective="fast")  # type: ignore[arg-type]
-    free = replace(hardware, groups=(replace(hardware.groups[0], price_per_hour=None),))
-    with pytest.raises(ConfigError, match="objective cost needs prices, but hardware 'small' has groups without"):
-        search(base, free, 4, objective="cost")
-    assert search(base, free, 1, space=SPACE, effort=QUICK).best.price is None
-    with pytest.raises(
-        NothingFits, match=r"no layout fits 2 devices of 'small'; the layout that needs the least memory is out of"
-    ) as error:
-        search(base, machine(1e6), 2, space=SPACE)
-    assert error.value.nearest.peak_bytes == min(
-        estimate(each.applied(base), machine(1e6)).peak_bytes for each in Layouts(base, 2, frozenset(), SPACE)
-    )
-    with pytest.raises(ConfigError, match="12 devices are requested, but hardware 'small' has 8"):
-        search(base, machine(nodes=2), 12)
-    with pytest.raises(ConfigError, match=r"training\.precision auto is decided by measurements"):
-        search(replace(base, training=replace(base.training, precision="auto")), hardware, 4)
-    with pytest.raises(ConfigError, match=r"no layout of 7 devices can run|not divisible"):
-        search(base, hardware, 7)
+FREE = replace(machine(), groups=(replace(machine().groups[0], price_per_hour=None),))
+PRECISION_AUTO = replace(run(), training=TrainingConfig(precision="auto"))
+
+
+@pytest.mark.parametrize(
+    ("base", "hardware", "devices", "objective", "message"),
+    [
+        (run(), machine(), 4, "time", "objective time needs the number of tokens to train on; set it, as in --tokens"),
+        (run(), machine(), 4, "fast", "unknown objective 'fast'; it must be one of speed, cost, time, size"),
+        (run(), FREE, 4, "cost", "objective cost needs prices, but hardware 'small' has groups without"),
+        (run(), machine(nodes=2), 12, "speed", "12 devices are requested, but hardware 'small' has 8"),
+        (PRECISION_AUTO, machine(), 4, "speed", r"training\.precision auto is decided by measurements"),
+        (run(), machine(), 7, "speed", r"no layout of 7 devices can run|not divisible"),
+    ],
+)
+def test_impossible_searches_are_refused_with_the_fix(  # type: ignore[no-untyped-def]
+    base, hardware, devices, objective, message
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        search(base, hardware, devices, objective=objective)
+
+
+def test_the_layout_of_least_memory_is_nearest_to_fitting() -> None:
+    base, hardware = run(), machine(1e6)
+    message = r"no layout fits 2 devices of 'small'; the layout that needs the least memory is out of"
+    with pytest.raises(NothingFits, match=message) as error:
+        search(base, hardware, 2, space=SPACE)
+    sizes = [estimate(each.applied(base), hardware).peak_bytes for each in Layouts(base, 2, frozenset(), SPACE)]
+    assert error.value.nearest.peak_bytes == min(sizes)
+    assert search(base, FREE, 1, space=SPACE, effort=QUICK).best.price is None
 
 
 def test_schedule_files_are_used_where_they_fit_the_run(tmp_path: Path) -> None:
@@ -227,13 +215,8 @@ def test_schedule_files_are_used_where_they_fit_the_run(tmp_path: Path) -> None:
 
 def test_a_bert_is_planned_too() -> None:
     model = BertModelConfig(vocabulary_size=500, num_layers=4, hidden_size=256, num_heads=4, max_positions=128)
-    base = BertPretrainConfig(
-        model=model,
-        data=BertDataConfig(prefix="corpus", sequence_length=128),
-        batch=BatchConfig(global_size=8),
-        training=TrainingConfig(precision="bf16"),
-    )
-    hardware = machine(5e7)
-    result = search(base, hardware, 4, space=SPACE, effort=CLOSED)
+    data, training = BertDataConfig(prefix="corpus", sequence_length=128), TrainingConfig(precision="bf16")
+    base = BertPretrainConfig(model=model, data=data, batch=BatchConfig(global_size=8), training=training)
+    result = search(base, machine(5e7), 4, space=SPACE, effort=CLOSED)
     assert isinstance(result.best.config, BertPretrainConfig)
-    assert result.best.estimate.tokens_per_second == pytest.approx(everything(base, hardware, 4))
+    assert result.best.estimate.tokens_per_second == pytest.approx(everything(base, machine(5e7), 4))
