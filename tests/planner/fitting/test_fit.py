@@ -1,14 +1,17 @@
-"""Fits compared with the truth that rows were made from, and with the published tables."""
+"""Fits compared with the truth that rows were made from, and with the published tables; rows of a user's file."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from megapipe.config import ConfigError
+from megapipe.config.load import parse
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, load_hardware
-from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.fitting import (
     PARAMETERS,
@@ -17,12 +20,15 @@ from megapipe.planner.fitting import (
     Belief,
     FitResult,
     Floats,
+    MeasuredRow,
     Prior,
     fit,
     fit_parameters,
+    fit_rows,
     fit_table,
     judge,
     prior_of,
+    read_rows,
     report_lines,
     with_shares,
 )
@@ -32,29 +38,18 @@ from tests.planner.cost.runs import SMALL, config_of
 TRUTH = {"ceiling": 0.62, "memory": 0.45, "links": 0.8}
 
 
-@dataclass(frozen=True)
-class MadeUp:
+def row(config: PretrainConfig, devices: int) -> MeasuredRow:
     """A row whose speed the cost model itself gave."""
-
-    name: str
-    config: PretrainConfig
-    truth: Hardware
-
-    source = "made up"
-
-    def predict(self, hardware: Hardware) -> Estimate:
-        return estimate(self.config, hardware)
-
-    def speeds(self, estimate: Estimate) -> tuple[float, float]:
-        return 1 / estimate.step_seconds, 1 / self.predict(self.truth).step_seconds
-
-
-def made_up() -> list[MadeUp]:
-    """Bound by products, by updates, by links inside a node and between nodes."""
     truth = with_shares(load_hardware("a100-80"), TRUTH)
+    seconds = estimate(config, truth, world_size=devices).step_seconds
+    return MeasuredRow(f"{devices} devices", config, devices, seconds, "made up")
+
+
+def made_up() -> list[MeasuredRow]:
+    """Bound by products, by updates, by links inside a node and between nodes."""
     runs = [({}, 64), ({}, 1), ({"tensor": 8}, 64), ({"data": 16}, 64), ({"pipeline": 4}, 64), ({"tensor": 4}, 32)]
     return [
-        MadeUp(f"{parallel} {batch}", config_of(SMALL, parallel=dict(parallel), batch={"global_size": batch}), truth)
+        row(config_of(SMALL, parallel=dict(parallel), batch={"global_size": batch}), prod(parallel.values()))
         for parallel, batch in runs
     ]
 
@@ -140,10 +135,7 @@ def test_the_report_names_priors_and_left_out_rows() -> None:
 
 def test_a_share_that_rows_do_not_determine_is_named() -> None:
     """One device has no links: their share was not fitted, and its prior stays."""
-    truth = with_shares(load_hardware("a100-80"), TRUTH)
-    alone = [
-        MadeUp(f"batch {size}", config_of(SMALL, batch={"global_size": size}), truth) for size in (1, 2, 4, 8, 16)
-    ]
+    alone = [row(config_of(SMALL, batch={"global_size": size}), 1) for size in (1, 2, 4, 8, 16)]
     result = fit(alone, load_hardware("a100-80"), leave_one_out=False)
     assert np.isinf(result.spreads[2])
     assert result.as_json()["standard_deviations"]["links"] is None
@@ -204,3 +196,66 @@ def test_rows_without_the_smallest_model_bound_memory(name: str, squares: tuple[
     losses = [best(memory) for memory in (0.5, 0.75, 1.0)]
     assert [left for left, _ in losses] == pytest.approx(squares, abs=1e-4)
     assert judge(rows[0], losses[-1][1]).error == pytest.approx(too_fast, abs=0.01)
+
+
+RUN = """
+model: {num_layers: 8, hidden_size: 2048, num_heads: 16, vocabulary_size: 50304, max_positions: 1024}
+data: {sequence_length: 1024}
+batch: {global_size: 64}
+training: {precision: bf16}
+"""
+
+
+def write(folder: Path, change: dict[str, object] | None = None) -> str:
+    """A file of two rows; change: of fields of row 1."""
+    (folder / "run.yaml").write_text(RUN)
+    rows: list[dict[str, object]] = [
+        {"name": "one", "config": "run.yaml", "devices": 1, "step_seconds": 1.0},
+        {"name": "two", "config": "run.yaml", "devices": 2, "step_seconds": 0.5, "overrides": {"parallel.tensor": 2}},
+    ]
+    rows[1].update(change or {})
+    (folder / "rows.yaml").write_text(yaml.safe_dump({"rows": rows}))
+    return str(folder / "rows.yaml")
+
+
+def test_rows_of_a_file_are_fitted(tmp_path: Path) -> None:
+    one, two = read_rows(write(tmp_path))
+    run = parse(["--config", str(tmp_path / "run.yaml")])
+    assert (one.name, one.config, one.devices, one.step_seconds) == ("one", run, 1, 1.0)
+    shared = replace(run, parallel=replace(run.parallel, tensor=2))
+    assert (two.name, two.config, two.devices, two.step_seconds) == ("two", shared, 2, 0.5)
+    with pytest.raises(ConfigError, match="2 rows given: 3 parameters"):
+        fit_rows(str(tmp_path / "rows.yaml"), load_hardware("h100"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"devices": 0}, r"rows\.yaml:8: rows\[1\]\.devices is 0, but must be at least 1"),
+        ({"step_seconds": "fast"}, r"rows\[1\]\.step_seconds is fast, but must be a number above 0"),
+        ({"overrides": 3}, r"rows\[1\]\.overrides is 3, but must be a mapping"),
+        ({"model": "t5"}, r"rows\[1\]\.model is t5, but must be one of gpt, bert"),
+        ({"speed": 3}, r"rows\[1\]\.speed is an unknown key \(known here: name, config"),
+        ({"overrides": {"parallel.tensr": 2}}, r"rows\[1\] unknown configuration key 'parallel.tensr'"),
+        ({"config": "gone.yaml"}, r"rows\[1\] .*gone.yaml"),
+        ("", r"rows\.yaml: the file is not a mapping"),
+        ("rows: 3", r"rows\.yaml:1: rows is not a list"),
+        ("rows: []", r"rows\.yaml:1: rows is not a list"),
+        ("- 1", r"rows\.yaml:1: the file is not a mapping"),
+        ("rows: [", r"rows\.yaml is not readable YAML"),
+        ("rows: [{name: a, config: b, devices: 1}]", r"rows\[0\]\.step_seconds is missing; add it"),
+        ("rows: [{name: a, config: b, step_seconds: 1}]", r"rows\[0\]\.devices is missing; add it"),
+        ("rows: [{name: a}, 3]", r"(?s)rows\[0\]\.config is missing; add it.*rows\[1\] is not a mapping"),
+        (None, r"rows file '.*rows\.yaml' cannot be read"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_the_row(
+    tmp_path: Path, change: dict[str, object] | str | None, message: str
+) -> None:
+    file = tmp_path / "rows.yaml"
+    if isinstance(change, dict):
+        write(tmp_path, change)
+    elif change is not None:
+        file.write_text(change)
+    with pytest.raises(ConfigError, match=message):
+        read_rows(str(file))
