@@ -231,7 +231,7 @@ def test_rows_of_a_file_are_fitted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"devices": 0}, r"rows\.yaml:8: rows\[1\]\.devices is 0, but must be at least 1"),
+        ({"devices": 0}, r"rows\.yaml:7: rows\[1\]\.devices is 0, but must be at least 1"),
         ({"step_seconds": "fast"}, r"rows\[1\]\.step_seconds is fast, but must be a number above 0"),
         ({"overrides": 3}, r"rows\[1\]\.overrides is 3, but must be a mapping"),
         ({"model": "t5"}, r"rows\[1\]\.model is t5, but must be one of gpt, bert"),
