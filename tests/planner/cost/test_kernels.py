@@ -10,6 +10,7 @@ from megapipe.layout.hardware.description import Efficiency
 from megapipe.layout.units import Unit
 from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES, RooflineTimes
 from megapipe.spec.layers import layer_flops, model_layers
+from megapipe.spec.parameters import LayerSpec
 from tests.planner.cost.runs import SMALL, config_of, machine
 
 DEVICE = machine().groups[0].device
@@ -20,11 +21,9 @@ SHAPES = {
 }
 
 
-def flops_of(config: PretrainConfig, layer, phase: str) -> float:  # type: ignore[no-untyped-def]
-    return (
-        sum(each.time.compute for each in RooflineTimes(DEVICE).timed_kernels(config, layer) if each.phase == phase)
-        * PEAK
-    )
+def flops_of(config: PretrainConfig, layer: LayerSpec, phase: str, name: str = "") -> float:
+    kernels = RooflineTimes(DEVICE).timed_kernels(config, layer)
+    return PEAK * sum(each.time.compute for each in kernels if each.phase == phase and name in each.name)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -34,38 +33,27 @@ def test_products_of_a_layer_have_the_counted_flops(shape: str, tensor: int, con
     """Unfused attention computes every pair of tokens, which is what `layer_flops` counts; a ring is fused."""
     model = replace(SHAPES[shape], attention="unfused")
     config = config_of(model, parallel={"tensor": tensor, "context": context}, batch={"micro_size": 3})
+    ranks = tensor * context
     for layer in model_layers(model):
         counted = layer_flops(model, layer, 3, 1024)
         if context == 1 or layer.kind != "block":
             padding = 1.0 if layer.kind != "head" else -(-1024 // tensor // 64) * 64 * tensor / 1024
-            shared = tensor * context
-            assert flops_of(config, layer, "forward") * shared == pytest.approx(counted.forward * padding)
-            assert flops_of(config, layer, "backward_input") * shared == pytest.approx(
-                counted.backward_input * padding
-            )
-        assert flops_of(config, layer, "backward_weight") * tensor * context == pytest.approx(counted.backward_weight)
+            for phase in ("forward", "backward_input"):
+                expected = getattr(counted, phase) * padding
+                assert flops_of(config, layer, phase) * ranks == pytest.approx(expected)
+        assert flops_of(config, layer, "backward_weight") * ranks == pytest.approx(counted.backward_weight)
 
 
 def test_fused_causal_attention_computes_half_the_scores() -> None:
     """Dao 2023, arXiv 2307.08691, sections 2.3 and 4.1; a BERT sees all pairs."""
-    block = model_layers(SMALL)[1]
+    block, config = model_layers(SMALL)[1], config_of(replace(SMALL, attention="sdpa"))
     pairs = 2 * 2 * SMALL.hidden_size * 1024**2
-    config = config_of(replace(SMALL, attention="sdpa"))
-    fused = {
-        each.phase: each.time.compute * PEAK
-        for each in RooflineTimes(DEVICE).timed_kernels(config, block)
-        if "fused" in each.name
-    }
-    assert fused == pytest.approx({"forward": pairs / 2, "backward_input": 2.5 * pairs / 2})
+    for phase, flops in (("forward", pairs / 2), ("backward_input", 2.5 * pairs / 2), ("backward_weight", 0.0)):
+        assert flops_of(config, block, phase, "fused") == pytest.approx(flops)
     bert = BertModelConfig(num_layers=2, hidden_size=2048, num_heads=16, attention="sdpa")
     run = BertPretrainConfig(model=bert)
     run.training.precision = "bf16"
-    both = [
-        e
-        for e in RooflineTimes(DEVICE).timed_kernels(run, model_layers(bert)[1])
-        if "fused" in e.name and e.phase == "forward"
-    ]
-    assert both[0].time.compute * PEAK == pytest.approx(2 * 2 * 2048 * 512**2)
+    assert flops_of(run, model_layers(bert)[1], "forward", "fused") == pytest.approx(2 * 2 * 2048 * 512**2)
 
 
 def test_memory_bound_kernels_take_bytes_over_reached_bandwidth() -> None:
@@ -113,12 +101,10 @@ def test_sequence_ranks_shard_norms_and_tensor_ranks_products() -> None:
 
 
 def test_fp8_products_use_their_own_peak() -> None:
-    fast = replace(DEVICE, peak_flops={**DEVICE.peak_flops, "fp8": 600e12})
+    fast = RooflineTimes(replace(DEVICE, peak_flops={**DEVICE.peak_flops, "fp8": 600e12}))
     config = config_of(training={"fp8": "rowwise", "fp8_first_kept": 1}, batch={"micro_size": 4})
-    kept, chosen = model_layers(SMALL)[1], model_layers(SMALL)[2]
-    assert (
-        RooflineTimes(fast).of(config, kept).backward_weight > RooflineTimes(fast).of(config, chosen).backward_weight
-    )
+    _, kept, chosen, *_ = model_layers(SMALL)
+    assert fast.of(config, kept).backward_weight > fast.of(config, chosen).backward_weight
     assert RooflineTimes(DEVICE).of(config, kept) == RooflineTimes(DEVICE).of(config, chosen)
 
 
