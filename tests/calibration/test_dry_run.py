@@ -84,14 +84,14 @@ def test_bytes_are_those_of_ranks_of_a_run(flags: list[str]) -> None:
     shape += ["--data.sequence_length=16", "--parallel.pipeline=2", "--batch.micro_size=8", "--parallel.data=1"]
     config = gpt(*shape, *flags)
     sizes = sizes_of(config)
-    report = dry_run(config, MeshShape(sizes).world_size, device="cpu")
-    first_ranks = (0, sizes["tensor"])
     schedules = run_threads(sizes, scheduled, config)
-    for each, rank in zip(report.coordinates, first_ranks, strict=True):
-        predicted = predict_rank(config, schedules[rank], rank, device="cpu")
-        assert each.peak_bytes == predicted.device_bytes()
-        assert each.message_bytes == predicted.messages
-        assert each.state_bytes == predicted.state().total
+    for device in ("cpu", "cuda"):
+        report = dry_run(config, MeshShape(sizes).world_size, device=device)
+        for each, rank in zip(report.coordinates, (0, sizes["tensor"]), strict=True):
+            predicted = predict_rank(config, schedules[rank], rank, device=device)
+            assert each.peak_bytes == predicted.device_bytes()
+            assert each.message_bytes == predicted.messages
+            assert each.state_bytes == predicted.state().total
 
 
 def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:

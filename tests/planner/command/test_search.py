@@ -28,7 +28,7 @@ def answer(written):
     return json_of("search", *SEARCH, *LENGTH, *files)
 
 
-def test_answers_are_within_memory_and_fastest_of_ranking_and_front(answer):
+def test_answers_fit_and_are_fastest_of_ranking_and_front(answer):
     layout = answer["layout"]
     assert layout["data"] * layout["tensor"] * layout["pipeline"] * layout["context"] == 16
     assert answer["fits"] is True

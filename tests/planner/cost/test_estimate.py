@@ -132,6 +132,8 @@ def test_terms_add_up_and_faster_machines_are_never_slower(values: dict[str, Any
     for faster in (
         machine(5e-6, 20e9 * factor),
         machine(5e-6 / factor, 20e9),
+        Hardware("inside", (replace(group, inside=machine(5e-6, 20e9 * factor).groups[0].inside),)),
+        Hardware("outside", (replace(group, outside=machine(5e-6, 20e9 * factor).groups[0].outside),)),
         Hardware("peak", (replace(group, device=replace(group.device, peak_flops=peaks)),)),
         Hardware("memory", (replace(group, device=replace(group.device, memory_bandwidth=memory)),)),
     ):
