@@ -53,7 +53,7 @@ def layout(name: str, pipeline: int, microbatches: int, **groups: Any) -> Pretra
     stages = pipeline * (2 if name in ("interleaved_1f1b", "modular", "zb_v") else 1)
     parallel = {"pipeline": pipeline, "layers_per_stage": even_stages(stages), **groups.pop("parallel", {})}
     batch = {"global_size": microbatches * parallel.get("data", 1)}
-    clipping = {"optimizer": {"clip_norm": None if name == "pipedream" else 1.0}}
+    clipping: dict[str, Any] = {"optimizer": {"clip_norm": None if name == "pipedream" else 1.0}}
     return config_of(parallel=parallel, schedule={"name": name}, batch=batch, **clipping, **groups)
 
 

@@ -45,9 +45,7 @@ ALL_TO_ALL = {"parallel": {"context_attention": "all_to_all"}}
     ],
     ids=["whole", "halves", "block runs again", "head runs once", "between sizes", "no tokens sharded"],
 )
-def test_a_measured_layer_is_what_its_row_says(  # type: ignore[no-untyped-def]
-    groups, layer, micro_size, forward, backward, recompute
-) -> None:
+def test_a_measured_layer_is_what_its_row_says(groups, layer, micro_size, forward, backward, recompute) -> None:
     """Rows are proportional to 1 + micro_size, so every size between follows. Halves of a backward that run apart are
     slower than the whole, whose two parts are not measured."""
     times = MeasuredTimes(machine(), contended=False).of(run(batch={"micro_size": micro_size}, **groups), layer)

@@ -222,7 +222,8 @@ def test_unlike_devices_are_searched_like_estimating_everything(
     space = SearchSpace(max_micro_size=2, max_chunks=2, zero_stages=(0, 1, 3), recompute=("none", "full"))
     layouts = Layouts(base, devices, frozenset(), space)
     plenty = [estimate(each.applied(base), machine(memory=1e15)) for each in layouts]
-    hardware = two_groups(*(size_of(share, plenty) for share in shares), num_nodes=num_nodes)
+    first, second = (size_of(share, plenty) for share in shares)
+    hardware = two_groups(first, second, num_nodes=num_nodes)
     check_answers(layouts, [estimate(each.applied(base), hardware) for each in layouts], devices, hardware)
 
 

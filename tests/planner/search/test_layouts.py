@@ -118,9 +118,7 @@ TOO_LONG = replace(run(), data=replace(run().data, sequence_length=256))
         (TOO_LONG, 4, set(), {}, r"data\.sequence_length 256 exceeds model\.max_positions 128"),
     ],
 )
-def test_unsatisfiable_rules_are_reported_before_any_work(  # type: ignore[no-untyped-def]
-    base, devices, pinned, space, message
-) -> None:
+def test_unsatisfiable_rules_are_reported_before_any_work(base, devices, pinned, space, message) -> None:
     with pytest.raises(ConfigError, match=message):
         Layouts(base, devices, frozenset(pinned), SearchSpace(**space))
 

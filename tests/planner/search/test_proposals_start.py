@@ -93,7 +93,7 @@ def base_of(asked: Asked, prefix: str, bert: Any) -> PretrainConfig:
     return config
 
 
-def proposals(asked: Asked, prefix: str, bert: Any, **effort: int) -> list[Estimate]:
+def proposals(asked: Asked, prefix: str, bert: Any, **effort: Any) -> list[Estimate]:
     """Each layout that a search proposes once: ranked ones, the front, alternatives that fit."""
     base, hardware, effort_of = base_of(asked, prefix, bert), machine(asked), Effort(keep=3, **effort)
     findings = search_speed(base, hardware, asked.devices, asked.pinned, space=asked.space, effort=effort_of)

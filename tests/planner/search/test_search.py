@@ -181,9 +181,7 @@ PRECISION_AUTO = replace(run(), training=TrainingConfig(precision="auto"))
         (run(), machine(), 7, "speed", r"no layout of 7 devices can run|not divisible"),
     ],
 )
-def test_impossible_searches_are_refused_with_the_fix(  # type: ignore[no-untyped-def]
-    base, hardware, devices, objective, message
-) -> None:
+def test_impossible_searches_are_refused_with_the_fix(base, hardware, devices, objective, message) -> None:
     with pytest.raises(ConfigError, match=message):
         search(base, hardware, devices, objective=objective)
 
