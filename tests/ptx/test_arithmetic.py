@@ -1,9 +1,10 @@
 """Instructions against exact arithmetic: Python's integers and fractions, one element at a time."""
 
 import math
-import struct
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,142 +13,24 @@ from tests.ptx.assembled import compute
 from tests.ptx.numbers import Array
 
 THREADS = 256
+FLOATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
+"""Bits of the significand, least and largest exponent of normal numbers."""
+
+Oracle = Callable[..., Any]
 
 
-def words(kind: str, seed: int) -> Array:
-    """Random integers of a PTX type, many of them near the ends of its range or small."""
+def words(kind: str, seed: int) -> list[int]:
+    """Random integers of a PTX type; half of them are near the ends of the range or small."""
     bits = int(kind[1:])
     generator = np.random.default_rng(seed)
     edges = np.array([0, 1, 2, 31, 32, 33, 63, 64, 255, 2 ** (bits - 1) - 1, 2 ** (bits - 1), 2**bits - 1], object)
     picked = [int(generator.choice(edges)) % 2**bits for _ in range(THREADS // 2)]
     picked += [int.from_bytes(generator.bytes(8), "little") % 2**bits for _ in range(THREADS // 2)]
-    return np.array(picked, f"u{bits // 8}").view(f"{'i' if kind[0] == 's' else 'u'}{bits // 8}")
-
-
-def signed(value: int, bits: int) -> int:
-    value %= 1 << bits
-    return value - (1 << bits) if value >> (bits - 1) else value
-
-
-def field(x: int, position: int, length: int, bits: int, extend: bool) -> int:
-    position, length = position & 255, length & 255
-    if not length:
-        return 0
-    result = 0
-    sign = (x >> min(position + length - 1, bits - 1)) & 1 if extend else 0
-    for place in range(bits):
-        inside = place < length and position + place < bits
-        result |= ((x >> (position + place)) & 1 if inside else sign) << place
-    return result
-
-
-def permute(x: int, y: int, selector: int) -> int:
-    source = (x | y << 32).to_bytes(8, "little")
-    picked = []
-    for place in range(4):
-        nibble = selector >> (4 * place) & 15
-        byte = source[nibble & 7]
-        picked.append((255 if byte & 128 else 0) if nibble & 8 else byte)
-    return int.from_bytes(bytes(picked), "little")
-
-
-def quotient(x: int, y: int) -> int:
-    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
-
-
-def clamped(x: int, low: int, high: int) -> int:
-    return max(low, min(high, x))
-
-
-Oracle = Callable[..., int]
-
-INTEGERS: list[tuple[str, str, str, Oracle]] = [
-    *(
-        (f"{name}.{kind} z, a, b", f"{kind} {kind}", kind, function)
-        for kind in ("s32", "u32", "s64", "u64", "s16")
-        for name, function in [
-            ("add", lambda x, y: x + y),
-            ("sub", lambda x, y: x - y),
-            ("mul.lo", lambda x, y: x * y),
-            ("min", min),
-            ("max", max),
-        ]
-    ),
-    *(
-        (f"mul.wide.{kind} z, a, b", f"{kind} {kind}", f"{kind[0]}{2 * int(kind[1:])}", lambda x, y: x * y)
-        for kind in ("s16", "u16", "s32", "u32")
-    ),
-    *(
-        (f"mad.wide.{kind} z, a, b, c", f"{kind} {kind} {kind[0]}64", f"{kind[0]}64", lambda x, y, w: x * y + w)
-        for kind in ("s32", "u32")
-    ),
-    *(
-        (f"mad.lo.{kind} z, a, b, c", f"{kind} {kind} {kind}", kind, lambda x, y, w: x * y + w)
-        for kind in ("s32", "u64")
-    ),
-    *(
-        (f"{name}.{kind} z, a, b", f"{kind} {kind}", kind, function)
-        for kind in ("s32", "u32", "s64", "u64")
-        for name, function in [
-            ("div", lambda x, y: quotient(x, y) if y else -1),
-            ("rem", lambda x, y: x - y * quotient(x, y) if y else x),
-        ]
-    ),
-    *((f"neg.{kind} z, a", kind, kind, lambda x: -x) for kind in ("s32", "s64")),
-    *((f"abs.{kind} z, a", kind, kind, abs) for kind in ("s32", "s64")),
-    *(
-        (f"{name}.{kind} z, a, b", f"u{kind[1:]} u{kind[1:]}", f"u{kind[1:]}", function)
-        for kind in ("b16", "b32", "b64")
-        for name, function in [
-            ("and", lambda x, y: x & y),
-            ("or", lambda x, y: x | y),
-            ("xor", lambda x, y: x ^ y),
-        ]
-    ),
-    *((f"not.{kind} z, a", f"u{kind[1:]}", f"u{kind[1:]}", lambda x: ~x) for kind in ("b16", "b32", "b64")),
-    *(
-        (f"shl.b{bits} z, a, b", f"u{bits} u32", f"u{bits}", lambda x, n, bits=bits: x << n if n < bits else 0)
-        for bits in (16, 32, 64)
-    ),
-    *(
-        (f"shr.{kind} z, a, b", f"{kind} u32", kind, lambda x, n, bits=int(kind[1:]): x >> min(n, bits))
-        for kind in ("u16", "u32", "s32", "u64", "s64")
-    ),
-    *(
-        (
-            f"bfe.{kind} z, a, b, c",
-            f"{kind} u32 u32",
-            kind,
-            lambda x, p, n, kind=kind: field(x % 2 ** int(kind[1:]), p, n, int(kind[1:]), kind[0] == "s"),
-        )
-        for kind in ("u32", "s32", "u64", "s64")
-    ),
-    ("prmt.b32 z, a, b, c", "u32 u32 u32", "u32", permute),
-    *(
-        (f"cvt.{target}.{source} z, a", source, target, lambda x: x)
-        for source in ("s32", "u32", "s64", "u64", "s16", "u16")
-        for target in ("s32", "u32", "s64", "u64", "s16", "u16")
-    ),
-    ("cvt.sat.s32.s64 z, a", "s64", "s32", lambda x: clamped(x, -(2**31), 2**31 - 1)),
-    ("cvt.sat.u16.s32 z, a", "s32", "u16", lambda x: clamped(x, 0, 2**16 - 1)),
-]
-
-
-@pytest.mark.parametrize(("instruction", "operands", "result", "oracle"), INTEGERS, ids=[row[0] for row in INTEGERS])
-def test_integers(instruction: str, operands: str, result: str, oracle: Oracle) -> None:
-    values = [words(kind, seed) for seed, kind in enumerate(operands.split())]
-    bits = int(result[1:])
-    results = compute(instruction, values, np.zeros(THREADS, f"u{bits // 8}"))
-    expected = [oracle(*(int(value[lane]) for value in values)) % 2**bits for lane in range(THREADS)]
-    assert results.tolist() == expected
-
-
-FLOATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
-"""Bits of the significand, least and largest exponent of normal numbers."""
+    return np.array(picked, f"u{bits // 8}").view(dtype_of(kind)).tolist()
 
 
 def numbers(kind: str, seed: int) -> list[float]:
-    """Random numbers of a format, many of them special: subnormal, infinite, zeros of both signs, NaN."""
+    """Random floats of a PTX type; a quarter are special: subnormal, infinite, zeros of both signs, NaN."""
     precision, least, most = FLOATS[kind]
     generator = np.random.default_rng(seed)
     tiny, huge = 2.0 ** (least - precision + 1), (2.0 - 2.0 ** (1 - precision)) * 2.0**most
@@ -177,19 +60,116 @@ def rounded(value: Fraction, kind: str) -> float:
     return math.copysign(float(result), value)
 
 
-def encoded(values: list[float], kind: str) -> Array:
+def dtype_of(kind: str) -> str:
+    """numpy's type of a PTX type; bf16 is stored as its bits."""
+    return "u2" if kind == "bf16" else f"{'i' if kind[0] == 's' else kind[0]}{int(kind[1:]) // 8}"
+
+
+def encoded(values: Sequence[float], kind: str) -> Array:
     if kind == "bf16":
-        return np.array([struct.unpack("<I", struct.pack("<f", value))[0] >> 16 for value in values], np.uint16)
-    return np.array(values, {"f16": np.float16, "f32": np.float32, "f64": np.float64}[kind])
+        return (np.array(values, np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return np.array(values, dtype_of(kind))
 
 
-def decoded(values: Array, kind: str) -> list[float]:
+def decoded(values: Array, kind: str) -> list[Any]:
     if kind == "bf16":
-        return [struct.unpack("<f", struct.pack("<I", int(value) << 16))[0] for value in values]
-    return [float(value) for value in values]
+        return (values.astype(np.uint32) << 16).view(np.float32).tolist()
+    return values.tolist()
 
 
-def exact(function: Callable[..., Fraction], kind: str, fallback: Callable[..., float]) -> Callable[..., float]:
+def calculate(opcode: str, values: Sequence[Sequence[float]], kinds: Sequence[str], result: str) -> list[Any]:
+    """Return the results of an instruction, one for each element of its operands."""
+    arrays = [encoded(value, kind) for value, kind in zip(values, kinds, strict=True)]
+    empty = np.zeros(len(values[0]), dtype_of(result))
+    return decoded(compute(f"{opcode} z, {', '.join('abc'[: len(arrays)])}", arrays, empty), result)
+
+
+def assert_equal(actual: list[float], expected: list[float]) -> None:
+    """Also in the signs of zeros, and in where NaNs are."""
+    for one, other in zip(actual, expected, strict=True):
+        assert (math.isnan(one) and math.isnan(other)) or (
+            one == other and math.copysign(1, one) == math.copysign(1, other)
+        )
+
+
+def field(x: int, position: int, length: int) -> int:
+    return x >> (position & 255) & (1 << (length & 255)) - 1
+
+
+def signed_field(x: int, position: int, length: int) -> int:
+    """The same, extended by its highest bit."""
+    result = field(x, position, length)
+    return result - (1 << (length & 255)) if result and result >> (length & 255) - 1 else result
+
+
+def permute(x: int, y: int, selector: int) -> int:
+    source = (x | y << 32).to_bytes(8, "little")
+    picked = []
+    for place in range(4):
+        nibble = selector >> (4 * place) & 15
+        byte = source[nibble & 7]
+        picked.append((255 if byte & 128 else 0) if nibble & 8 else byte)
+    return int.from_bytes(bytes(picked), "little")
+
+
+def quotient(x: int, y: int) -> int:
+    return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
+
+
+def clamped(x: int, low: int, high: int) -> int:
+    return max(low, min(high, x))
+
+
+LONG = "s32 u32 s64 u64"
+WORDS = f"{LONG} s16 u16"
+LOGIC = "b16 b32 b64"
+INTEGERS: list[tuple[str, str, str, str, Oracle]] = [
+    ("add", f"{LONG} s16", "t t", "t", operator.add),
+    ("sub", f"{LONG} s16", "t t", "t", operator.sub),
+    ("mul.lo", f"{LONG} s16", "t t", "t", operator.mul),
+    ("min", f"{LONG} s16", "t t", "t", min),
+    ("max", f"{LONG} s16", "t t", "t", max),
+    ("mul.wide", "s16 u16 s32 u32", "t t", "wide", operator.mul),
+    ("mad.wide", "s32 u32", "t t wide", "wide", lambda x, y, w: x * y + w),
+    ("mad.lo", "s32 u64", "t t t", "t", lambda x, y, w: x * y + w),
+    ("div", LONG, "t t", "t", lambda x, y: quotient(x, y) if y else -1),
+    ("rem", LONG, "t t", "t", lambda x, y: x - y * quotient(x, y) if y else x),
+    ("neg", "s32 s64", "t", "t", operator.neg),
+    ("abs", "s32 s64", "t", "t", abs),
+    ("and", LOGIC, "t t", "t", operator.and_),
+    ("or", LOGIC, "t t", "t", operator.or_),
+    ("xor", LOGIC, "t t", "t", operator.xor),
+    ("not", LOGIC, "t", "t", operator.invert),
+    ("shl", LOGIC, "t u32", "t", lambda x, n: x << min(n, 64)),
+    ("shr", f"{LONG} u16", "t u32", "t", lambda x, n: x >> min(n, 64)),
+    ("bfe", "u32 u64", "t u32 u32", "t", field),
+    ("bfe", "s32 s64", "t u32 u32", "t", signed_field),
+    ("prmt", "b32", "t t t", "t", permute),
+    *((f"cvt.{target}", WORDS, "t", target, int) for target in WORDS.split()),
+    ("cvt.sat.s32", "s64", "t", "s32", lambda x: clamped(x, -(2**31), 2**31 - 1)),
+    ("cvt.sat.u16", "s32", "t", "u16", lambda x: clamped(x, 0, 2**16 - 1)),
+]
+"""Opcode, types that end it, operands and result (`t` of this type, `wide` of twice its width), and the oracle."""
+
+
+def integer_instructions() -> Iterator[tuple[str, list[str], str, Oracle]]:
+    for name, kinds, operands, result, oracle in INTEGERS:
+        for kind in kinds.split():
+            own = kind.replace("b", "u")
+            types = {"t": own, "wide": f"{own[0]}{2 * int(own[1:])}"}
+            operand_types = [types.get(operand, operand) for operand in operands.split()]
+            yield f"{name}.{kind}", operand_types, types.get(result, result), oracle
+
+
+@pytest.mark.parametrize(("opcode", "operands", "result", "oracle"), list(integer_instructions()))
+def test_integers(opcode: str, operands: list[str], result: str, oracle: Oracle) -> None:
+    values = [words(kind, seed) for seed, kind in enumerate(operands)]
+    bits = int(result[1:])
+    expected = [oracle(*row) % 2**bits for row in zip(*values, strict=True)]
+    assert calculate(opcode, values, operands, f"u{bits}") == expected
+
+
+def exact(function: Oracle, kind: str, fallback: Oracle | None = None) -> Oracle:
     """A function on fractions, rounded to a format; `fallback` where an operand is not finite or the result is 0."""
 
     def apply(*values: float) -> float:
@@ -197,7 +177,7 @@ def exact(function: Callable[..., Fraction], kind: str, fallback: Callable[..., 
             result = function(*(Fraction(value) for value in values))
             if result:
                 return rounded(result, kind)
-        return fallback(*values)
+        return (fallback or function)(*values)
 
     return apply
 
@@ -210,62 +190,33 @@ def larger(x: float, y: float, sign: int, keep: bool) -> float:
     return (max if sign > 0 else min)(x, y)
 
 
-def product_and_sum(x: float, y: float, z: float) -> float:
-    try:
-        return x * y + z
-    except OverflowError:
-        return math.nan
-
-
-ARITHMETIC: list[tuple[str, int, str, Callable[..., float]]] = [
-    *(
-        (f"{name}.{kind}", count, kind, exact(function, kind, fallback))
-        for kind in FLOATS
-        for name, count, function, fallback in [
-            ("add.rn", 2, lambda x, y: x + y, lambda x, y: x + y),
-            ("sub.rn", 2, lambda x, y: x - y, lambda x, y: x - y),
-            ("mul.rn", 2, lambda x, y: x * y, lambda x, y: x * y),
-            ("fma.rn", 3, lambda x, y, z: x * y + z, product_and_sum),
-        ]
-        if (name, kind) != ("fma.rn", "f64")
-    ),
-    *(
-        (
-            f"{name}{'.NaN' if keep else ''}.{kind}",
-            2,
-            kind,
-            lambda x, y, sign=sign, keep=keep: larger(x, y, sign, keep),
-        )
-        for kind in ("f32", "f16", "bf16")
-        for name, sign in (("max", 1), ("min", -1))
-        for keep in (False, True)
-    ),
-    *((f"neg.{kind}", 1, kind, lambda x: -x) for kind in FLOATS),
-    *((f"abs.{kind}", 1, kind, abs) for kind in FLOATS),
-    (
-        "div.rn.f32",
-        2,
-        "f32",
-        exact(lambda x, y: x / y if y else Fraction(0), "f32", lambda x, y: float(np.float32(x) / np.float32(y))),
-    ),
+NARROW = ("f32", "f16", "bf16")
+ARITHMETIC: list[tuple[str, int, Sequence[str], Oracle]] = [
+    ("add.rn", 2, (*NARROW, "f64"), operator.add),
+    ("sub.rn", 2, (*NARROW, "f64"), operator.sub),
+    ("mul.rn", 2, (*NARROW, "f64"), operator.mul),
+    ("fma.rn", 3, NARROW, lambda x, y, z: x * y + z),
+    ("max", 2, NARROW, lambda x, y: larger(x, y, 1, keep=False)),
+    ("max.NaN", 2, NARROW, lambda x, y: larger(x, y, 1, keep=True)),
+    ("min", 2, NARROW, lambda x, y: larger(x, y, -1, keep=False)),
+    ("min.NaN", 2, NARROW, lambda x, y: larger(x, y, -1, keep=True)),
+    ("neg", 1, (*NARROW, "f64"), operator.neg),
+    ("abs", 1, (*NARROW, "f64"), abs),
+    ("div.rn", 2, ("f32",), lambda x, y: x / y if y else 0),
 ]
-
-
-def assert_equal(actual: list[float], expected: list[float]) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        assert (math.isnan(one) and math.isnan(other)) or (
-            one == other and math.copysign(1, one) == math.copysign(1, other)
-        )
+"""Opcode, operands, formats, and the function of exact numbers."""
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
-@pytest.mark.parametrize(("opcode", "count", "kind", "oracle"), ARITHMETIC, ids=[row[0] for row in ARITHMETIC])
-def test_floats(opcode: str, count: int, kind: str, oracle: Callable[..., float]) -> None:
+@pytest.mark.parametrize(
+    ("name", "count", "kind", "function"),
+    [(name, count, kind, function) for name, count, kinds, function in ARITHMETIC for kind in kinds],
+)
+def test_floats(name: str, count: int, kind: str, function: Oracle) -> None:
     values = [numbers(kind, seed) for seed in range(count)]
-    arrays = [encoded(value, kind) for value in values]
-    letters = ", ".join("abc"[:count])
-    results = compute(f"{opcode} z, {letters}", arrays, np.zeros_like(arrays[0]))
-    assert_equal(decoded(results, kind), [oracle(*row) for row in zip(*values, strict=True)])
+    oracle = exact(function, kind, np.divide if name == "div.rn" else None)
+    results = calculate(f"{name}.{kind}", values, [kind] * count, kind)
+    assert_equal(results, [oracle(*row) for row in zip(*values, strict=True)])
 
 
 def test_results_are_rounded_once() -> None:
@@ -273,12 +224,10 @@ def test_results_are_rounded_once() -> None:
     step = 2.0**-23
     operands = [2.0**-12 * (1 + step), 2.0**-12 * (1 - step), 1 + step]
     for signs in ((1, 1, 1), (-1, 1, -1)):
-        arrays = [np.full(1, sign * value, np.float32) for sign, value in zip(signs, operands, strict=True)]
-        results = compute("fma.rn.f32 z, a, b, c", arrays, np.zeros(1, np.float32))
-        assert results.tolist() == [signs[2] * (1 + step)]
-    near_ties = np.array([1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8])
-    narrow = compute("cvt.rn.bf16.f64 z, a", [near_ties], np.zeros(3, np.uint16))
-    assert decoded(narrow, "bf16") == [1 + 2.0**-7, 1 + 2.0**-7, 1.0]
+        values = [[sign * value] for sign, value in zip(signs, operands, strict=True)]
+        assert calculate("fma.rn.f32", values, ["f32"] * 3, "f32") == [signs[2] * (1 + step)]
+    near_ties = [1 + 2.0**-8 + 2.0**-40, 1 + 3 * 2.0**-8 - 2.0**-40, 1 + 2.0**-8]
+    assert calculate("cvt.rn.bf16.f64", [near_ties], ["f64"], "bf16") == [1 + 2.0**-7, 1 + 2.0**-7, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["f16", "bf16"])
@@ -288,83 +237,67 @@ def test_pairs_are_two_numbers(name: str, kind: str) -> None:
     halves = [encoded(numbers(kind, seed), kind) for seed in range(count)]
     letters = ", ".join("abc"[:count])
     alone = compute(f"{name}.{kind} z, {letters}", halves, np.zeros_like(halves[0]))
-    joined = compute(
-        f"{name}.{kind}x2 z, {letters}", [half.view(np.uint32) for half in halves], np.zeros(128, np.uint32)
-    )
-    assert joined.tobytes() == alone.tobytes()
+    words = [half.view(np.uint32) for half in halves]
+    assert compute(f"{name}.{kind}x2 z, {letters}", words, np.zeros_like(words[0])).tobytes() == alone.tobytes()
 
 
 ROUNDINGS = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
 
 
-@pytest.mark.parametrize("source", ["f64", "f32", "f16", "bf16"])
-@pytest.mark.parametrize("target", ["f64", "f32", "f16", "bf16", "s32", "u32", "s64", "u16"])
-def test_conversions(source: str, target: str) -> None:
-    values = numbers(source, 7)
-    for mode in ("rn",) if target in FLOATS else ROUNDINGS:
-        if target in FLOATS:
-            if source == target:
-                continue
-            wider = FLOATS[target][0] >= FLOATS[source][0] and target != "f16"
-            opcode = f"cvt.{target}.{source}" if wider else f"cvt.rn.{target}.{source}"
-            results = compute(f"{opcode} z, a", [encoded(values, source)], encoded([0.0] * THREADS, target))
-            oracle = exact(lambda x: x, target, lambda x: x)
-            assert_equal(decoded(results, target), [oracle(value) for value in values])
-            continue
-        bits = int(target[1:])
-        low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if target[0] == "s" else (0, 2**bits - 1)
-        results = compute(
-            f"cvt.{mode}.{target}.{source} z, a", [encoded(values, source)], np.zeros(THREADS, f"u{bits // 8}")
-        )
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", FLOATS)
+def test_conversions_between_floats(source: str, target: str) -> None:
+    wider = FLOATS[target][0] >= FLOATS[source][0] and target != "f16"
+    if source != target:
+        values = numbers(source, 7)
+        results = calculate(f"cvt{'' if wider else '.rn'}.{target}.{source}", [values], [source], target)
+        assert_equal(results, [exact(lambda x: x, target)(value) for value in values])
+
+
+@pytest.mark.parametrize("source", FLOATS)
+@pytest.mark.parametrize("target", ["s32", "u32", "s64", "u16"])
+def test_conversions_to_integers(source: str, target: str) -> None:
+    """NaN becomes 0, and numbers out of range the end of the range."""
+    values, bits = numbers(source, 7), int(target[1:])
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if target[0] == "s" else (0, 2**bits - 1)
+    special = {math.inf: high, -math.inf: low}
+    for mode, rounding in ROUNDINGS.items():
         expected = []
         for value in values:
             if math.isnan(value):
                 expected.append(0)
-            elif math.isinf(value):
-                expected.append(high if value > 0 else low)
             else:
-                expected.append(clamped(ROUNDINGS[mode](value), low, high))
-        assert results.tolist() == [value % 2**bits for value in expected]
+                expected.append(special[value] if math.isinf(value) else clamped(rounding(value), low, high))
+        assert calculate(f"cvt.{mode}.{target}.{source}", [values], [source], target) == expected
 
 
 def test_two_numbers_become_a_pair() -> None:
-    upper, lower = numbers("f32", 1), numbers("f32", 2)
-    arrays = [encoded(upper, "f32"), encoded(lower, "f32")]
+    values = [numbers("f32", 1), numbers("f32", 2)]
     for kind in ("f16", "bf16"):
-        results = compute(f"cvt.rn.{kind}x2.f32 z, a, b", arrays, np.zeros(THREADS, np.uint32)).view(np.uint16)
-        halves = results if kind == "bf16" else results.view(np.float16)
-        nearest = exact(lambda x: x, kind, lambda x: x)
-        assert_equal(decoded(halves[1::2], kind), [nearest(value) for value in upper])
-        assert_equal(decoded(halves[0::2], kind), [nearest(value) for value in lower])
-
-
-def relative(y: float) -> float:
-    return abs(y)
-
-
-def units(y: float) -> float:
-    """Return the unit in the last place of fp32."""
-    return math.ulp(y) * 2.0**29
+        pairs = calculate(f"cvt.rn.{kind}x2.f32", values, ["f32", "f32"], "u32")
+        for shift, wanted in zip((16, 0), values, strict=True):
+            half = np.array([pair >> shift & 0xFFFF for pair in pairs], np.uint16).view(dtype_of(kind))
+            assert_equal(decoded(half, kind), [exact(lambda x: x, kind)(value) for value in wanted])
 
 
 BOUNDS: list[tuple[str, Callable[[float], float], float, Callable[[float], float]]] = [
-    ("rsqrt.approx.f32", lambda x: x**-0.5, 2**-22.9, relative),
-    ("ex2.approx.f32", lambda x: 2.0**x, 2, units),
-    ("div.full.f32", lambda x: x / 0.7109375, 2, units),
+    ("rsqrt.approx.f32", lambda x: x**-0.5, 2**-22.9, abs),
+    ("ex2.approx.f32", lambda x: 2.0**x, 2 * 2.0**29, math.ulp),
+    ("div.full.f32", lambda x: x / 0.7109375, 2 * 2.0**29, math.ulp),
 ]
-"""Opcode, function, and the bound that the PTX ISA states for its error, with the unit of the bound."""
+"""Opcode, function, and the bound that the PTX ISA states for its error, relative or in units of fp32, as `ulp` of
+fp64 times 2^29."""
 
 
-@pytest.mark.parametrize(("opcode", "function", "bound", "unit"), BOUNDS, ids=[row[0] for row in BOUNDS])
+@pytest.mark.parametrize(("opcode", "function", "bound", "unit"), BOUNDS)
 def test_approximations_have_exactly_the_allowed_error(
     opcode: str, function: Callable[[float], float], bound: float, unit: Callable[[float], float]
 ) -> None:
-    kind = opcode.split(".")[-1]
-    x = encoded(np.random.default_rng(3).uniform(0.55, 1.95, THREADS).tolist(), kind)
-    arrays = [x, np.full_like(x, 0.7109375)] if opcode[:3] == "div" else [x]
-    results = compute(f"{opcode} z, {'a, b' if opcode[:3] == 'div' else 'a'}", arrays, np.zeros_like(x))
-    wanted = [function(value) for value in decoded(x, kind)]
-    errors = [(y - z) / (bound * unit(z)) for y, z in zip(decoded(results, kind), wanted, strict=True)]
+    x = np.random.default_rng(3).uniform(0.55, 1.95, THREADS).astype(np.float32).tolist()
+    values = [x, [0.7109375] * THREADS] if opcode[:3] == "div" else [x]
+    results = calculate(opcode, values, ["f32"] * len(values), "f32")
+    wanted = [function(value) for value in x]
+    errors = [(y - z) / (bound * unit(z)) for y, z in zip(results, wanted, strict=True)]
     assert max(errors) > 0.5
     assert min(errors) < -0.5
     assert max(map(abs, errors)) <= 1 + 1e-6
@@ -375,47 +308,36 @@ def test_approximations_have_exactly_the_allowed_error(
     [
         ("ex2.approx", [-math.inf, -0.0, 0.0, math.inf], [0.0, 1.0, 1.0, math.inf]),
         ("rsqrt.approx", [-math.inf, -0.0, 0.0, math.inf], [math.nan, -math.inf, math.inf, 0.0]),
+        ("add", [2.0**-130], [2.0**-129]),
+        ("add.ftz", [2.0**-130], [0.0]),
     ],
 )
-def test_approximations_of_special_numbers_are_exact(opcode: str, operands: list[float], results: list[float]) -> None:
-    """The tables of the PTX ISA's sections."""
-    x = np.resize(np.array(operands, np.float32), THREADS)
-    actual = compute(f"{opcode}.f32 z, a", [x], np.zeros(THREADS, np.float32))
-    assert_equal(actual.tolist(), np.resize(results, THREADS).tolist())
-
-
-def test_subnormal_numbers_are_flushed_where_the_opcode_says_so() -> None:
-    x = np.full(THREADS, 2.0**-130, np.float32)
-    kept = compute("add.f32 z, a, a", [x], np.zeros(THREADS, np.float32))
-    flushed = compute("add.ftz.f32 z, a, a", [x], np.zeros(THREADS, np.float32))
-    assert (kept == 2.0**-129).all()
-    assert (flushed == 0).all()
+def test_special_and_subnormal_numbers(opcode: str, operands: list[float], results: list[float]) -> None:
+    """Approximations of special numbers are exact (tables of the PTX ISA); .ftz makes subnormal numbers 0."""
+    values = [operands] * (2 if opcode[:3] == "add" else 1)
+    assert_equal(calculate(f"{opcode}.f32", values, ["f32"] * len(values), "f32"), results)
 
 
 COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    "eq": lambda x, y: x == y,
+    "eq": operator.eq,
     "ne": lambda x, y: x < y or x > y,
-    "lt": lambda x, y: x < y,
-    "le": lambda x, y: x <= y,
-    "gt": lambda x, y: x > y,
-    "ge": lambda x, y: x >= y,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
 }
 
 
 @pytest.mark.parametrize("kind", ["f32", "bf16", "s32", "u64"])
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons(name: str, kind: str) -> None:
-    """The unordered forms are true of NaNs; an absent operand of selp shows the predicate."""
-    of_floats = kind in FLOATS
-    x, y = (numbers(kind, seed) if of_floats else words(kind, seed).tolist() for seed in (1, 2))
+    """The unordered forms are true of NaNs; selp of 1 and 0 shows the predicate."""
+    draw: Callable[[str, int], list[Any]] = numbers if kind in FLOATS else words
+    x, y = draw(kind, 1), draw(kind, 2)
     x[::5] = y[::5]
-    arrays = [
-        encoded(value, kind) if of_floats else np.array(value, f"{'iu'[kind[0] == 'u']}{int(kind[1:]) // 8}")
-        for value in (x, y)
-    ]
-    for suffix in ("", "u") if of_floats else ("",):
+    for suffix in ("", "u") if kind in FLOATS else ("",):
         body = f"setp.{name}{suffix}.{kind} %p1, a, b;\nselp.b32 z, 1, 0, %p1"
-        results = compute(body, arrays, np.zeros(THREADS, np.uint32))
+        results = compute(body, [encoded(x, kind), encoded(y, kind)], np.zeros(THREADS, np.uint32))
         unordered = [suffix == "u" and (math.isnan(a) or math.isnan(b)) for a, b in zip(x, y, strict=True)]
         expected = [COMPARISONS[name](a, b) or open_ for a, b, open_ in zip(x, y, unordered, strict=True)]
         assert results.astype(bool).tolist() == expected
