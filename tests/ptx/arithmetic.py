@@ -22,10 +22,9 @@ from tests.ptx.numbers import (
     fused32,
     inexact,
     larger,
-    narrowed,
+    on_halves,
     on_pairs,
     to_bf16,
-    widened,
 )
 
 _HALVES = ("f16", "bf16")
@@ -44,12 +43,8 @@ class Operation:
     function: Callable[..., Array]
 
 
-def _bits(kind: str) -> int:
-    return 8 * np.dtype(TYPES[kind]).itemsize
-
-
 def _wider(kind: str) -> str:
-    return f"{kind[0]}{2 * _bits(kind)}"
+    return f"{kind[0]}{16 * np.dtype(TYPES[kind]).itemsize}"
 
 
 def _is_float(kind: str) -> bool:
@@ -135,10 +130,13 @@ _BOOLEAN: dict[str, Callable[[Array, Array], Array]] = {
 def _setp(parts: tuple[str, ...]) -> Operation:
     kind, compare = parts[-1], _COMPARISONS[parts[1]]
     between = [part for part in parts[2:-1] if part != "ftz"]
-    convert = from_bf16 if kind == "bf16" else flushed if "ftz" in parts else _same
 
     def compared(x: Array, y: Array) -> Array:
-        return compare(convert(x), convert(y))
+        if kind == "bf16":
+            x, y = from_bf16(x), from_bf16(y)
+        elif "ftz" in parts:
+            x, y = flushed(x), flushed(y)
+        return compare(x, y)
 
     if not between:
         return Operation((kind, kind), "pred", compared)
@@ -146,50 +144,28 @@ def _setp(parts: tuple[str, ...]) -> Operation:
     return Operation((kind, kind, "pred"), "pred", lambda x, y, also: combine(compared(x, y), also))
 
 
-def _same(x: Array) -> Array:
-    return x
-
-
 def _ulp(y: Array) -> Array:
     """Distance of fp32 numbers at y."""
     return np.spacing(np.abs(y).astype(np.float32)).astype(np.float64)
 
 
-_APPROXIMATE: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
-    "ex2": (np.exp2, lambda y: 2 * _ulp(y)),
-    "rsqrt": (lambda x: 1 / np.sqrt(x), lambda y: np.abs(y) * 2.0**-22.9),
+_APPROXIMATE: dict[tuple[str, str], tuple[int, Callable[..., Array], Callable[[Array], Array]]] = {
+    ("ex2", "approx"): (1, np.exp2, lambda y: 2 * _ulp(y)),
+    ("rsqrt", "approx"): (1, lambda x: 1 / np.sqrt(x), lambda y: np.abs(y) * 2.0**-22.9),
+    ("div", "full"): (2, np.divide, lambda y: 2 * _ulp(y)),
 }
-"""Function of fp32 -> itself, and exact result -> largest absolute error (PTX ISA 9.1, sections 9.7.3.21 and .16)."""
+"""fp32 instruction -> operands, function, and exact result -> largest absolute error (PTX ISA 9.1, sections 9.7.3.21,
+.16 and .8)."""
 
 
-def _approximate(name: str, x: Array) -> Array:
+def _approximate(function: Callable[..., Array], error_of: Callable[[Array], Array], *values: Array) -> Array:
     """Return the function with its largest error, and exactly for 0, infinity and NaN, as the ISA says."""
-    function, error_of = _APPROXIMATE[name]
-    wide = x.astype(np.float64)
-    y = function(wide)
-    error = np.where(np.isfinite(y) & np.isfinite(wide) & (wide != 0), error_of(y), 0)
-    return inexact(y, error, x)
-
-
-def _divided_approximately(x: Array, y: Array) -> Array:
-    """Return div.full, with two units in the last place (PTX ISA 9.7.3.8)."""
-    quotient = x.astype(np.float64) / y
-    error = np.where(np.isfinite(quotient) & (quotient != 0), 2 * _ulp(quotient), 0)
-    return inexact(quotient, error, x)
-
-
-def _flushing(parts: tuple[str, ...], operation: Operation) -> Operation:
-    """With .ftz and .sat, as the opcode asks."""
-    function = operation.function
-    if operation.result != "f32":
-        return operation
-    if "sat" in parts:
-        exact = function
-        function = lambda *values: np.fmin(np.fmax(exact(*values), np.float32(0)), np.float32(1))  # noqa: E731
-    if "ftz" in parts:
-        inner = function
-        function = lambda *values: flushed(inner(*(flushed(value) for value in values)))  # noqa: E731
-    return Operation(operation.operands, operation.result, function)
+    wide = [value.astype(np.float64) for value in values]
+    y = function(*wide)
+    exact = wide[0] == 0
+    for number in (y, *wide):
+        exact = exact | ~np.isfinite(number)
+    return inexact(y, np.where(exact, 0, error_of(y)), values[0])
 
 
 def _fused64(x: Array, y: Array, z: Array) -> Array:
@@ -197,91 +173,99 @@ def _fused64(x: Array, y: Array, z: Array) -> Array:
     return (x.astype(np.longdouble) * y + z).astype(np.float64)
 
 
-_FLOAT: dict[str, Callable[..., Array]] = {
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "div": np.divide,
-    "neg": np.negative,
-    "abs": np.abs,
-}
+def _modified(function: Callable[..., Array], modifiers: set[str]) -> Callable[..., Array]:
+    """A function that gives fp32, with .ftz and .sat as the opcode asks."""
+
+    def modified(*values: Array) -> Array:
+        if "ftz" in modifiers:
+            values = tuple(flushed(value) for value in values)
+        result = function(*values)
+        if "sat" in modifiers:
+            result = np.fmin(np.fmax(result, np.float32(0)), np.float32(1))
+        return flushed(result) if "ftz" in modifiers else result
+
+    return modified
 
 
-def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if not set(parts[1:-1]) <= _OF_FLOATS or (kind != "f32" and {"ftz", "sat"} & set(parts)):
-        raise KeyError(name)
-    if kind in _PAIRS:
-        inner = _float(name, (*parts[:-1], _PAIRS[kind]), _PAIRS[kind])
-        return Operation((kind,) * len(inner.operands), kind, partial(on_pairs, inner.function, _PAIRS[kind]))
-    if name in ("min", "max"):
-        choose = partial(larger, sign=1 if name == "max" else -1, keep_nan="NaN" in parts)
-        if kind in _HALVES:
-            return Operation(
-                (kind, kind), kind, lambda x, y: narrowed(choose(widened(x, kind), widened(y, kind)), kind)
-            )
-        return _flushing(parts, Operation((kind, kind), kind, choose))
-    if name in ("fma", "mad"):
-        if kind in _HALVES:
-            return Operation(
-                (kind,) * 3,
-                kind,
-                lambda x, y, z: narrowed(widened(x, kind) * widened(y, kind) + widened(z, kind), kind),
-            )
-        return _flushing(parts, Operation((kind,) * 3, kind, fused32 if kind == "f32" else _fused64))
-    if "approx" in parts and kind == "f32" and name in _APPROXIMATE:
-        return _flushing(parts, Operation(("f32",), "f32", partial(_approximate, name)))
-    if (name, kind) == ("sqrt", "f32") and "rn" in parts:
-        # A root in fp64 is never the middle between two fp32 numbers, so that rounding twice is rounding once.
-        return _flushing(parts, Operation(("f32",), "f32", np.sqrt))
-    if "full" in parts and (name, kind) == ("div", "f32"):
-        return _flushing(parts, Operation(("f32", "f32"), "f32", _divided_approximately))
-    if {"full", "approx"} & set(parts):
-        raise KeyError(name)
-    function = _FLOAT[name]
-    count = 1 if name in ("neg", "abs") else 2
-    if kind in _HALVES:
-        return Operation(
-            (kind,) * count,
-            kind,
-            lambda *values: narrowed(function(*(widened(value, kind) for value in values)), kind),
-        )
-    return _flushing(parts, Operation((kind,) * count, kind, function))
-
-
-_INTEGER: dict[str, tuple[int, Callable[..., Array]]] = {
+_FLOAT: dict[str, tuple[int, Callable[..., Array]]] = {
     "add": (2, np.add),
     "sub": (2, np.subtract),
     "mul": (2, np.multiply),
-    "mad": (3, lambda x, y, z: x * y + z),
-    "div": (2, _divided),
-    "rem": (2, _remainder),
+    "div": (2, np.divide),
     "neg": (1, np.negative),
     "abs": (1, np.abs),
-    "min": (2, np.minimum),
-    "max": (2, np.maximum),
-    "and": (2, np.bitwise_and),
-    "or": (2, np.bitwise_or),
-    "xor": (2, np.bitwise_xor),
-    "not": (1, np.invert),
 }
 
 
-def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if not set(parts[1:-1]) <= _OF_INTEGERS.get(name, set()):
+def _float_function(name: str, modifiers: set[str], kind: str) -> tuple[int, Callable[..., Array]]:
+    """(operands, function) in fp32 or fp64; fp64 for 16-bit floats."""
+    for how in modifiers & {"full", "approx"}:
+        if kind != "f32":
+            raise KeyError(name)
+        count, function, error_of = _APPROXIMATE[name, how]
+        return count, partial(_approximate, function, error_of)
+    if name in ("min", "max"):
+        return 2, partial(larger, sign=1 if name == "max" else -1, keep_nan="NaN" in modifiers)
+    if name in ("fma", "mad"):
+        return 3, {"f32": fused32, "f64": _fused64}.get(kind, _multiplied_and_added)
+    if (name, kind) == ("sqrt", "f32") and "rn" in modifiers:
+        # A root in fp64 is never the middle between two fp32 numbers, so that rounding twice is rounding once.
+        return 1, np.sqrt
+    return _FLOAT[name]
+
+
+def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
+    modifiers = set(parts[1:-1])
+    if not modifiers <= _OF_FLOATS or (kind != "f32" and {"ftz", "sat"} & modifiers):
         raise KeyError(name)
-    if name in ("mul", "mad") and "wide" in parts:
-        wide = TYPES[_wider(kind)]
-        if name == "mul":
-            return Operation((kind, kind), _wider(kind), lambda x, y: x.astype(wide) * y.astype(wide))
-        return Operation((kind, kind, _wider(kind)), _wider(kind), lambda x, y, z: x.astype(wide) * y.astype(wide) + z)
-    if name in ("shl", "shr"):
-        return Operation((kind, "u32"), kind, partial(_shift, left=name == "shl"))
-    if name == "bfe":
-        return Operation((kind, "u32", "u32"), kind, _extracted)
-    if name == "prmt" and parts == ("prmt", "b32"):
-        return Operation(("u32",) * 3, "u32", _permuted)
-    count, function = _INTEGER[name]
+    half = _PAIRS.get(kind, kind)
+    count, function = _float_function(name, modifiers, half)
+    if kind == "f32":
+        function = _modified(function, modifiers)
+    if half in _HALVES:
+        function = partial(on_halves, function, half)
+    if kind in _PAIRS:
+        function = partial(on_pairs, function, half)
     return Operation((kind,) * count, kind, function)
+
+
+def _multiplied_and_added(x: Array, y: Array, z: Array) -> Array:
+    return x * y + z
+
+
+_INTEGER: dict[str, tuple[int, int, Callable[..., Array]]] = {
+    "add": (2, 0, np.add),
+    "sub": (2, 0, np.subtract),
+    "mul": (2, 0, np.multiply),
+    "mad": (3, 0, _multiplied_and_added),
+    "div": (2, 0, _divided),
+    "rem": (2, 0, _remainder),
+    "neg": (1, 0, np.negative),
+    "abs": (1, 0, np.abs),
+    "min": (2, 0, np.minimum),
+    "max": (2, 0, np.maximum),
+    "and": (2, 0, np.bitwise_and),
+    "or": (2, 0, np.bitwise_or),
+    "xor": (2, 0, np.bitwise_xor),
+    "not": (1, 0, np.invert),
+    "shl": (1, 1, partial(_shift, left=True)),
+    "shr": (1, 1, partial(_shift, left=False)),
+    "bfe": (1, 2, _extracted),
+    "prmt": (3, 0, _permuted),
+}
+"""Operands of the opcode's type, then operands of type u32, and the function."""
+
+
+def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
+    if not set(parts[1:-1]) <= _OF_INTEGERS.get(name, set()) or (name == "prmt" and kind != "b32"):
+        raise KeyError(name)
+    count, counts, function = _INTEGER[name]
+    if "wide" not in parts:
+        return Operation((kind,) * count + ("u32",) * counts, kind, function)
+    wide = _wider(kind)
+    dtype = TYPES[wide]
+    operands = (kind, kind, wide)[:count]
+    return Operation(operands, wide, lambda *values: function(*(value.astype(dtype) for value in values)))
 
 
 _TO_INTEGER: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
@@ -293,47 +277,43 @@ def _cvt(parts: tuple[str, ...]) -> Operation:
     if source == "f32" and target in _PAIRS:
         if modifiers != {"rn"}:
             raise KeyError("rounding other than to the nearest")
-        half = _PAIRS[target]
-
-        def packed(upper: Array, lower: Array) -> Array:
-            high, low = (bits_of(_rounded(value, half)).astype(np.uint32) for value in (upper, lower))
-            return (high << np.uint32(16)) | low
-
-        return Operation(("f32", "f32"), target, packed)
+        return Operation(("f32", "f32"), target, partial(_packed, _PAIRS[target]))
     if not modifiers <= {"rn", "rz", "ftz", "sat", *_TO_INTEGER}:
         raise KeyError(", ".join(modifiers))
+    if not _is_float(target) and not _is_float(source):
+        return Operation((source,), target, partial(_resized, target=target, saturate="sat" in modifiers))
+    to_integers = [_TO_INTEGER[name] for name in modifiers & set(_TO_INTEGER)]
     if _is_float(target):
         if "rz" in modifiers and target != "bf16":
             raise KeyError("rounding other than to the nearest")
+        convert = partial(to_bf16, toward_zero=True) if "rz" in modifiers else partial(_rounded, target=target)
+    else:
+        (_,) = to_integers
+        convert = partial(_clipped, target=target)
 
-        def to_float(x: Array) -> Array:
-            value = from_bf16(x) if source == "bf16" else x
-            for name in modifiers & set(_TO_INTEGER):
-                value = _TO_INTEGER[name](value)
-            if "rz" in modifiers:
-                return to_bf16(value, toward_zero=True)
-            return _rounded(value, target)
+    def converted(x: Array) -> Array:
+        value = from_bf16(x) if source == "bf16" else x
+        for function in to_integers:
+            value = function(value)
+        return convert(value)
 
-        return _flushing(
-            ("sat",) * ("sat" in modifiers) + ("ftz",) * ("ftz" in modifiers and source == "f32"),
-            Operation((source,), target, to_float),
-        )
-    if not _is_float(source):
-        return Operation((source,), target, partial(_resized, target=target, saturate="sat" in modifiers))
-    (rounding,) = modifiers & set(_TO_INTEGER)
+    if target != "f32":
+        return Operation((source,), target, converted)
+    return Operation((source,), target, _modified(converted, modifiers - ({"ftz"} if source != "f32" else set())))
 
-    def to_integer(x: Array) -> Array:
-        value = (from_bf16(x) if source == "bf16" else x).astype(np.float64)
-        limits = np.iinfo(TYPES[target])
-        value = _TO_INTEGER[rounding](value)
-        inside = np.where(np.isnan(value) | (value < limits.min) | (value >= float(limits.max)), 0, value)
-        converted = inside.astype(TYPES[target])
-        converted = np.where(
-            value >= float(limits.max), limits.max, np.where(value < limits.min, limits.min, converted)
-        )
-        return np.where(np.isnan(value), 0, converted).astype(TYPES[target])
 
-    return Operation((source,), target, to_integer)
+def _packed(half: str, upper: Array, lower: Array) -> Array:
+    high, low = (bits_of(_rounded(value, half)).astype(np.uint32) for value in (upper, lower))
+    return (high << np.uint32(16)) | low
+
+
+def _clipped(value: Array, target: str) -> Array:
+    """Whole numbers as integers: NaN becomes 0, and numbers out of range the end of the range."""
+    dtype = np.dtype(TYPES[target]).type
+    low, high = dtype(np.iinfo(dtype).min), dtype(np.iinfo(dtype).max)
+    value = value.astype(np.float64)
+    inside = np.where((value >= low) & (value < high), value, 0).astype(dtype)
+    return np.select([value >= high, value < low], [high, low], inside)
 
 
 def _rounded(value: Array, target: str) -> Array:

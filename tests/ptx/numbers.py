@@ -50,14 +50,11 @@ def to_bf16(x: Array, toward_zero: bool = False) -> Array:
     return np.where(np.isnan(x), NAN16, (word >> np.uint32(16)).astype(np.uint16))
 
 
-def widened(x: Array, kind: str) -> Array:
-    """A 16-bit float as fp64, in which sums and products of two are exact enough to be rounded once."""
-    return (from_bf16(x) if kind == "bf16" else x).astype(np.float64)
-
-
-def narrowed(x: Array, kind: str) -> Array:
-    """The 16-bit float nearest to fp64 numbers."""
-    return to_bf16(x) if kind == "bf16" else x.astype(np.float16)
+def on_halves(function: Callable[..., Array], kind: str, *values: Array) -> Array:
+    """A function of fp64 on 16-bit floats (`f16` or `bf16`). In fp64, sums and products of two are exact enough to be
+    rounded once."""
+    result = function(*((from_bf16(value) if kind == "bf16" else value).astype(np.float64) for value in values))
+    return to_bf16(result) if kind == "bf16" else result.astype(np.float16)
 
 
 def on_pairs(function: Callable[..., Array], kind: str, *pairs: Array) -> Array:

@@ -241,7 +241,7 @@ def test_pairs_are_two_numbers(name: str, kind: str) -> None:
     assert compute(f"{name}.{kind}x2 z, {letters}", words, np.zeros_like(words[0])).tobytes() == alone.tobytes()
 
 
-ROUNDINGS = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
+ROUNDINGS: dict[str, Oracle] = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
 
 
 @pytest.mark.parametrize("source", FLOATS)
