@@ -1,7 +1,8 @@
 """Divergence, barriers, shuffles and memory of the interpreter. A broken rule is reported with its line."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count
 
 import numpy as np
 import pytest
@@ -18,79 +19,41 @@ def zeros(count: int) -> Array:
     return np.zeros(count, np.uint32)
 
 
-def test_divergent_loops_within_divergent_branches() -> None:
-    """Steps of the 3n + 1 sequence: each thread leaves the loop at its own time and takes its own branches."""
-    body = PLACE + (
-        "ld.global.b32 %r1, [%d41];\n"
-        "mov.b32 %r2, 0;\n"
-        "LOOP:\n"
-        "setp.le.u32 %p1, %r1, 1;\n"
-        "@%p1 bra DONE;\n"
-        "and.b32 %r3, %r1, 1;\n"
-        "setp.eq.b32 %p2, %r3, 0;\n"
-        "@%p2 bra EVEN;\n"
-        "mad.lo.s32 %r1, %r1, 3, 1;\n"
-        "setp.gt.u32 %p3, %r1, 5000;\n"
-        "@!%p3 bra NEXT;\n"
-        "mov.b32 %r1, 1;\n"
-        "st.global.b32 [%d41], 77;\n"
-        "ret;\n"
-        "EVEN:\n"
-        "shr.u32 %r1, %r1, 1;\n"
-        "NEXT:\n"
-        "add.s32 %r2, %r2, 1;\n"
-        "bra.uni LOOP;\n"
-        "DONE:\n"
-        "st.global.b32 [%d41], %r2;"
-    )
-    starts = np.arange(1, 129, dtype=np.uint32)
-
-    def steps(number: int) -> int:
-        count = 0
-        while number > 1:
-            number = number // 2 if number % 2 == 0 else 3 * number + 1
-            if number > 5000:
-                return 77
-            count += 1
-        return count
-
-    results = run(body, [starts.copy()], threads=64, blocks=1).buffers[0]
-    assert results[:64].tolist() == [steps(int(number)) for number in starts[:64]]
+class Returned(Exception):
+    """A thread left the kernel."""
 
 
-def structured(generator: random.Random, depth: int, labels: list[int]) -> tuple[list[str], Callable[[int], int]]:
-    """(PTX, the same in Python) of random nested branches and loops on %r1, which differs between threads."""
+def structured(generator: random.Random, depth: int, labels: Iterator[int]) -> tuple[list[str], Callable[[int], int]]:
+    """(PTX, the same in Python) of random nested branches, loops and returns on %r1, which differs between threads."""
     if depth == 0:
         factor, added = generator.randrange(3, 99, 2), generator.randrange(1, 1000)
         return [f"mad.lo.s32 %r1, %r1, {factor}, {added};"], lambda x: (x * factor + added) % 2**32
-    kind = generator.choice(["both", "if", "loop"])
+    kind = generator.choice(["both", "if", "loop", "return"])
     first, run_first = structured(generator, depth - 1, labels)
     second, run_second = structured(generator, depth - 1, labels)
-    labels[0] += 1
-    name, bit = labels[0], generator.randrange(3)
+    name, bit = next(labels), generator.randrange(3)
     test = [f"shr.u32 %r3, %r1, {bit};", "and.b32 %r3, %r3, 1;", f"setp.eq.b32 %p{name}, %r3, 0;"]
     if kind == "both":
         return [*first, *second], lambda x: run_second(run_first(x))
     if kind == "if":
-        lines = [
-            *test,
-            f"@%p{name} bra ELSE{name};",
-            *first,
-            f"bra.uni END{name};",
-            f"ELSE{name}:",
-            *second,
-            f"END{name}:",
-        ]
+        lines = [*test, f"@%p{name} bra ELSE{name};", *first, f"bra.uni END{name};"]
+        lines += [f"ELSE{name}:", *second, f"END{name}:"]
         return lines, lambda x: run_second(x) if x >> bit & 1 == 0 else run_first(x)
+    if kind == "return":
+        lines = [*first, f"setp.gt.u32 %p{name}, %r1, {2**30};", f"@%p{name} bra END{name};"]
+        lines += ["st.global.b32 [%d41], 77;", "ret;", f"END{name}:", *second]
+
+        def returning(x: int) -> int:
+            x = run_first(x)
+            if x <= 2**30:
+                raise Returned
+            return run_second(x)
+
+        return lines, returning
     counter = f"%r{10 + name}"
     lines = [f"and.b32 {counter}, %r1, 3;", f"HEAD{name}:", f"setp.eq.b32 %p{name}, {counter}, 0;"]
-    lines += [
-        f"@%p{name} bra OUT{name};",
-        *first,
-        f"sub.s32 {counter}, {counter}, 1;",
-        f"bra.uni HEAD{name};",
-        f"OUT{name}:",
-    ]
+    lines += [f"@%p{name} bra OUT{name};", *first, f"sub.s32 {counter}, {counter}, 1;"]
+    lines += [f"bra.uni HEAD{name};", f"OUT{name}:"]
 
     def loop(x: int) -> int:
         for _ in range(x & 3):
@@ -102,11 +65,16 @@ def structured(generator: random.Random, depth: int, labels: list[int]) -> tuple
 
 @pytest.mark.parametrize("seed", range(12))
 def test_random_nested_branches_give_what_each_thread_alone_gives(seed: int) -> None:
-    lines, alone = structured(random.Random(seed), 4, [0])
+    lines, alone = structured(random.Random(seed), 4, count(1))
     body = PLACE + "ld.global.b32 %r1, [%d41];\n" + "\n".join(lines) + "\nst.global.b32 [%d41], %r1;"
     starts = np.random.default_rng(seed).integers(0, 2**32, 64, dtype=np.uint32)
-    results = run(body, [starts.copy()], threads=64).buffers[0]
-    assert results.tolist() == [alone(int(start)) for start in starts]
+    expected = []
+    for start in starts.tolist():
+        try:
+            expected.append(alone(start))
+        except Returned:
+            expected.append(77)
+    assert run(body, [starts], threads=64).buffers[0].tolist() == expected
 
 
 def test_threads_meet_again_where_paths_join() -> None:
@@ -126,22 +94,14 @@ def test_threads_meet_again_where_paths_join() -> None:
 def shuffled(mode: str, value: list[int], offset: int, clamp: int) -> list[tuple[int, bool]]:
     """PTX ISA's own pseudocode for one warp."""
     lanes = []
+    segment, limit = clamp >> 8 & 31, clamp & 31
     for lane in range(32):
-        segment, limit = clamp >> 8 & 31, clamp & 31
-        highest = (lane & segment) | (limit & ~segment)
         lowest = lane & segment
-        if mode == "up":
-            source = lane - offset
-            inside = source >= highest
-        elif mode == "down":
-            source = lane + offset
-            inside = source <= highest
-        elif mode == "bfly":
-            source = lane ^ offset
-            inside = source <= highest
-        else:
-            source = lowest | (offset & ~segment & 31)
-            inside = source <= highest
+        highest = lowest | (limit & ~segment)
+        source = {"up": lane - offset, "down": lane + offset, "bfly": lane ^ offset}.get(
+            mode, lowest | (offset & ~segment & 31)
+        )
+        inside = source >= highest if mode == "up" else source <= highest
         lanes.append((value[source if inside else lane], inside))
     return lanes
 
@@ -158,9 +118,8 @@ def test_shuffles(mode: str, width: int) -> None:
             "add.s64 %d42, %d1, %d40;\nst.global.b32 [%d42], %r3;"
         )
         results = run(body, [values.copy(), zeros(32)]).buffers
-        assert list(zip(results[0].tolist(), results[1].astype(bool).tolist(), strict=True)) == shuffled(
-            mode, values.tolist(), offset, clamp
-        )
+        expected = shuffled(mode, values.tolist(), offset, clamp)
+        assert list(zip(results[0].tolist(), results[1].astype(bool).tolist(), strict=True)) == expected
 
 
 def test_vectors_and_generic_addresses() -> None:
@@ -190,11 +149,11 @@ def test_matrix_loads() -> None:
             "st.global.v4.b32 [%d41], {%r1, %r2, %r3, %r4};"
         )
         results = run(body, [matrix.copy()], shared=512).buffers[0].reshape(32, 4, 2)
-        for number in range(4):
-            tile = matrix.reshape(4, 8, 8)[number]
-            tile = tile.T if trans else tile
+        for number, tile in enumerate(matrix.reshape(4, 8, 8)):
             for lane in range(32):
-                assert results[lane, number].tolist() == tile[lane // 4, 2 * (lane % 4) : 2 * (lane % 4) + 2].tolist()
+                column = 2 * (lane % 4)
+                expected = (tile.T if trans else tile)[lane // 4, column : column + 2]
+                assert results[lane, number].tolist() == expected.tolist()
 
 
 COPY = (
@@ -273,31 +232,31 @@ def test_a_barrier_between_makes_an_exchange_legal() -> None:
     assert results.tolist() == [lane ^ 32 for lane in range(64)]
 
 
+LOAD = "ld.global.b32 %r2, [%d0];\nmov.u32 %r1, %ctaid.x;\n"
+RACES = [
+    (2, 32, PLACE + "mov.u32 %r1, %ctaid.x;\nst.global.b32 [%d41], %r1;", "races: .*another"),
+    (
+        2,
+        32,
+        PLACE + "mov.u32 %r1, %ctaid.x;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 ld.global.b32 %r2, [%d41];\n"
+        "@!%p1 st.global.b32 [%d41], %r1;",
+        "another block",
+    ),
+    # A reader among several, the one whose lanes come last in the instruction that reads.
+    (2, 32, LOAD + "setp.eq.b32 %p1, %r1, 1;\n@%p1 st.global.b32 [%d0], 5;", "another block reads"),
+    (1, 64, LOAD + "setp.gt.u32 %p1, %r0, 31;\n@%p1 st.global.b32 [%d0], 5;", "another warp reads"),
+]
+
+
 @pytest.mark.parametrize("blocks_at_once", [1, 2])
-def test_blocks_race_on_global_memory(blocks_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether they run together or one after the other."""
-    monkeypatch.setattr("tests.ptx.machine._MOST_LANES", 32 * blocks_at_once)
-    with pytest.raises(PtxError, match=r"races: .*another"):
-        run(PLACE + "mov.u32 %r1, %ctaid.x;\nst.global.b32 [%d41], %r1;", [zeros(32)], blocks=2)
-    body = PLACE + (
-        "mov.u32 %r1, %ctaid.x;\nsetp.eq.b32 %p1, %r1, 0;\n@%p1 ld.global.b32 %r2, [%d41];\n"
-        "@!%p1 st.global.b32 [%d41], %r1;"
-    )
-    with pytest.raises(PtxError, match="another block"):
-        run(body, [zeros(32)], blocks=2)
-
-
-def test_a_reader_among_several_may_not_write_either() -> None:
-    """The one whose lanes come last in the instruction that reads."""
-    load = "ld.global.b32 %r2, [%d0];\n"
-    with pytest.raises(PtxError, match="another block reads"):
-        run(
-            load + "mov.u32 %r1, %ctaid.x;\nsetp.eq.b32 %p1, %r1, 1;\n@%p1 st.global.b32 [%d0], 5;",
-            [zeros(1)],
-            blocks=2,
-        )
-    with pytest.raises(PtxError, match="another warp reads"):
-        run(load + "setp.gt.u32 %p1, %r0, 31;\n@%p1 st.global.b32 [%d0], 5;", [zeros(1)], threads=64)
+@pytest.mark.parametrize(("blocks", "threads", "body", "message"), RACES)
+def test_blocks_and_warps_race_on_global_memory(
+    blocks: int, threads: int, body: str, message: str, blocks_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether blocks run together or one after the other."""
+    monkeypatch.setattr("tests.ptx.machine._MOST_LANES", threads * blocks_at_once)
+    with pytest.raises(PtxError, match=message):
+        run(body, [zeros(64)], blocks=blocks, threads=threads)
 
 
 def test_sectors_count_32_byte_pieces_once_per_warp() -> None:
