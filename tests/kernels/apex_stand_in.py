@@ -7,7 +7,7 @@ the rules that apex's sources have for dtypes and shapes. A call that apex would
 import importlib.machinery
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +17,9 @@ from torch import Tensor
 from megapipe.kernels.apex_backend.kernels import FUNCTIONS, Form, Function
 from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import norms as reference_norms
+
+Call = SimpleNamespace
+"""The arguments of a call, by name."""
 
 BUILDS = ("oldest", "newest")
 
@@ -54,7 +57,7 @@ def docstring(name: str, form: Form) -> str:
 
 def checked(function: Function, form: Form) -> Callable[..., object]:
     """The function of one build."""
-    compute = _COMPUTE[function.extension, function.name]
+    compute, names = _COMPUTE[function.extension, function.name]
 
     def call(*arguments: object) -> object:
         assert len(arguments) == len(form.arguments), f"{function.name} got {len(arguments)} arguments"
@@ -63,7 +66,8 @@ def checked(function: Function, form: Form) -> Callable[..., object]:
             name, _, kind = described.partition(":")
             assert _KINDS[kind](value), f"{function.name}: {name} is {value!r}, not a {kind}"
             values[name] = value
-        return compute(**values)
+        assert list(values) == names.split()[: len(values)], f"{function.name} has the arguments {names}"
+        return compute(Call(**values))
 
     call.__doc__ = docstring(function.name, form)
     return call
@@ -91,50 +95,27 @@ def _rows(x: Tensor, *statistics: Tensor) -> tuple[Tensor, ...]:
     return tuple(each.view(*x.shape[:-1], 1) for each in statistics)
 
 
-def _layer_norm(
-    input: Tensor, normalized_shape: torch.Size, gamma: Tensor, beta: Tensor, epsilon: float
-) -> list[Tensor]:
-    _rows(input)
-    _same_dtype(input, gamma, beta)
-    y, mean, rstd = reference_norms.layer_norm_forward(input, gamma, beta, epsilon)
-    return [y, mean.flatten(), rstd.flatten()]
+def _norm(call: Call) -> list[Tensor]:
+    _rows(call.input)
+    parameters = _parameters(call)
+    _same_dtype(call.input, *parameters)
+    forward = reference_norms.layer_norm_forward if len(parameters) == 2 else reference_norms.rms_norm_forward
+    y, *statistics = forward(call.input, *parameters, call.epsilon)
+    return [y, *(statistic.flatten() for statistic in statistics)]
 
 
-def _layer_norm_backward(
-    dout: Tensor,
-    mean: Tensor,
-    invvar: Tensor,
-    input: Tensor,
-    normalized_shape: torch.Size,
-    gamma: Tensor,
-    beta: Tensor,
-    epsilon: float,
-    memory_efficient: bool = False,
-) -> list[Tensor]:
-    assert not memory_efficient  # the fourth argument would be the result
-    _same_dtype(dout, input, gamma, beta)
-    return list(reference_norms.layer_norm_backward(dout, input, *_rows(input, mean, invvar), gamma))
+def _norm_backward(call: Call) -> list[Tensor]:
+    assert not getattr(call, "memory_efficient", False)  # the tensor `input` would be the result
+    parameters = _parameters(call)
+    _same_dtype(call.dout, call.input, *parameters)
+    if len(parameters) == 2:
+        statistics = _rows(call.input, call.mean, call.invvar)
+        return list(reference_norms.layer_norm_backward(call.dout, call.input, *statistics, call.gamma))
+    return list(reference_norms.rms_norm_backward(call.dout, call.input, *_rows(call.input, call.invvar), call.gamma))
 
 
-def _rms_norm(input: Tensor, normalized_shape: torch.Size, gamma: Tensor, epsilon: float) -> list[Tensor]:
-    _rows(input)
-    _same_dtype(input, gamma)
-    y, rstd = reference_norms.rms_norm_forward(input, gamma, epsilon)
-    return [y, rstd.flatten()]
-
-
-def _rms_norm_backward(
-    dout: Tensor,
-    invvar: Tensor,
-    input: Tensor,
-    normalized_shape: torch.Size,
-    gamma: Tensor,
-    epsilon: float,
-    memory_efficient: bool = False,
-) -> list[Tensor]:
-    assert not memory_efficient
-    _same_dtype(dout, input, gamma)
-    return list(reference_norms.rms_norm_backward(dout, input, *_rows(input, invvar), gamma))
+def _parameters(call: Call) -> list[Tensor]:
+    return [call.gamma, call.beta] if hasattr(call, "beta") else [call.gamma]
 
 
 def _flag(noop_flag: Tensor) -> int:
@@ -143,47 +124,32 @@ def _flag(noop_flag: Tensor) -> int:
     return int(noop_flag.item())
 
 
-def _l2_norm(
-    chunk_size: int, noop_flag: Tensor, tensor_lists: list[list[Tensor]], per_tensor: bool
-) -> tuple[Tensor, Tensor]:
-    assert _flag(noop_flag) == 0
-    (tensors,) = tensor_lists
+def _l2_norm(call: Call) -> tuple[Tensor, Tensor]:
+    assert _flag(call.noop_flag) == 0
+    (tensors,) = call.tensor_lists
     assert all(0 < tensor.numel() < 2**31 for tensor in tensors)
     norms = torch.stack([torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in tensors])
-    return norms.square().sum().sqrt().reshape(1), norms if per_tensor else norms[:0]
+    return norms.square().sum().sqrt().reshape(1), norms if call.per_tensor else norms[:0]
 
 
-def _adam(
-    chunk_size: int,
-    noop_flag: Tensor,
-    tensor_lists: list[list[Tensor]],
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    epsilon: float,
-    step: Tensor,
-    mode: int,
-    bias_correction: int,
-    weight_decay: float,
-    inv_scale: Tensor,
-) -> None:
-    assert (lr.dtype, step.dtype, inv_scale.dtype) == (torch.float32, torch.int32, torch.float32)
-    assert lr.shape == step.shape == inv_scale.shape == (1,)
-    assert mode in (0, 1)
-    assert bias_correction in (0, 1)
-    gradients, parameters, firsts, seconds = tensor_lists
-    if _flag(noop_flag) == 1:
+def _adam(call: Call) -> None:
+    assert (call.lr.dtype, call.step.dtype, call.inv_scale.dtype) == (torch.float32, torch.int32, torch.float32)
+    assert call.lr.shape == call.step.shape == call.inv_scale.shape == (1,)
+    assert call.mode in (0, 1)
+    assert call.bias_correction in (0, 1)
+    gradients, parameters, firsts, seconds = call.tensor_lists
+    if _flag(call.noop_flag) == 1:
         return
-    beta1, beta2 = (torch.tensor(beta, dtype=torch.float32).item() for beta in (beta1, beta2))
-    correct1, correct2 = (1 - beta ** step.item() if bias_correction else 1.0 for beta in (beta1, beta2))
+    beta1, beta2 = (torch.tensor(beta, dtype=torch.float32).item() for beta in (call.beta1, call.beta2))
+    correct1, correct2 = (1 - beta ** call.step.item() if call.bias_correction else 1.0 for beta in (beta1, beta2))
     for g, p, m, v in zip(gradients, parameters, firsts, seconds, strict=True):
         _same_dtype(g, p, m, v)
-        g.mul_(inv_scale)
-        scaled = g if mode == 1 else g + weight_decay * p
+        g.mul_(call.inv_scale)
+        scaled = g if call.mode == 1 else g + call.weight_decay * p
         m.mul_(beta1).add_(scaled * (1 - beta1))
         v.mul_(beta2).add_(scaled * (1 - beta2) * scaled)
-        update = (m / correct1) / ((v / correct2).sqrt() + epsilon)
-        p.sub_(lr * (update + weight_decay * p if mode == 1 else update))
+        update = (m / correct1) / ((v / correct2).sqrt() + call.epsilon)
+        p.sub_(call.lr * (update + call.weight_decay * p if call.mode == 1 else update))
 
 
 def _rows_per_block(length: int) -> int:
@@ -202,31 +168,44 @@ def _check_scores(*tensors: Tensor) -> None:
         assert samples % _rows_per_block(length) == 0
 
 
-def _causal_softmax(input: Tensor, scale_factor: float) -> Tensor:
-    _check_scores(input)
-    return reference_attention.softmax_forward(input.unsqueeze(0), None, scale_factor, True, None)[0]
+def _causal_softmax(call: Call) -> Tensor:
+    _check_scores(call.input)
+    return reference_attention.softmax_forward(call.input.unsqueeze(0), None, call.scale_factor, True, None)[0]
 
 
-def _causal_softmax_backward(output_grads: Tensor, softmax_results: Tensor, scale_factor: float) -> Tensor:
-    _check_scores(output_grads, softmax_results)
-    return output_grads.copy_(reference_attention.softmax_input_gradient(output_grads, softmax_results, scale_factor))
+def _causal_softmax_backward(call: Call) -> Tensor:
+    _check_scores(call.output_grads, call.softmax_results)
+    return call.output_grads.copy_(
+        reference_attention.softmax_input_gradient(call.output_grads, call.softmax_results, call.scale_factor)
+    )
 
 
-def _weight_gradient(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
-    _same_dtype(input, d_output)
-    assert input.dim() == d_output.dim() == 2
-    assert d_weight.dtype == torch.float32
-    d_weight.addmm_(d_output.float().t(), input.float())
+def _weight_gradient(call: Call) -> None:
+    _same_dtype(call.input, call.d_output)
+    assert call.input.dim() == call.d_output.dim() == 2
+    assert call.d_weight.dtype == torch.float32
+    call.d_weight.addmm_(call.d_output.float().t(), call.input.float())
 
 
-_COMPUTE: dict[tuple[str, str], Callable[..., object]] = {
-    ("fused_layer_norm_cuda", "forward_affine"): _layer_norm,
-    ("fused_layer_norm_cuda", "backward_affine"): _layer_norm_backward,
-    ("fused_layer_norm_cuda", "rms_forward_affine"): _rms_norm,
-    ("fused_layer_norm_cuda", "rms_backward_affine"): _rms_norm_backward,
-    ("amp_C", "multi_tensor_l2norm"): _l2_norm,
-    ("amp_C", "multi_tensor_adam_capturable"): _adam,
-    ("scaled_upper_triang_masked_softmax_cuda", "forward"): _causal_softmax,
-    ("scaled_upper_triang_masked_softmax_cuda", "backward"): _causal_softmax_backward,
-    ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"): _weight_gradient,
+_ADAM_NAMES = "lr beta1 beta2 epsilon step mode bias_correction weight_decay inv_scale"
+_COMPUTE: dict[tuple[str, str], tuple[Callable[[Call], object], str]] = {
+    ("fused_layer_norm_cuda", "forward_affine"): (_norm, "input normalized_shape gamma beta epsilon"),
+    ("fused_layer_norm_cuda", "backward_affine"): (
+        _norm_backward,
+        "dout mean invvar input normalized_shape gamma beta epsilon memory_efficient",
+    ),
+    ("fused_layer_norm_cuda", "rms_forward_affine"): (_norm, "input normalized_shape gamma epsilon"),
+    ("fused_layer_norm_cuda", "rms_backward_affine"): (
+        _norm_backward,
+        "dout invvar input normalized_shape gamma epsilon memory_efficient",
+    ),
+    ("amp_C", "multi_tensor_l2norm"): (_l2_norm, "chunk_size noop_flag tensor_lists per_tensor"),
+    ("amp_C", "multi_tensor_adam_capturable"): (_adam, f"chunk_size noop_flag tensor_lists {_ADAM_NAMES}"),
+    ("scaled_upper_triang_masked_softmax_cuda", "forward"): (_causal_softmax, "input scale_factor"),
+    ("scaled_upper_triang_masked_softmax_cuda", "backward"): (
+        _causal_softmax_backward,
+        "output_grads softmax_results scale_factor",
+    ),
+    ("fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"): (_weight_gradient, "input d_output d_weight"),
 }
+"""Each function of apex, and the names of its arguments in the newest build."""
