@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tests.ptx.arithmetic import Operation, operation_of
+from tests.ptx.arithmetic import operation_of
 from tests.ptx.memory import Access, AccessError, Memory, tags_of
 from tests.ptx.numbers import TYPES, UNSIGNED, Array, bits_of
 from tests.ptx.program import Instruction, Program, PtxError
@@ -128,7 +128,9 @@ class _Batch:
             path.index += 1
             self.machine.opcodes[instruction.opcode] += 1
             try:
-                self._step(path, instruction)
+                if instruction.parts[0] not in _NOTHING:
+                    action = _ACTIONS.get(instruction.parts[0], _Batch.compute)
+                    action(self, instruction, self._active(instruction))
             except AccessError as error:
                 raise instruction.error(str(error)) from None
         raise PtxError(f"the kernel runs for more than {_MOST_STEPS} instructions")
@@ -136,19 +138,6 @@ class _Batch:
     def _enter(self, mask: Array) -> None:
         if mask is not self.mask:
             self.mask, self.full = mask, bool(mask.all())
-
-    def _step(self, path: _Path, instruction: Instruction) -> None:
-        name = instruction.parts[0]
-        if name == "bra":
-            self._branch(path, instruction)
-        elif name in ("ret", "exit"):
-            self._leave(self._active(instruction))
-        elif name not in _NOTHING:
-            action = _ACTIONS.get(name)
-            if action is not None:
-                action(self, instruction, self._active(instruction))
-            else:
-                self._compute(instruction)
 
     def _active(self, instruction: Instruction) -> Array:
         """Threads that execute it."""
@@ -161,17 +150,13 @@ class _Batch:
         self.machine.guarded[instruction.line] = before[0] + passed, before[1] + blocked
         return active
 
-    def _leave(self, gone: Array) -> None:
+    def leave(self, instruction: Instruction, gone: Array) -> None:
         self.alive = self.alive & ~gone
         for path in self.paths:
             path.mask = path.mask & self.alive
 
-    def _branch(self, path: _Path, instruction: Instruction) -> None:
-        target = self.program.labels[instruction.operands[0]]
-        if not instruction.guard:
-            path.index = target
-            return
-        taken = self._active(instruction)
+    def branch(self, instruction: Instruction, taken: Array) -> None:
+        path, target = self.paths[-1], self.program.labels[instruction.operands[0]]
         if not taken.any():
             return
         rest = path.mask & ~taken
@@ -198,18 +183,18 @@ class _Batch:
     def read(self, instruction: Instruction, operand: str, kind: str) -> Array:
         """An operand as an array of a PTX type."""
         dtype = np.dtype(TYPES[kind])
-        if operand[0] == "%" and operand not in self.specials:
-            value = self.register(instruction, operand)
-            if dtype == np.bool_ or value.dtype.itemsize == dtype.itemsize:
-                return value if dtype == value.dtype else value.view(dtype)
-            if value.dtype.itemsize < dtype.itemsize:
-                raise instruction.error(f"{operand} is narrower than {kind}")
-            return value.astype(UNSIGNED[dtype.itemsize]).view(dtype)
-        if operand[0] == "!":
-            return ~self.register(instruction, operand[1:])
         if operand in self.specials:
             return self.specials[operand].astype(UNSIGNED[dtype.itemsize]).view(dtype)
-        return _constant(operand, kind, self.program, instruction)
+        if operand[0] == "!":
+            return ~self.register(instruction, operand[1:])
+        if operand[0] != "%":
+            return _constant(operand, kind, self.program, instruction)
+        value = self.register(instruction, operand)
+        if dtype == np.bool_ or value.dtype.itemsize == dtype.itemsize:
+            return value if dtype == value.dtype else value.view(dtype)
+        if value.dtype.itemsize < dtype.itemsize:
+            raise instruction.error(f"{operand} is narrower than {kind}")
+        return value.astype(UNSIGNED[dtype.itemsize]).view(dtype)
 
     def write(self, instruction: Instruction, name: str, value: Array, active: Array) -> None:
         """Set a register of the active threads."""
@@ -227,7 +212,10 @@ class _Batch:
         """A value as wide as its register."""
         if name == "_":
             return value
-        bits = self._bits(instruction, name)
+        try:
+            bits = self.program.bits_of(name)
+        except KeyError:
+            raise instruction.error(f"{name} is not declared") from None
         if bits < 8 * value.dtype.itemsize:
             raise instruction.error(f"{name} has {bits} bits, too few for the result")
         if bits == 8 * value.dtype.itemsize:
@@ -236,29 +224,19 @@ class _Batch:
             return value.astype(np.dtype(f"i{bits // 8}"))
         return bits_of(value).astype(UNSIGNED[bits // 8])
 
-    def _bits(self, instruction: Instruction, name: str) -> int:
-        try:
-            return self.program.bits_of(name)
-        except KeyError:
-            raise instruction.error(f"{name} is not declared") from None
-
     def whole(self, value: Array) -> Array:
         """One element per thread."""
         return np.broadcast_to(value, self.count)
 
-    def _compute(self, instruction: Instruction) -> None:
+    def compute(self, instruction: Instruction, active: Array) -> None:
         operation = operation_of(instruction.opcode)
         if operation is None:
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
+            raise instruction.unknown()
         destination, *operands = instruction.operands
-        self._apply(instruction, operation, destination, operands)
-
-    def _apply(self, instruction: Instruction, operation: Operation, destination: str, operands: list[str]) -> None:
         if len(operands) != len(operation.operands):
             raise instruction.error(f"{len(operands)} operands, not {len(operation.operands)}")
         values = [self.read(instruction, *pair) for pair in zip(operands, operation.operands, strict=True)]
         result = operation.function(*values)
-        active = self._active(instruction)
         first, _, second = destination.partition("|")
         if operation.result != "pred":
             result = self.extended(instruction, first, result, operation.result[0] == "s")
@@ -285,98 +263,92 @@ class _Batch:
     def accesses(self, space: str, addresses: Array, size: int, active: Array) -> list[tuple[Memory, Access]]:
         """Accesses of the active threads, by memory: one for a named space, up to two for generic addresses."""
         addresses, active = self.whole(addresses), self.whole(active)
-        parts = {"global": active, "shared": active}
-        offset = addresses
+        in_shared = np.full(self.count, space == "shared")
         if space == "generic":
-            in_window = (addresses >= np.uint64(_SHARED_WINDOW)) & (addresses < np.uint64(GLOBAL_BASE))
-            parts = {"global": active & ~in_window, "shared": active & in_window}
-            offset = addresses - np.uint64(_SHARED_WINDOW)
-        counts = []
-        for name, chosen in parts.items():
-            if space in (name, "generic") and chosen.any():
-                lanes = self.lanes[chosen]
-                block = self.block[lanes]
-                tags = tags_of(self.block_numbers[lanes], self.phase[block], self.thread[lanes] // WARP)
-                if name == "global":
-                    counts.append((self.machine.memory, Access(addresses[chosen], lanes, tags, size)))
-                else:
-                    near = offset[chosen].astype(np.int64)
-                    # Offsets outside of the block's own range must not reach another block's.
-                    inside = (near >= 0) & (near < self.shared_size)
-                    near = np.where(inside, near + self.shared_bases[block], len(self.shared.bytes))
-                    counts.append((self.shared, Access(near.astype(np.uint64), lanes, tags, size)))
-        return counts
+            in_shared = (addresses >= np.uint64(_SHARED_WINDOW)) & (addresses < np.uint64(GLOBAL_BASE))
+        accesses = []
+        for memory, chosen in ((self.machine.memory, active & ~in_shared), (self.shared, active & in_shared)):
+            if not chosen.any():
+                continue
+            lanes, places = self.lanes[chosen], addresses[chosen]
+            block = self.block[lanes]
+            if memory is self.shared:
+                near = places.astype(np.int64) - (_SHARED_WINDOW if space == "generic" else 0)
+                # Offsets outside of the block's own range must not reach another block's.
+                inside = (near >= 0) & (near < self.shared_size)
+                places = np.where(inside, near + self.shared_bases[block], len(self.shared.bytes)).astype(np.uint64)
+            tags = tags_of(self.block_numbers[lanes], self.phase[block], self.thread[lanes] // WARP)
+            accesses.append((memory, Access(places, lanes, tags, size)))
+        return accesses
+
+    def loaded(self, space: str, addresses: Array, size: int, active: Array) -> Array:
+        """Bytes [threads, size]: 0 of threads that are not active."""
+        data = np.zeros((self.count, size), np.uint8)
+        for memory, access in self.accesses(space, addresses, size, active):
+            data[access.lanes] = memory.load(access)
+        return data
 
     def load(self, instruction: Instruction, active: Array) -> None:
         space, kind, count = _form(instruction)
-        names = [name.strip() for name in instruction.operands[0].strip("{} ").split(",")]
+        names = _names(instruction.operands[0])
         if len(names) != count:
             raise instruction.error(f"{len(names)} registers for {count} elements")
         if space == "param":
-            return self._parameter(instruction, kind, names[0], active)
-        width = np.dtype(TYPES[kind]).itemsize
-        data = np.zeros((self.count, width * count), np.uint8)
-        for memory, access in self.accesses(
-            space, self.address(instruction, instruction.operands[1]), width * count, active
-        ):
-            data[access.lanes] = memory.load(access)
-        columns = data.view(TYPES[kind])
+            columns = self._parameter(instruction, kind)
+        else:
+            address = self.address(instruction, instruction.operands[1])
+            columns = self.loaded(space, address, np.dtype(TYPES[kind]).itemsize * count, active).view(TYPES[kind])
         for index, name in enumerate(names):
             value = self.extended(instruction, name, np.ascontiguousarray(columns[:, index]), kind[0] == "s")
             self.write(instruction, name, value, active)
-        return None
 
-    def _parameter(self, instruction: Instruction, kind: str, name: str, active: Array) -> None:
-        match = re.fullmatch(r"\[\s*(\w+)\s*\]", instruction.operands[1])
-        places = {parameter: index for index, (_, parameter) in enumerate(self.program.parameters)}
-        if match is None or match[1] not in places:
-            raise instruction.error("not a parameter of this kernel")
-        value = self.machine.arguments[places[match[1]]]
-        dtype = np.dtype(TYPES[kind])
-        declared = np.dtype(TYPES[self.program.parameters[places[match[1]]][0]])
-        if isinstance(value, float):
-            stored = np.array([value], f"f{declared.itemsize}")
-        else:
-            stored = np.array([value & (2 ** (8 * declared.itemsize) - 1)], f"u{declared.itemsize}")
-        if dtype.itemsize > declared.itemsize:
-            raise instruction.error(f"the parameter has {declared.itemsize} bytes")
-        stored = np.frombuffer(stored.tobytes()[: dtype.itemsize], dtype)
-        self.write(instruction, name, self.extended(instruction, name, stored, kind[0] == "s"), active)
+    def _parameter(self, instruction: Instruction, kind: str) -> Array:
+        """The value as [1, 1]."""
+        for (declared, name), value in zip(self.program.parameters, self.machine.arguments, strict=True):
+            if name == instruction.operands[1].strip("[ ]"):
+                size, wanted = (np.dtype(TYPES[each]).itemsize for each in (declared, kind))
+                if wanted > size:
+                    raise instruction.error(f"the parameter has {size} bytes")
+                if isinstance(value, float):
+                    stored = np.array([value], f"f{size}")
+                else:
+                    stored = np.array([value & (2 ** (8 * size) - 1)], f"u{size}")
+                return np.frombuffer(stored.tobytes()[:wanted], TYPES[kind]).reshape(1, 1)
+        raise instruction.error("not a parameter of this kernel")
 
     def store(self, instruction: Instruction, active: Array) -> None:
         space, kind, count = _form(instruction)
-        names = [name.strip() for name in instruction.operands[1].strip("{} ").split(",")]
+        names = _names(instruction.operands[1])
         if len(names) != count:
             raise instruction.error(f"{len(names)} registers for {count} elements")
         columns = [self.whole(self.read(instruction, name, kind)) for name in names]
         data = np.stack(columns, axis=1).view(np.uint8)
-        for memory, access in self.accesses(
-            space, self.address(instruction, instruction.operands[0]), data.shape[1], active
-        ):
+        address = self.address(instruction, instruction.operands[0])
+        for memory, access in self.accesses(space, address, data.shape[1], active):
             memory.store(access, data[access.lanes])
 
     def move(self, instruction: Instruction, active: Array) -> None:
+        """Also of a register to parts of it, or of parts to one register."""
         kind = instruction.parts[-1]
         target, source = instruction.operands
         if kind not in TYPES:
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
+            raise instruction.unknown()
+        dtype = np.dtype(TYPES[kind])
         if target[0] == "{":
-            names = [name.strip() for name in target.strip("{} ").split(",")]
-            value = self.read(instruction, source, kind)
-            bits = 8 * value.dtype.itemsize // len(names)
-            for index, name in enumerate(names):
-                part = (value >> value.dtype.type(bits * index)).astype(UNSIGNED[bits // 8])
-                self.write(instruction, name, part, active)
-        elif source[0] == "{":
-            names = [name.strip() for name in source.strip("{} ").split(",")]
-            dtype = np.dtype(TYPES[kind])
+            value, names = self.read(instruction, source, kind), _names(target)
             bits = 8 * dtype.itemsize // len(names)
-            value = np.zeros(1, dtype)
+            for index, name in enumerate(names):
+                part = (value >> dtype.type(bits * index)).astype(UNSIGNED[bits // 8])
+                self.write(instruction, name, part, active)
+            return
+        if source[0] == "{":
+            value, names = np.zeros(1, dtype), _names(source)
+            bits = 8 * dtype.itemsize // len(names)
             for index, name in enumerate(names):
                 value = value | (self.read(instruction, name, f"b{bits}").astype(dtype) << dtype.type(bits * index))
-            self.write(instruction, target, value, active)
         else:
-            self.write(instruction, target, self.read(instruction, source, kind), active)
+            value = self.read(instruction, source, kind)
+        self.write(instruction, target, value, active)
 
     def convert_address(self, instruction: Instruction, active: Array) -> None:
         target, source = instruction.operands
@@ -402,21 +374,17 @@ class _Batch:
         elif re.fullmatch(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*", opcode):
             self._start(instruction, active)
         else:
-            raise instruction.error(f"opcode {opcode} is not known")
+            raise instruction.unknown()
 
     def _start(self, instruction: Instruction, active: Array) -> None:
         size = int(instruction.operands[2], 0)
-        active = self.whole(active)
-        data = np.zeros((self.count, size), np.uint8)
-        reading = active
+        reading = active = self.whole(active)
         if len(instruction.operands) > 3:
             given = self.whole(self.read(instruction, instruction.operands[3], "u32"))
             if not np.isin(given[active], (0, size)).all():
                 raise instruction.error(f"copies of fewer than {size} bytes, but not 0, are not known")
             reading = active & (given > 0)
-        source = self.address(instruction, instruction.operands[1])
-        for memory, access in self.accesses("global", source, size, reading):
-            data[access.lanes] = memory.load(access)
+        data = self.loaded("global", self.address(instruction, instruction.operands[1]), size, reading)
         goal = self.whole(self.address(instruction, instruction.operands[0]))
         for memory, access in self.accesses("shared", goal, size, active):
             memory.forget(access)
@@ -456,36 +424,34 @@ class _Batch:
             raise instruction.error(f"divergent barrier: not all threads of block {block} reach it together")
         self.phase = self.phase + some
 
-    def _members(self, instruction: Instruction, active: Array, operand: str) -> tuple[Array, Array]:
-        """(active, member mask) as [warps, 32], if each warp's active lanes are just those of its member mask."""
+    def _members(self, instruction: Instruction, active: Array, operand: str) -> Array:
+        """Return `active` as [warps, 32] if each warp's active lanes are just those of its member mask."""
         active = self.whole(active).reshape(-1, WARP)
         mask = self.whole(self.read(instruction, operand, "b32")).reshape(-1, WARP)
-        named = (mask >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1) != 0
         # Every executing lane has to name the same lanes: those that execute. Lanes that left are not waited for.
         wanted = (mask[:, :, None] >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1) != 0
+        named = np.diagonal(wanted, axis1=1, axis2=2)
         present = active[:, None, :] | ~self.alive.reshape(-1, 1, WARP)
         wrong = active & ((wanted & ~present).any(axis=2) | ~named)
         if wrong.any():
             raise instruction.error(
                 "the member mask names lanes that do not execute this, or leaves out one that does"
             )
-        return active, mask
+        return active
 
     def shuffle(self, instruction: Instruction, active: Array) -> None:
-        if instruction.parts[1] != "sync" or instruction.parts[3] != "b32":
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
-        target, source, offset, clamp, members = instruction.operands
-        lanes, _ = self._members(instruction, active, members)
-        value, distance, limits = (
-            self.whole(self.read(instruction, operand, "u32")).reshape(-1, WARP) for operand in (source, offset, clamp)
+        _, sync, mode, kind, *_ = instruction.parts
+        if sync != "sync" or kind != "b32":
+            raise instruction.unknown()
+        target, *inputs, members = instruction.operands
+        lanes = self._members(instruction, active, members)
+        value, distance, clamp = (
+            self.whole(self.read(instruction, operand, "u32")).reshape(-1, WARP).astype(np.int64) for operand in inputs
         )
-        lane = np.arange(WARP, dtype=np.int64)
-        distance, clamp_value, segment = (
-            (part & np.uint32(31)).astype(np.int64) for part in (distance, limits, limits >> np.uint32(8))
-        )
+        lane = np.arange(WARP)
+        distance, segment = distance & 31, clamp >> 8 & 31
         lowest = lane & segment
-        highest = lowest | (clamp_value & ~segment)
-        mode = instruction.parts[2]
+        highest = lowest | (clamp & 31 & ~segment)
         wanted = {
             "up": lane - distance,
             "down": lane + distance,
@@ -496,9 +462,9 @@ class _Batch:
         wanted = np.where(inside, wanted, lane)
         if (lanes & ~np.take_along_axis(lanes, wanted, axis=1)).any():
             raise instruction.error("shuffles from a lane that does not execute this")
-        result = np.take_along_axis(value, wanted, axis=1).reshape(-1)
         first, _, second = target.partition("|")
-        self.write(instruction, first, result, active)
+        result = np.take_along_axis(value, wanted, axis=1).astype(np.uint32)
+        self.write(instruction, first, result.reshape(-1), active)
         if second:
             self.write(instruction, second, inside.reshape(-1), active)
 
@@ -508,19 +474,16 @@ class _Batch:
             r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", instruction.opcode
         )
         if match is None:
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
-        count = int(match[1])
+            raise instruction.unknown()
         self._members(instruction, active, "0xffffffff")
-        giving = self.whole(active) & (self.thread % WARP < 8 * count)
-        data = np.zeros((self.count, 16), np.uint8)
-        for memory, access in self.accesses("shared", self.address(instruction, instruction.operands[1]), 16, giving):
-            data[access.lanes] = memory.load(access)
+        giving = self.whole(active) & (self.thread % WARP < 8 * int(match[1]))
+        data = self.loaded("shared", self.address(instruction, instruction.operands[1]), 16, giving)
         rows = data.view(np.uint16).reshape(-1, 4, 8, 8)
         if match[2]:
             rows = rows.transpose(0, 1, 3, 2)
         words = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, 4, 32)
-        for index, name in enumerate(instruction.operands[0].strip("{} ").split(",")):
-            self.write(instruction, name.strip(), words[:, index].reshape(-1), active)
+        for index, name in enumerate(_names(instruction.operands[0])):
+            self.write(instruction, name, words[:, index].reshape(-1), active)
 
     def policy(self, instruction: Instruction, active: Array) -> None:
         """createpolicy: a hint for the cache, without a meaning here."""
@@ -528,6 +491,9 @@ class _Batch:
 
 
 _ACTIONS: dict[str, Callable[[_Batch, Instruction, Array], None]] = {
+    "bra": _Batch.branch,
+    "ret": _Batch.leave,
+    "exit": _Batch.leave,
     "ld": _Batch.load,
     "st": _Batch.store,
     "mov": _Batch.move,
@@ -543,6 +509,11 @@ _ACTIONS: dict[str, Callable[[_Batch, Instruction, Array], None]] = {
 _HINTS = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|weak|cta|gpu|sys|cluster|L1|L2|(L1|L2)::\w+|level::\w+|acq_rel|b\d+")
 
 
+def _names(operand: str) -> list[str]:
+    """Registers of a vector, or the only one."""
+    return [name.strip() for name in operand.strip("{} ").split(",")]
+
+
 def _form(instruction: Instruction) -> tuple[str, str, int]:
     """(space, type of an element, elements) of a load or store. Modifiers about caches and scopes change nothing."""
     parts = list(instruction.parts[1:])
@@ -555,9 +526,9 @@ def _form(instruction: Instruction) -> tuple[str, str, int]:
         elif re.fullmatch(r"v[248]", part):
             count = int(part[1])
         elif not _HINTS.fullmatch(part):
-            raise instruction.error(f"opcode {instruction.opcode} is not known")
+            raise instruction.unknown()
     if not kind or kind == "pred":
-        raise instruction.error(f"opcode {instruction.opcode} is not known")
+        raise instruction.unknown()
     return space, kind, count
 
 
@@ -583,10 +554,9 @@ def _constant(operand: str, kind: str, program: Program, instruction: Instructio
     dtype = np.dtype(TYPES[kind])
     if operand in program.shared:
         return np.array([program.shared[operand][0]], dtype)
-    if re.fullmatch(r"0f[0-9a-fA-F]{8}", operand):
-        return np.array([int(operand[2:], 16)], np.uint32).view(dtype if dtype.itemsize == 4 else np.float32)
-    if re.fullmatch(r"0d[0-9a-fA-F]{16}", operand):
-        return np.array([int(operand[2:], 16)], np.uint64).view(dtype)
+    if re.fullmatch(r"0f[0-9a-fA-F]{8}|0d[0-9a-fA-F]{16}", operand):
+        number = np.array([int(operand[2:], 16)], np.uint32 if operand[1] == "f" else np.uint64)
+        return number.view(dtype if dtype.itemsize == number.itemsize else np.float32)
     try:
         value = int(operand.removesuffix("U"), 0)
     except ValueError:

@@ -42,6 +42,10 @@ class Instruction:
         """An exception that names this line."""
         return PtxError(f"line {self.line}: {self.text}: {reason}")
 
+    def unknown(self) -> PtxError:
+        """An exception for an opcode that is not supported."""
+        return self.error(f"opcode {self.opcode} is not known")
+
 
 @dataclass
 class Program:
