@@ -9,8 +9,7 @@ from tests.kernels import adamw_checks, norm_checks, softmax_checks
 from tests.kernels.cases import DTYPES, LAYOUTS, Layout, implementation, misaligned
 from tests.kernels.norm_checks import Norm
 
-LAYER_NORM = implementation("layer_norm", "apex")
-RMS_NORM = implementation("rms_norm", "apex")
+NORMS = [Norm(op, implementation(op, "apex")) for op in ("layer_norm", "rms_norm")]
 ADAMW = implementation("adamw", "apex")
 SOFTMAX = implementation("softmax", "apex")
 
@@ -28,11 +27,7 @@ def needs(extension: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "norm",
-    [Norm("layer_norm", LAYER_NORM), Norm("rms_norm", RMS_NORM)],
-    ids=str,
-)
+@pytest.mark.parametrize("norm", NORMS, ids=str)
 def test_norms(norm: Norm, dtype: torch.dtype, layout: Layout) -> None:
     needs("fused_layer_norm_cuda")
     norm_checks.check_against_double(norm, (37, 4096), dtype, "cuda", layout)

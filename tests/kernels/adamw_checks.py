@@ -69,7 +69,9 @@ def check_against_double(
 
 
 def check_rules(module: Implementation, device: str) -> None:
-    """Check the parameter copy, the skip flag, special numbers and refusals."""
+    """Check cut buffers, the parameter copy, the skip flag, special numbers and refusals."""
+    for moments in MOMENTS:
+        check_cuts(module, moments, device)
     check_parameter_copy(module, device)
     check_skip(module, device)
     check_not_a_number(module, device)

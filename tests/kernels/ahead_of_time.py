@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -43,28 +44,27 @@ class MachineCode:
     wide_stores: int
 
 
-def compiled(specimen: Specimen, architecture: int) -> MachineCode:
-    """Machine code of a specimen for `architecture`, 80 for sm_80 and so on."""
-    launch = specimen.launch
+def compile_for(specimen: Specimen, architecture: int) -> Any:
+    """Triton's kernel of a specimen for `architecture`, 80 for sm_80 and so on."""
     attributes = {(index,): [["tt.divisibility", 16]] for index in specimen.divisible()}
-    source = ASTSource(launch.kernel, specimen.signature(), specimen.constants(), attributes)
-    options = {"num_warps": launch.num_warps, **OPTIONS}
-    kernel = triton.compile(source, GPUTarget("cuda", architecture, 32), options)
-    return _inspect(kernel.asm["cubin"], kernel.metadata.shared)
+    source = ASTSource(specimen.launch.kernel, specimen.signature(), specimen.constants(), attributes)
+    options = {"num_warps": specimen.launch.num_warps, **OPTIONS}
+    return triton.compile(source, GPUTarget("cuda", architecture, 32), options)
 
 
-def _inspect(cubin: bytes, shared: int) -> MachineCode:
+def machine_code(specimen: Specimen, architecture: int) -> MachineCode:
+    kernel = compile_for(specimen, architecture)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
-        path.write_bytes(cubin)
+        path.write_bytes(kernel.asm["cubin"])
         usage = _run(triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path))
         code = _run(triton.knobs.nvidia.nvdisasm.path, "-c", str(path))
-    (match,) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
+    ((registers, stack),) = re.findall(r"REG:(\d+) STACK:(\d+)", usage)
     return MachineCode(
-        registers=int(match[0]),
-        stack=int(match[1]),
+        registers=int(registers),
+        stack=int(stack),
         local=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        shared=shared,
+        shared=kernel.metadata.shared,
         wide_loads=len(re.findall(r"\bLDG(?:STS)?\.E\S*\.128\b", code)),
         wide_stores=len(re.findall(r"\bSTG\.E\S*\.128\b", code)),
     )
@@ -93,7 +93,7 @@ def problems(specimen: Specimen, code: MachineCode, architecture: int) -> list[s
 def check(case: tuple[Specimen, int]) -> tuple[bool, str]:
     """(whether all is well, a line about it)."""
     specimen, architecture = case
-    code = compiled(specimen, architecture)
+    code = machine_code(specimen, architecture)
     wrong = problems(specimen, code, architecture)
     line = f"{specimen.name} sm_{architecture}: {code.registers} registers, {specimen.launch.num_warps} warps"
     return not wrong, f"{line}: {'; '.join(wrong) or 'good'}"

@@ -21,10 +21,7 @@ from tests.kernels.norm_checks import Norm
 
 ADAMW = implementation("adamw", "apex")
 
-NORMS = [
-    Norm("layer_norm", implementation("layer_norm", "apex")),
-    Norm("rms_norm", implementation("rms_norm", "apex")),
-]
+NORMS = [Norm(op, implementation(op, "apex")) for op in ("layer_norm", "rms_norm")]
 each_build = pytest.mark.parametrize("_apex", BUILDS, indirect=True)
 each_norm = pytest.mark.parametrize("norm", NORMS, ids=str)
 

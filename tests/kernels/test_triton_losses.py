@@ -19,35 +19,23 @@ SPLITS = [([50], 0), ([50], 6), ([20, 0, 30], 2)]
 each_backend = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
 
 
-@pytest.fixture
-def op() -> Implementation:
-    return implementation("cross_entropy", "triton")
+def triton(op: str = "cross_entropy") -> Implementation:
+    return implementation(op, "triton")
 
 
-@pytest.fixture
-def linear_op() -> Implementation:
-    return implementation("linear_cross_entropy", "triton")
-
-
-@needs_triton
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("rows", "width"), [(40, 33), (1, 1000), (5, 4096), (2, 16390), (20, 1)])
-def test_errors_of_one_rank_are_like_the_references(
-    op: Implementation, rows: int, width: int, dtype: torch.dtype
-) -> None:
-    check_logits(op, rows, [width], dtype, DEVICE, alone=True)
+ALONE = [(rows, [width], 0, True) for rows, width in [(40, 33), (1, 1000), (5, 4096), (2, 16390), (20, 1)]]
+SHARED = [(40, [33]), (9, [500, 1, 499]), (3, [64, 0]), (2, [9000, 41])]
+CASES = [*ALONE, *((rows, sizes, padding, False) for rows, sizes in SHARED for padding in (0, 3))]
 
 
 @needs_triton
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("padding", [0, 3])
-@pytest.mark.parametrize(("rows", "sizes"), [(40, [33]), (9, [500, 1, 499]), (3, [64, 0]), (2, [9000, 41])], ids=str)
-def test_errors_of_several_ranks_are_like_the_references(
-    op: Implementation, rows: int, sizes: list[int], padding: int, dtype: torch.dtype
+@pytest.mark.parametrize(("rows", "sizes", "padding", "alone"), CASES, ids=str)
+def test_errors_are_like_the_references(
+    rows: int, sizes: list[int], padding: int, alone: bool, dtype: torch.dtype
 ) -> None:
-    check_logits(op, rows, sizes, dtype, DEVICE, padding)
+    check_logits(triton(), rows, sizes, dtype, DEVICE, padding, alone)
 
 
 @needs_triton
@@ -55,10 +43,10 @@ def test_errors_of_several_ranks_are_like_the_references(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("sizes", "padding"), SPLITS, ids=str)
 def test_errors_of_projections_in_chunks_are_like_the_references(
-    linear_op: Implementation, sizes: list[int], padding: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], padding: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(linear, "CHUNK_BYTES", 1 << 9)
-    check_projection(linear_op, 11, 16, sizes, padding, dtype, DEVICE)
+    check_projection(triton("linear_cross_entropy"), 11, 16, sizes, padding, dtype, DEVICE)
 
 
 @pytest.mark.parametrize("rows", [1, reference_cross_entropy.CHUNK_ROWS, 2 * reference_cross_entropy.CHUNK_ROWS + 3])
@@ -108,11 +96,11 @@ def test_special_logits_act_as_in_float64(backend: str, kind: str) -> None:
 
 
 @needs_triton
-def test_no_rows(op: Implementation, linear_op: Implementation) -> None:
+def test_no_rows() -> None:
     case = Logits(torch.empty(0, 8), torch.empty(0, dtype=torch.int64), torch.empty(0))
-    for losses, gradient in (case.alone(op), case.shared(op, [5, 3])):
+    for losses, gradient in (case.alone(triton()), case.shared(triton(), [5, 3])):
         assert (losses.shape, gradient.shape) == ((0,), (0, 8))
-    for each in (LINEAR_REFERENCE, linear_op):
+    for each in (LINEAR_REFERENCE, triton("linear_cross_entropy")):
         losses, dx, dweight, gradient = Projection.drawn(0, 8, 50, torch.float32, "cpu").run(each, [20, 30], 1, False)
         assert (losses.shape, dx.shape, gradient.shape) == ((0,), (0, 8), (0, 50))
         assert not dweight.any()
@@ -124,7 +112,8 @@ def transposed(x: Tensor) -> Tensor:
 
 @needs_triton
 @pytest.mark.parametrize("layout", [transposed, misaligned])
-def test_layout_in_memory_changes_no_bit(op: Implementation, layout: Callable[[Tensor], Tensor]) -> None:
+def test_layout_in_memory_changes_no_bit(layout: Callable[[Tensor], Tensor]) -> None:
+    op = triton()
     case = Logits.drawn(5, 80, torch.bfloat16, DEVICE)
     owned = torch.ones(5, dtype=torch.bool, device=DEVICE)
     for call in (
@@ -176,8 +165,9 @@ def test_chunks_stay_within_their_bytes() -> None:
 
 
 @needs_triton
-def test_compiled_graphs_have_the_bits_of_eager_calls(op: Implementation) -> None:
+def test_compiled_graphs_have_the_bits_of_eager_calls() -> None:
     """Logits, and a softmax before padding, are written in place."""
+    op = triton()
     case = Logits.drawn(4, 20, torch.float32, DEVICE)
     owned = torch.ones(4, dtype=torch.bool, device=DEVICE)
 

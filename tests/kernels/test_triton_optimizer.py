@@ -29,12 +29,8 @@ def triton(op: str) -> Implementation:
 def test_reference_has_the_bits_of_the_optimizers_tail(weight_decay: float) -> None:
     state = adamw_checks.buffers(SEGMENT_ALIGNMENT - 1, torch.float32, "cpu")
     scale = torch.tensor(0.5)
-    actual = adamw_checks.stepped(
-        REFERENCE,
-        state,
-        adamw_checks.coefficients(weight_decay=weight_decay),
-        gradient_scale=scale,
-    )
+    coefficients = adamw_checks.coefficients(weight_decay=weight_decay)
+    actual = adamw_checks.stepped(REFERENCE, state, coefficients, gradient_scale=scale)
     update = AdamW(3, 1e-2, (0.9, 0.95), 1e-8, weight_decay)
     adamw_step(*([state[name]] for name in adamw_checks.BUFFERS), update, gradient_scale=scale)
     for name in ("master", "first", "second"):
@@ -46,8 +42,9 @@ def test_steps_count_from_one() -> None:
         Coefficients(0, 1e-3, (0.9, 0.95), 1e-8, 0.0)
 
 
-def test_rules_of_the_reference() -> None:
-    adamw_checks.check_rules(REFERENCE, "cpu")
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
+def test_rules_of_adamw(backend: str) -> None:
+    adamw_checks.check_rules(implementation("adamw", backend), DEVICE if backend == "triton" else "cpu")
 
 
 @needs_triton
@@ -55,17 +52,6 @@ def test_rules_of_the_reference() -> None:
 @pytest.mark.parametrize(("size", "weight_decay"), [(1, 0.1), (64, 0.0), (3001, 0.1)])
 def test_errors_of_adamw_are_at_most_twice_torchs(size: int, weight_decay: float, moments: torch.dtype) -> None:
     adamw_checks.check_against_double(triton("adamw"), size, moments, DEVICE, weight_decay)
-
-
-@needs_triton
-@pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
-def test_cuts_of_buffers_change_no_bit(moments: torch.dtype) -> None:
-    adamw_checks.check_cuts(triton("adamw"), moments, DEVICE)
-
-
-@needs_triton
-def test_rules_of_adamw() -> None:
-    adamw_checks.check_rules(triton("adamw"), DEVICE)
 
 
 def exact(values: Tensor) -> float:

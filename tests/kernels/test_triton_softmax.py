@@ -61,6 +61,5 @@ def test_operators_keep_torchs_rules() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 3])
 def test_attention_probabilities(dtype: torch.dtype, window: int | None) -> None:
-    softmax_checks.check_attention_probabilities(
-        implementation("attention_probabilities", "triton"), dtype, window, DEVICE
-    )
+    op = implementation("attention_probabilities", "triton")
+    softmax_checks.check_attention_probabilities(op, dtype, window, DEVICE)

@@ -1,6 +1,7 @@
 """Launches that the PTX interpreter runs: one for each specimen, with the same machine code at a small size, and
 others at odd sizes. Each has its results in float64 and the bytes that it has to move."""
 
+import math
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -57,8 +58,8 @@ class Bytes:
 @dataclass(frozen=True)
 class Case:
     """launch: makes it, with the same numbers each time. outputs: arguments without content before. results: arguments
-    before and after -> name -> (what was found, exact in float64). large: names of the tensors that count. slack: of
-    the error beyond the rounding of the result, relative to its largest number."""
+    before, floats as float64, and after -> name -> (what was found, exact in float64). large: names of the tensors
+    that count. slack: of the error beyond the rounding of the result, relative to its largest number."""
 
     name: str
     launch: Callable[[], Launch]
@@ -82,10 +83,12 @@ def declared(race: str, rows: int, width: int, dtype: torch.dtype, backward: boo
     return round(both.bytes - forward.bytes if backward and both else forward.bytes)
 
 
-def _tensors(tensor: Tensor, count: float, repeated: float | None = None, declares: int | None = None) -> Bytes:
-    """`count` tensors of this size, `repeated` of them as lanes ask (all once by default)."""
-    size = tensor.numel() * tensor.itemsize
-    return Bytes(round(count * size), round((count if repeated is None else repeated) * size), declares)
+def _tensors(
+    rows: int, width: int, dtype: torch.dtype, count: int, declares: int | None = None, again: int = 0
+) -> Bytes:
+    """`count` tensors of this size, `again` of which lanes ask for once more."""
+    size = rows * width * dtype.itemsize
+    return Bytes(count * size, (count + again) * size, declares)
 
 
 # Norms
@@ -99,39 +102,29 @@ def _norm_forward(
         weight, bias = (draw(width, dtype=parameters, seed=seed) for seed in "wb")
         y, total = torch.empty_like(x), torch.empty_like(x)
         mean, rstd = torch.empty(rows, 1), torch.empty(rows, 1)
-        return triton_norms.forward_launch(
-            x,
-            residual if add else None,
-            weight,
-            bias if center else None,
-            y,
-            total if add else None,
-            mean if center else None,
-            rstd,
-            1e-5,
-        )
+        operands = x, residual if add else None, weight, bias if center else None
+        results = y, total if add else None, mean if center else None, rstd
+        return triton_norms.forward_launch(*operands, *results, 1e-5)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        x = before.x.double()
+        x = before.x
         pairs: Pairs = {}
         if add:
-            pairs["total"] = after.total, x + before.residual.double()
+            pairs["total"] = after.total, x + before.residual
             x = (before.x.float() + before.residual.float()).to(dtype).double()
         centered = x - x.mean(1, keepdim=True) if center else x
         rstd = (centered.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-        y = centered * rstd * before.weight.double()
+        y = centered * rstd * before.weight
         if center:
-            y += before.bias.double()
+            y += before.bias
             pairs["mean"] = after.mean, x.mean(1, keepdim=True)
         return pairs | {"y": (after.y, y), "rstd": (after.rstd, rstd)}
 
     kernel = "layer_norm" if center else "rms_norm"
     race = f"{kernel}, after a sum" if add else kernel
-    passes = 1
-    if not stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
-        passes = 2 + center
-    tensor = torch.empty(rows, width, dtype=dtype)
-    moved = _tensors(tensor, 2 * (1 + add), (1 + add) * (passes + 1), declared(race, rows, width, dtype))
+    again = 0 if stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED) else 1 + center
+    work = declared(race, rows, width, dtype)
+    moved = _tensors(rows, width, dtype, 2 * (1 + add), work, again * (1 + add))
     large = ("x", "residual", "y", "total") if add else ("x", "y")
     return Case(name, launch, ("y", "total", "mean", "rstd"), results, large, moved)
 
@@ -165,37 +158,32 @@ def _norm_backward(
         return replace(made, values=values, grid=(parts.shape[1], *made.grid[1:]))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        dy, x = before.dy.double(), before.x.double()
-        normal = (x - before.mean.double() if center else x) * before.rstd.double()
+        dy, x = before.dy, before.x
+        normal = (x - before.mean if center else x) * before.rstd
         pairs: Pairs = {}
         if kind != "dx":
-            group = before.group
-            shares = [slice(first, first + group) for first in range(0, rows, group)]
-            pairs["weight_parts"] = (
-                after.weight_parts,
-                torch.stack([(dy * normal)[share].sum(0) for share in shares]),
-            )
+            parts = [slice(first, first + before.group) for first in range(0, rows, before.group)]
+            pairs["weight_parts"] = after.weight_parts, torch.stack([(dy * normal)[part].sum(0) for part in parts])
             if center:
-                pairs["bias_parts"] = (after.bias_parts, torch.stack([dy[share].sum(0) for share in shares]))
+                pairs["bias_parts"] = after.bias_parts, torch.stack([dy[part].sum(0) for part in parts])
         if kind != "weights":
-            scaled = dy * before.weight.double()
+            scaled = dy * before.weight
             dx = scaled - normal * (scaled * normal).mean(1, keepdim=True)
             if center:
                 dx -= scaled.mean(1, keepdim=True)
-            dx *= before.rstd.double()
-            pairs["dx"] = after.dx, dx + (before.dx_beside.double() if residual else 0)
+            dx *= before.rstd
+            pairs["dx"] = after.dx, dx + (before.dx_beside if residual else 0)
         return pairs
 
     kernel = "layer_norm" if center else "rms_norm"
     limits = triton_norms_backward.RESIDENT, triton_norms_backward.RESIDENT_UNALIGNED
     resident = stays_on_chip(width, *limits)
-    tensor = torch.empty(rows, width, dtype=dtype)
     # A gradient added to the norm's is one tensor more: what the benchmark declares for a norm after a sum.
     race = f"{kernel}, after a sum" if residual else kernel
     count = 2 + (kind != "weights") * (1 + residual)
     again = 2 * (kind == "dx" and not resident)
     work = declared(race, rows, width, dtype, backward=True) if kind == "whole" else None
-    moved = _tensors(tensor, count, count + again, work)
+    moved = _tensors(rows, width, dtype, count, work, again)
     large = ("dy", "x") + (("dx",) + ("dx_beside",) * residual) * (kind != "weights")
     return Case(name, launch, ("dx", "weight_parts", "bias_parts"), results, large, moved)
 
@@ -206,22 +194,14 @@ def _sum_of_parts(name: str, num_parts: int, width: int, dtype: torch.dtype) -> 
         return triton_norms_backward.add_parts_launch(draw(2, num_parts, width), gradients)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        exact = before.parts.double().sum(1)
+        exact = before.parts.sum(1)
         return {"weight": (after.weight_gradient, exact[0]), "bias": (after.bias_gradient, exact[1])}
 
-    moved = _tensors(torch.empty(2, num_parts, width), 1)
+    moved = _tensors(2 * num_parts, width, FP32, 1)
     return Case(name, launch, ("weight_gradient", "bias_gradient"), results, ("parts",), moved)
 
 
 # Softmax
-
-
-def _softmax_rows(launch: Launch, rows: int, **tensors: Tensor) -> Launch:
-    """The first rows of a launch over more rows than there is memory for."""
-    count = launch.constants.get("ROWS", 1)
-    numbers = {"num_rows": rows} if "num_rows" in launch.arguments else {}
-    values = tuple({**launch.arguments, **tensors, **numbers}.values())
-    return replace(launch, grid=(ceiling_division(rows, count),), values=values)
 
 
 def _softmax_forward(
@@ -244,15 +224,15 @@ def _softmax_forward(
         # The launch reads shapes and strides alone.
         scores = torch.empty(1, dtype=dtype).expand(shape)
         made = triton_attention.softmax_launch(scores, mask, scores, 0.125, causal, window)
-        return _softmax_rows(
-            made, rows, scores=draw(rows, keys, dtype=dtype) * 8, y=torch.empty(rows, keys, dtype=dtype)
-        )
+        scores, y = draw(rows, keys, dtype=dtype) * 8, torch.empty(rows, keys, dtype=dtype)
+        # The first rows of a launch over more rows than there is memory for.
+        numbers = {"num_rows": rows} if "num_rows" in made.arguments else {}
+        values = tuple({**made.arguments, "scores": scores, "y": y, **numbers}.values())
+        return replace(made, grid=(ceiling_division(rows, made.constants.get("ROWS", 1)),), values=values)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        seen = _seen(rows, queries, keys, causal, window)
-        if masked:
-            seen = seen & (before.mask[0, 0, 0] != 0)
-        scores = (before.scores.double() * 0.125).masked_fill(~seen, -torch.inf)
+        visible = seen & (before.mask[0, 0, 0] != 0) if masked else seen
+        scores = (before.scores * 0.125).masked_fill(~visible, -torch.inf)
         return {"y": (after.y, torch.softmax(scores, 1).nan_to_num())}
 
     seen = _seen(rows, queries, keys, causal, window)
@@ -293,12 +273,12 @@ def _softmax_backward(name: str, rows: int, keys: int, dtype: torch.dtype) -> Ca
         )
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        y, dy = before.y.double(), before.dy.double()
+        y, dy = before.y, before.dy
         return {"dx": (after.dx, 0.125 * y * (dy - (y * dy).sum(-1, keepdim=True)))}
 
     resident = stays_on_chip(keys, RESIDENT, RESIDENT_UNALIGNED)
     work = declared("softmax, plain", rows, keys, dtype, backward=True)
-    moved = _tensors(torch.empty(rows, keys, dtype=dtype), 3, 3 if resident else 5, work)
+    moved = _tensors(rows, keys, dtype, 3, work, 0 if resident else 2)
     return Case(name, launch, ("dx",), results, ("dy", "y", "dx"), moved)
 
 
@@ -316,24 +296,21 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
         result = torch.empty(3, stored)
         if kind == "gradient":
             total = torch.logsumexp(logits.float(), 1)
-            made = triton_cross_entropy._gradient_launch(
-                logits, columns, owned, total, draw(stored, seed="scale"), logits
-            )
-            tile = tile_of(width, dtype)
-            return replace(made, grid=tile.grid(rows, width))
-        made = (
-            triton_cross_entropy._statistics_launch if kind == "statistics" else triton_cross_entropy._whole_row_launch
-        )(logits, columns, owned, result)
-        return replace(made, grid=(rows,))
+            scale = draw(stored, seed="scale")
+            made = triton_cross_entropy._gradient_launch(logits, columns, owned, total, scale, logits)
+            return replace(made, grid=tile_of(width, dtype).grid(rows, width))
+        whole = kind == "whole rows"
+        function = triton_cross_entropy._whole_row_launch if whole else triton_cross_entropy._statistics_launch
+        return replace(function(logits, columns, owned, result), grid=(rows,))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        logits = before.logits[:rows].double()
+        logits = before.logits[:rows]
         labels, own = before.columns[:rows, None], before.owned[:rows, None]
         hit = torch.zeros_like(logits).scatter_(1, labels, own.double())
         pairs: Pairs = {}
         if kind == "gradient":
-            gradient = torch.exp(logits - before.log_sum_exp[:rows, None].double()) - hit
-            return {"logits": (after.logits[:rows], gradient * before.scale[:rows, None].double())}
+            gradient = torch.exp(logits - before.log_sum_exp[:rows, None]) - hit
+            return {"logits": (after.logits[:rows], gradient * before.scale[:rows, None])}
         if kind == "whole rows":
             pairs["logits"] = after.logits[:rows], torch.softmax(logits, 1) - hit
         largest = logits.max(1).values
@@ -344,19 +321,17 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
         return pairs
 
     size = rows * width * dtype.itemsize
-    passes = {"statistics": 1, "whole rows": 2 if width <= triton_cross_entropy.RESIDENT else 3, "gradient": 2}[kind]
+    resident = width <= triton_cross_entropy.RESIDENT
+    passes = {"statistics": 1, "whole rows": 2 if resident else 3, "gradient": 2}[kind]
     # Every lane of a program reads the label's logit, where the rank has it. The last columns are read by as many
     # lanes as 16 columns, or 16 of each row of a tile, leave to each.
     threads, tail = 32 * launch().num_warps, width % 16
     repeats = threads // min(threads, 16 * (tile_of(width, dtype).rows if kind == "gradient" else 1)) - 1
     labels = 0 if kind == "gradient" else threads * sum(row % 3 != 2 for row in range(rows))
-    tails = 1 if kind != "whole rows" or width <= triton_cross_entropy.RESIDENT else 2
+    tails = 1 if kind != "whole rows" or resident else 2
     lanes = (labels + tails * rows * tail * repeats) * dtype.itemsize
-    work = {
-        "statistics": declared("cross_entropy", rows, width, dtype),
-        "whole rows": 2 * declared("cross_entropy", rows, width, dtype),
-        "gradient": None,
-    }[kind]
+    forward = declared("cross_entropy", rows, width, dtype)
+    work = {"statistics": forward, "whole rows": 2 * forward, "gradient": None}[kind]
     moved = Bytes(size * (1 if kind == "statistics" else 2), passes * size + lanes, work)
     return Case(name, launch, ("statistics",), results, ("logits",), moved)
 
@@ -378,13 +353,13 @@ def _dropout_residual(name: str, rows: int, width: int, form: str, dtype: torch.
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         channels = torch.arange(width, dtype=torch.int32)
         keep = reference_dropout.keep_mask(before.keys[:, None], channels, 0.1)
-        x = before.x.double() + (before.bias.double() if form == "bias" else 0)
+        x = before.x + (before.bias if form == "bias" else 0)
         exact = x * keep / 0.9
-        return {"y": (after.y, exact if form == "backward" else exact + before.residual.double())}
+        return {"y": (after.y, exact if form == "backward" else exact + before.residual)}
 
     backward = form == "backward"
     work = declared("bias_dropout_residual", rows, width, dtype, backward=backward)
-    moved = _tensors(torch.empty(rows, width, dtype=dtype), 2 if backward else 3, None, work)
+    moved = _tensors(rows, width, dtype, 2 if backward else 3, work)
     large = ("x", "y") if backward else ("x", "residual", "y")
     return Case(name, launch, ("y",), results, large, moved)
 
@@ -394,26 +369,23 @@ def _dropout(name: str, shape: tuple[int, ...], dtype: torch.dtype, programs: in
 
     def launch() -> Launch:
         x = draw(*shape, dtype=dtype)
+        batch, heads, tokens, width = shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
+        keys = torch.arange(batch * tokens, dtype=torch.int32).view(batch, 1, tokens, 1) * 7_654_321
+        channels = torch.arange(heads * width, dtype=torch.int32).view(heads, 1, width)
         if len(shape) == 3:
-            keys = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(*shape[:2], 1) * 7_654_321
-            channels = torch.arange(shape[2], dtype=torch.int32)
-        else:
-            keys = torch.arange(shape[0] * shape[2], dtype=torch.int32).view(shape[0], 1, shape[2], 1) * 7_654_321
-            channels = torch.arange(shape[1] * shape[3], dtype=torch.int32).view(shape[1], 1, shape[3])
+            keys, channels = keys[:, 0], channels[0, 0]
         made = triton_dropout._dropout_launch(x, keys, channels, torch.empty_like(x), 0.1)
         return made if programs is None else replace(made, grid=(programs,))
 
     width = shape[-1]
-    rows = torch.empty(shape, device="meta").numel() // width
-    if programs is not None:
-        rows = programs * tile_of(width, dtype).rows
+    rows = math.prod(shape[:-1]) if programs is None else programs * tile_of(width, dtype).rows
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         keep = reference_dropout.keep_mask(before.keys, before.channels, 0.1).reshape(-1, width)[:rows]
-        x = before.x.reshape(-1, width)[:rows].double()
+        x = before.x.reshape(-1, width)[:rows]
         return {"y": (after.y.reshape(-1, width)[:rows], x * keep / 0.9)}
 
-    moved = _tensors(torch.empty(rows, width, dtype=dtype), 2, None, declared("dropout", rows, width, dtype))
+    moved = _tensors(rows, width, dtype, 2, declared("dropout", rows, width, dtype))
     return Case(name, launch, ("y",), results, ("x", "y"), moved)
 
 
@@ -426,17 +398,17 @@ def _gelu(name: str, rows: int, width: int, approximate: str, bias: bool, backwa
         return triton_activations._gelu_forward_launch(x, added, torch.empty_like(x), approximate)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        x = before.x.double() + (before.bias.double() if bias else 0)
+        x = before.x + (before.bias if bias else 0)
         x.requires_grad_()
         y = functional.gelu(x, approximate=approximate)
         if not backward:
             return {"y": (after.y, y.detach())}
-        (dx,) = torch.autograd.grad(y, x, before.dy.double())
+        (dx,) = torch.autograd.grad(y, x, before.dy)
         return {"dx": (after.dx, dx)}
 
     race = "bias_gelu" if bias else "gelu"
     work = declared(race, rows, width, dtype, backward=backward)
-    moved = _tensors(torch.empty(rows, width, dtype=dtype), 2 + backward, None, work)
+    moved = _tensors(rows, width, dtype, 2 + backward, work)
     return Case(name, launch, ("y", "dx"), results, ("dy", "x", "dx") if backward else ("x", "y"), moved)
 
 
@@ -448,16 +420,16 @@ def _swiglu(name: str, rows: int, width: int, backward: bool, dtype: torch.dtype
         return triton_activations._swiglu_forward_launch(gate_up, torch.empty_like(dy))
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        both = before.gate_up.double().requires_grad_()
+        both = before.gate_up.requires_grad_()
         gate, up = both.chunk(2, -1)
         y = functional.silu(gate) * up
         if not backward:
             return {"y": (after.y, y.detach())}
-        (exact,) = torch.autograd.grad(y, both, before.dy.double())
+        (exact,) = torch.autograd.grad(y, both, before.dy)
         return {"dgate_up": (after.dgate_up, exact)}
 
     work = declared("swiglu", rows, width, dtype, backward=backward)
-    moved = _tensors(torch.empty(rows, width, dtype=dtype), 5 if backward else 3, None, work)
+    moved = _tensors(rows, width, dtype, 5 if backward else 3, work)
     large = ("dy", "gate_up", "dgate_up") if backward else ("gate_up", "y")
     return Case(name, launch, ("y", "dgate_up"), results, large, moved)
 
@@ -472,14 +444,14 @@ def _rotary(name: str, tokens: int, heads: int, width: int, forward: bool, dtype
         return triton_attention._rotary_launch(x, angles.cos(), angles.sin(), y, forward)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        sine = before.sine.double() * (1 if forward else -1)
-        cosine = before.cosine.double().unsqueeze(-2)
-        exact = reference_attention._rotate(before.x.double(), cosine, sine.unsqueeze(-2))
+        sine = before.sine * (1 if forward else -1)
+        cosine = before.cosine.unsqueeze(-2)
+        exact = reference_attention._rotate(before.x, cosine, sine.unsqueeze(-2))
         return {"y": (after.y, exact)}
 
     rows = 2 * tokens
     work = declared("rotary", rows, heads * width, dtype, backward=not forward)
-    moved = _tensors(torch.empty(rows, heads * width, dtype=dtype), 2, None, work)
+    moved = _tensors(rows, heads * width, dtype, 2, work)
     return Case(name, launch, ("y",), results, ("x", "y"), moved)
 
 
@@ -503,22 +475,13 @@ def _adamw(name: str, count: int, moments: torch.dtype, parameter: torch.dtype |
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         # The kernel gets its numbers in fp32.
-        (decay, beta2, take_first, take_second, step_size, root, epsilon) = torch.tensor(
-            [
-                UPDATE.decay,
-                UPDATE.beta2,
-                1 - UPDATE.beta1,
-                1 - UPDATE.beta2,
-                UPDATE.step_size,
-                UPDATE.root_correction,
-                UPDATE.epsilon,
-            ],
-            dtype=FP32,
-        ).double()
-        gradient = before.gradient.double() * (0.5 if flags else 1)
-        first = before.first.double() + take_first * (gradient - before.first.double())
-        second = beta2 * before.second.double() + take_second * gradient * gradient
-        master = before.master.double() * decay - step_size * first / (second.sqrt() / root + epsilon)
+        factors = [UPDATE.decay, UPDATE.beta2, 1 - UPDATE.beta1, 1 - UPDATE.beta2]
+        factors += [UPDATE.step_size, UPDATE.root_correction, UPDATE.epsilon]
+        decay, beta2, take_first, take_second, step_size, root, epsilon = torch.tensor(factors, dtype=FP32).double()
+        gradient = before.gradient * (0.5 if flags else 1)
+        first = before.first + take_first * (gradient - before.first)
+        second = beta2 * before.second + take_second * gradient * gradient
+        master = before.master * decay - step_size * first / (second.sqrt() / root + epsilon)
         pairs = {"master": (after.master, master), "first": (after.first, first), "second": (after.second, second)}
         if parameter is not None:
             pairs["parameter"] = after.parameter, master
@@ -538,11 +501,11 @@ def _gradient_norm(name: str, count: int, dtype: torch.dtype) -> Case:
         return triton_optimizer._gradient_norm_launch(draw(count, dtype=dtype), sums)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
-        squares = before.values.double().square()
+        squares = before.values.square()
         return {"sums": (after.sums, torch.stack([part.sum() for part in squares.split(BLOCK)]))}
 
     work = declared("gradient_norm, fp32", 1, count, FP32) * dtype.itemsize // FP32.itemsize
-    moved = _tensors(torch.empty(count, dtype=dtype), 1, None, work)
+    moved = _tensors(1, count, dtype, 1, work)
     return Case(name, launch, ("sums",), results, ("values",), moved, slack=1e-14)
 
 
@@ -552,7 +515,7 @@ def _rounding(name: str, count: int, key: int, elements: Elements) -> Case:
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         exact = torch.empty(count, dtype=BF16)
-        reference_optimizer.stochastic_rounding(exact, before.source, key, elements)
+        reference_optimizer.stochastic_rounding(exact, before.source.float(), key, elements)
         return {"target": (after.target.view(BF16), exact.double())}
 
     work = declared("stochastic_rounding, fp32 to bf16", 1, count, FP32)
@@ -567,38 +530,23 @@ def _specimen_cases() -> list[Case]:
         name = f"{'add and ' if add else ''}{'layer' if center else 'rms'} norm, forward, bf16 {width}"
         cases.append(_norm_forward(name, rows, width, center, add, BF16, FP32))
     group = {"group": 16}
-    for width, center, residual in [
-        (768, True, True),
-        (4096, True, False),
-        (4096, False, True),
-        (8192, True, True),
-        (2047, True, True),
-    ]:
+    norms = [(768, True, True), (4096, True, False), (4096, False, True), (8192, True, True), (2047, True, True)]
+    for width, center, residual in norms:
         name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
         cases.append(_norm_backward(name, 2 * rows, width, center, residual, "whole", BF16, **group))
     for width in (4096, 16384):
-        for kind, what in (("dx", "dx"), ("weights", "weights")):
-            name = f"layer norm, {what} alone, bf16 {width}"
+        for kind in ("dx", "weights"):
+            name = f"layer norm, {kind} alone, bf16 {width}"
             cases.append(_norm_backward(name, 2 * rows, width, True, True, kind, BF16, **group))
     cases.append(_sum_of_parts("layer norm, sum of parts, 4096", 80, 4096, BF16))
-    for keys, causal, masked in [
-        (512, False, True),
-        (2048, True, False),
-        (16384, True, True),
-        (65536, True, True),
-        (8191, True, True),
-    ]:
+    lengths = [(512, False, True), (2048, True, False), (16384, True, True), (65536, True, True), (8191, True, True)]
+    for keys, causal, masked in lengths:
         name = f"softmax, {'causal ' if causal else ''}{'masked ' if masked else ''}forward, bf16 {keys}"
         cases.append(_softmax_forward(name, rows if keys <= 16384 else 3, keys, causal, masked, BF16))
         cases.append(_softmax_backward(f"softmax, backward, bf16 {keys}", rows if keys <= 16384 else 3, keys, BF16))
-    for width, dtype, label in [
-        (50257, BF16, "bf16"),
-        (12573, BF16, "bf16"),
-        (12576, FP32, "fp32"),
-        (16384, BF16, "bf16"),
-        (128256, BF16, "bf16"),
-    ]:
+    for width, dtype in ((50257, BF16), (12573, BF16), (12576, FP32), (16384, BF16), (128256, BF16)):
         for kind in ("statistics", "whole rows", "gradient"):
+            label = "bf16" if dtype == BF16 else "fp32"
             cases.append(_cross_entropy(f"{kind} {label} {width}", kind, 3, width, dtype))
     cases += [
         _dropout_residual("dropout residual fp32 768", rows, 768, "plain", FP32),

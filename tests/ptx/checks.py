@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
+from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch
 from tests.ptx.cases import Case
@@ -28,7 +29,8 @@ class Outcome:
 
 def errors(case: Case, launch: Launch) -> tuple[float, float]:
     """(error, excess) of a launch that ran, as `Outcome` has them."""
-    before, after = SimpleNamespace(**case.launch().arguments), SimpleNamespace(**launch.arguments)
+    before = SimpleNamespace(**{name: _exact(value) for name, value in case.launch().arguments.items()})
+    after = SimpleNamespace(**launch.arguments)
     error = excess = 0.0
     for actual, exact in case.results(before, after).values():
         assert actual.shape == exact.shape
@@ -39,6 +41,10 @@ def errors(case: Case, launch: Launch) -> tuple[float, float]:
         error = max(error, wrong.nan_to_num(torch.inf).max().item() / largest)
         excess = max(excess, beyond.nan_to_num(torch.inf).max().item() / largest)
     return error, excess
+
+
+def _exact(value: object) -> object:
+    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
 def run(case: Case, compiled: Compiled, change: Callable[[str], str] = str) -> Outcome:

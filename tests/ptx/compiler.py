@@ -7,21 +7,15 @@ import json
 import sys
 from typing import Any
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-
-from megapipe.kernels.triton_backend.launch import OPTIONS, Specimen
+from megapipe.kernels.triton_backend.launch import Specimen
+from tests.kernels.ahead_of_time import compile_for
 from tests.ptx.cases import CASES
 
 
 def compiled(specimen: Specimen) -> dict[str, Any]:
     """The fields of `Compiled`."""
-    launch, signature = specimen.launch, specimen.signature()
-    attributes = {(index,): [["tt.divisibility", 16]] for index in specimen.divisible()}
-    source = ASTSource(launch.kernel, signature, specimen.constants(), attributes)
-    kernel = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": launch.num_warps, **OPTIONS})
-    arguments = [name for name, kind in signature.items() if kind != "constexpr"]
+    kernel = compile_for(specimen, 90)
+    arguments = [name for name, kind in specimen.signature().items() if kind != "constexpr"]
     return {"ptx": kernel.asm["ptx"], "arguments": arguments, "shared": kernel.metadata.shared}
 
 
