@@ -104,14 +104,11 @@ def test_unusable_files_are_ignored_with_one_line(folder: Path, text: str, note:
 def test_the_variable_names_a_file_or_none(folder: Path) -> None:
     (folder / "mine.yaml").write_text(MEASURED.text())
     assert find(GPU, {VARIABLE: str(folder / "mine.yaml")}).preferences == MEASURED
-    switched_off = find(GPU, {VARIABLE: "none"})
-    assert switched_off.preferences is None
-    assert switched_off.note == f"preferences are switched off by {VARIABLE}"
-    missing = find(GPU, {VARIABLE: str(folder / "other.yaml")})
-    assert missing.preferences is None
-    assert missing.note == (
-        f"ignored other.yaml: No such file or directory; run make gpu-check again, or set {VARIABLE}=none"
-    )
+    missing = f"ignored other.yaml: No such file or directory; run make gpu-check again, or set {VARIABLE}=none"
+    switched_off = f"preferences are switched off by {VARIABLE}"
+    for value, note in (("none", switched_off), (str(folder / "other.yaml"), missing)):
+        unused = find(GPU, {VARIABLE: value})
+        assert (unused.preferences, unused.note) == (None, note)
 
 
 def test_files_are_written_and_read_alike() -> None:
