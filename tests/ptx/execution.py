@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch
 from tests.ptx.machine import GLOBAL_BASE, Block, Machine, granule_of
-from tests.ptx.memory import Counts, Memory
+from tests.ptx.memory import Memory
 from tests.ptx.program import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,12 +41,12 @@ class Moved:
 class Executed:
     """The outcome of a launch.
 
-    moved: by tensor argument; tensors of one storage share their numbers. opcodes: how often each ran. guarded: line
-    of a guarded instruction -> threads that executed it, and that did not.
+    moved: by tensor argument; tensors of one storage share their numbers. counts: as in `Memory`. opcodes: how often
+    each ran. guarded: line of a guarded instruction -> threads that executed it, and that did not.
     """
 
     moved: Mapping[str, Moved]
-    counts: Counts
+    counts: Mapping[str, int]
     opcodes: Mapping[str, int]
     guarded: Mapping[int, tuple[int, int]]
 
@@ -131,4 +131,4 @@ def _mark(written: Tensor, tensor: Tensor) -> None:
 
 def _moved(memory: Memory, number: int) -> Moved:
     counts = memory.buffers[number].counts
-    return Moved(counts.read_bytes, counts.written_bytes, *memory.touched(number))
+    return Moved(counts["read bytes"], counts["written bytes"], *memory.touched(number))

@@ -1,5 +1,6 @@
 """Memory that checks who reads and writes it: alignment, bounds, unwritten bytes and races."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,35 +41,27 @@ def tags_of(blocks: Array, phases: Array, warps: Array) -> Array:
 
 
 @dataclass
-class Counts:
-    """Traffic of a launch. bytes: requested by lanes. sectors: of 32 bytes, distinct ones of a warp's instruction."""
-
-    read_bytes: int = 0
-    written_bytes: int = 0
-    read_sectors: int = 0
-    written_sectors: int = 0
-
-
-@dataclass
 class Buffer:
-    """A range of memory with an owner. requested: bytes that lanes read and wrote, every time they did."""
+    """A range of memory with an owner. counts: as in `Memory`, without sectors."""
 
     name: str
     first: int
     size: int
-    counts: Counts = field(default_factory=Counts)
+    counts: Counter[str] = field(default_factory=Counter)
 
 
 class Memory:
     """Bytes with a shadow: which were written, and who read and wrote each last.
 
-    granule: the least width of any access in bytes; the shadow has one entry per granule.
+    granule: the least width of any access in bytes; the shadow has one entry per granule. counts: traffic as `read
+    bytes` and `written bytes`, requested by lanes, and `read sectors` and `written sectors` of 32 bytes, distinct ones
+    of a warp's instruction.
     """
 
     def __init__(self, name: str, base: int, granule: int) -> None:
         self.name, self.base, self.granule = name, base, granule
         self.buffers: list[Buffer] = []
-        self.counts = Counts()
+        self.counts = Counter[str]()
         self._top = GUARD
         self._initial: list[tuple[int, Array, Array, Array]] = []
 
@@ -118,9 +111,7 @@ class Memory:
     def load(self, access: Access) -> Array:
         """Return the bytes [lanes, size]."""
         rows = self._rows(access)
-        unwritten = ~self._shadow(self._written, access.size)[rows].all(axis=1)
-        if unwritten.any():
-            raise self._error(access, unwritten, "reads bytes that nothing wrote")
+        self._refuse(access, ~self._shadow(self._written, access.size)[rows], "reads bytes that nothing wrote")
         readers = self._shadow(self._reader, access.size)
         self._check_readers(access, self._shadow(self._writer, access.size)[rows])
         readers[rows] = self._merged(readers[rows], access.tags[:, None])
@@ -139,9 +130,7 @@ class Memory:
         view = self.bytes.reshape(-1, access.size)
         self._check_writers(access, rows, view, data)
         view[rows] = data
-        clash = (view[rows] != data).any(axis=1)
-        if clash.any():
-            raise self._error(access, clash, "races: another lane of this instruction writes another value there")
+        self._refuse(access, view[rows] != data, "races: another lane of this instruction writes another value there")
         self._shadow(self._written, access.size)[rows] = True
         self._shadow(self._writer, access.size)[rows] = access.tags[:, None]
         self._count(access, rows, "written")
@@ -159,15 +148,13 @@ class Memory:
     def _rows(self, access: Access) -> Array:
         """Index of each access in a view of memory by `size` bytes, if all are aligned and inside one buffer."""
         place = access.addresses.astype(np.int64) - self.base
-        misaligned = place % access.size != 0
-        if misaligned.any():
-            raise self._error(access, misaligned, f"is not aligned to {access.size} bytes")
+        self._refuse(access, place % access.size != 0, f"is not aligned to {access.size} bytes")
         rows = place // access.size
         outside = (rows < 0) | (rows >= len(self.bytes) // access.size)
         owners = self._shadow(self._owner, access.size)[np.where(outside, 0, rows)]
         outside |= (owners < 0).any(axis=1) | (owners != owners[:, :1]).any(axis=1)
         if outside.any():
-            raise self._error(access, outside, f"is out of bounds{self._nearest(place[outside][0])}")
+            self._refuse(access, outside, f"is out of bounds{self._nearest(place[outside][0])}")
         return rows
 
     def _nearest(self, place: int) -> str:
@@ -182,11 +169,8 @@ class Memory:
         tags = access.tags[:, None]
         other_block = (writers != 0) & (writers >> _BLOCK != tags >> _BLOCK)
         other_warp = (writers >> _PHASE == tags >> _PHASE) & (writers != tags)
-        for wrong, what in ((other_block, "block"), (other_warp, "warp")):
-            if wrong.any():
-                raise self._error(
-                    access, wrong.any(axis=1), f"races: reads what another {what} wrote, no barrier between"
-                )
+        self._refuse(access, other_block, "races: reads what another block wrote, no barrier between")
+        self._refuse(access, other_warp, "races: reads what another warp wrote, no barrier between")
 
     def _check_writers(self, access: Access, rows: Array, view: Array, data: Array | None) -> None:
         tags = access.tags[:, None]
@@ -201,13 +185,9 @@ class Memory:
             # The same value twice does no harm.
             same = (view[rows] == data).reshape(len(rows), -1, self.granule).all(axis=2)
             written &= ~same
-        for wrong, what in (
-            (read_by_block, "overwrites what another block reads"),
-            (read_by_warp, "overwrites what another warp reads, no barrier between"),
-            (written, "overwrites what another warp or block wrote, no barrier between"),
-        ):
-            if wrong.any():
-                raise self._error(access, wrong.any(axis=1), f"races: {what}")
+        self._refuse(access, read_by_block, "races: overwrites what another block reads")
+        self._refuse(access, read_by_warp, "races: overwrites what another warp reads, no barrier between")
+        self._refuse(access, written, "races: overwrites what another warp or block wrote, no barrier between")
 
     @staticmethod
     def _merged(before: Array, tags: Array) -> Array:
@@ -217,24 +197,22 @@ class Memory:
         return np.where(several, _SEVERAL_BLOCKS, np.where(warps, tags | _SEVERAL_WARPS, tags))
 
     def _count(self, access: Access, rows: Array, kind: str) -> None:
-        moved = len(rows) * access.size
         warps = access.lanes // _WARP_SIZE
         pairs = np.unique((warps.astype(np.int64) << 40) | (access.addresses.astype(np.int64) - self.base) // _SECTOR)
-        owners = self._shadow(self._owner, access.size)[rows, 0]
-        for counts, share in [
-            (self.counts, moved),
-            *((self.buffers[number].counts, int(number_of) * access.size) for number, number_of in _tally(owners)),
-        ]:
-            setattr(counts, f"{kind}_bytes", getattr(counts, f"{kind}_bytes") + share)
-        setattr(self.counts, f"{kind}_sectors", getattr(self.counts, f"{kind}_sectors") + len(pairs))
+        self.counts[f"{kind} bytes"] += len(rows) * access.size
+        self.counts[f"{kind} sectors"] += len(pairs)
+        for number, lanes in _tally(self._shadow(self._owner, access.size)[rows, 0]):
+            self.buffers[number].counts[f"{kind} bytes"] += lanes * access.size
 
-    def _error(self, access: Access, wrong: Array, reason: str) -> AccessError:
-        first = int(np.argmax(wrong))
-        block = (int(access.tags[first]) >> _BLOCK) - 1
-        warp = int(access.tags[first]) & 255
-        lanes = f"{int(wrong.sum())} of {len(wrong)} lanes"
-        return AccessError(
-            f"{self.name} access of {access.size} bytes by block {block}, warp {warp} {reason} ({lanes})"
+    def _refuse(self, access: Access, wrong: Array, reason: str) -> None:
+        """Raise AccessError if any access [lanes], or part of one [lanes, granules or bytes], is wrong."""
+        if not wrong.any():
+            return
+        wrong = wrong.reshape(len(wrong), -1).any(axis=1)
+        tag = int(access.tags[np.argmax(wrong)])
+        raise AccessError(
+            f"{self.name} access of {access.size} bytes by block {(tag >> _BLOCK) - 1}, warp {tag & 255} {reason} "
+            f"({int(wrong.sum())} of {len(wrong)} lanes)"
         )
 
 

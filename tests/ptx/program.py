@@ -72,54 +72,36 @@ class Program:
     def reconvergence(self) -> dict[int, int]:
         """Index of each branch -> index of the instruction at which its paths meet again, or the number of
         instructions where they meet at the end only: the immediate post-dominator (Fung et al. 2007, MICRO)."""
-        starts = sorted(set(self._leaders()))
         end = len(self.instructions)
-        follow = {start: self._successors(start, starts) for start in starts}
-        # Post-dominator sets as bit masks: of a node, itself and what all its successors have in common.
-        place = {start: index for index, start in enumerate([*starts, end])}
-        sets = {start: (1 << len(place)) - 1 for start in starts} | {end: 1 << place[end]}
+        # Post-dominator sets as bit masks: of an instruction, itself and what all its successors have in common.
+        sets = [(1 << end + 1) - 1] * end + [1 << end]
         changed = True
         while changed:
             changed = False
-            for start in reversed(starts):
+            for index in reversed(range(end)):
                 common = -1
-                for successor in follow[start]:
+                for successor in self._successors(index):
                     common &= sets[successor]
-                common |= 1 << place[start]
-                if common != sets[start]:
-                    sets[start], changed = common, True
+                common |= 1 << index
+                if common != sets[index]:
+                    sets[index], changed = common, True
         meeting = {}
-        for start in starts:
-            last = self._last(start, starts)
-            if self.instructions[last].parts[0] == "bra":
-                others = sets[start] & ~(1 << place[start])
-                # The nearest post-dominator is the one that all the others post-dominate in turn.
-                meeting[last] = max(
-                    (node for node in place if others >> place[node] & 1), key=lambda node: sets[node].bit_count()
-                )
+        for index, instruction in enumerate(self.instructions):
+            if instruction.parts[0] == "bra":
+                others = sets[index] & ~(1 << index)
+                # All the others post-dominate the nearest one, so that they are its own set.
+                meeting[index] = sets.index(others) if others in sets else end
         return meeting
 
-    def _leaders(self) -> Iterator[int]:
-        yield 0
-        yield from (index for index in self.labels.values() if index < len(self.instructions))
-        for index, instruction in enumerate(self.instructions[:-1]):
-            if instruction.parts[0] == "bra" or instruction.parts[0] in _ENDS:
-                yield index + 1
-
-    def _last(self, start: int, starts: list[int]) -> int:
-        place = starts.index(start) + 1
-        return (starts[place] if place < len(starts) else len(self.instructions)) - 1
-
-    def _successors(self, start: int, starts: list[int]) -> set[int]:
-        last = self._last(start, starts)
-        instruction = self.instructions[last]
+    def _successors(self, index: int) -> set[int]:
+        instruction = self.instructions[index]
         successors = set()
         if instruction.parts[0] == "bra":
             successors.add(self.labels[instruction.operands[0]])
         if instruction.parts[0] in _ENDS:
             successors.add(len(self.instructions))
         if instruction.guard or not successors:
-            successors.add(last + 1)
+            successors.add(index + 1)
         return successors
 
 

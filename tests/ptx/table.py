@@ -36,8 +36,8 @@ def _row(name: str, compiled: Compiled) -> str:
     launch.run()
     interpreted, _ = errors(case, launch)
     counts = outcome.executed.counts
-    all_bytes = counts.read_bytes + counts.written_bytes
-    sectors = 32 * (counts.read_sectors + counts.written_sectors) / all_bytes
+    moved = counts["read bytes"] + counts["written bytes"]
+    sectors = 32 * (counts["read sectors"] + counts["written sectors"]) / moved
     declared = "-" if case.moved.declared is None else f"{outcome.distinct / case.moved.declared:.2f}"
     cells = [name, str(len(outcome.executed.opcodes)), f"{outcome.error:.1e}", f"{interpreted:.1e}"]
     cells += [f"{outcome.distinct:,}", declared, f"{outcome.requested / outcome.distinct:.2f}", f"{sectors:.2f}"]

@@ -263,7 +263,7 @@ def test_sectors_count_32_byte_pieces_once_per_warp() -> None:
     for stride, sectors in ((4, 4), (8, 8), (32, 32), (128, 32)):
         body = f"mul.wide.u32 %d40, %r0, {stride};\nadd.s64 %d41, %d0, %d40;\nld.global.b32 %r1, [%d41];"
         counts = run(body, [zeros(1024)]).machine.memory.counts
-        assert (counts.read_bytes, counts.read_sectors) == (128, sectors)
+        assert (counts["read bytes"], counts["read sectors"]) == (128, sectors)
 
 
 def test_a_guard_keeps_old_values() -> None:
