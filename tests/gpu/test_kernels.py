@@ -5,7 +5,7 @@ import torch
 
 from megapipe.kernels.registry import Implementation
 from tests.kernels import norm_checks, softmax_checks
-from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, implementation
+from tests.kernels.cases import DTYPES, LAYOUTS, Layout, assert_same_bits, draw, triton
 from tests.kernels.norm_checks import EPSILON, Norm
 from tests.kernels.softmax_checks import MASKS
 
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(params=["layer_norm", "rms_norm"])
 def norm(request: pytest.FixtureRequest) -> Norm:
     """One of the two ops in Triton."""
-    pytest.importorskip("triton")
-    return Norm(request.param, implementation(request.param, "triton"))
+    return Norm(request.param, triton(request.param))
 
 
 class TestNorms:
@@ -52,8 +51,7 @@ class TestNorms:
 @pytest.fixture
 def softmax() -> Implementation:
     """The op in Triton."""
-    pytest.importorskip("triton")
-    return implementation("softmax", "triton")
+    return triton("softmax")
 
 
 class TestSoftmax:

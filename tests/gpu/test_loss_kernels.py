@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megapipe.kernels.registry import Implementation
-from tests.kernels.cases import DTYPES, draw, implementation
+from tests.kernels.cases import DTYPES, draw, triton
 from tests.kernels.elementwise_checks import (
     ACTIVATIONS,
     DROPOUT,
@@ -17,12 +16,6 @@ from tests.kernels.elementwise_checks import (
 from tests.kernels.loss_checks import check_logits, check_projection
 
 pytestmark = pytest.mark.gpu
-
-
-def backend(op: str) -> Implementation:
-    """The op in Triton."""
-    pytest.importorskip("triton")
-    return implementation(op, "triton")
 
 
 SHAPES = [
@@ -43,30 +36,30 @@ def test_dropout_of_attention_weights() -> None:
     channels = torch.arange(8 * 1024, dtype=torch.int32, device="cuda").view(8, 1, 1024)
     keys = token_keys(2, 1024, "cuda")[:, None, :, None]
     weights = draw(2, 8, 1024, 1024, dtype=torch.float32, device="cuda")
-    check_mask(backend("dropout"), weights, keys, channels, 0.1)
+    check_mask(triton("dropout"), weights, keys, channels, 0.1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [8192, 16384, 32001, 50257, 128256])
 def test_cross_entropy_of_one_rank(width: int, dtype: torch.dtype) -> None:
-    check_logits(backend("cross_entropy"), 515, [width], dtype, "cuda", alone=True)
+    check_logits(triton("cross_entropy"), 515, [width], dtype, "cuda", alone=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [[50257], [25152, 25105], [16384, 1, 40000]], ids=str)
 def test_cross_entropy_of_several_ranks(sizes: list[int], dtype: torch.dtype) -> None:
-    check_logits(backend("cross_entropy"), 515, sizes, dtype, "cuda", padding=7)
+    check_logits(triton("cross_entropy"), 515, sizes, dtype, "cuda", padding=7)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [[50257], [25152, 25105]], ids=str)
 def test_linear_cross_entropy(sizes: list[int], dtype: torch.dtype) -> None:
-    check_projection(backend("linear_cross_entropy"), 3000, 256, sizes, 7, dtype, "cuda")
+    check_projection(triton("linear_cross_entropy"), 3000, 256, sizes, 7, dtype, "cuda")
 
 
 def test_more_logits_than_32_bits_count() -> None:
     """The last of 17,000 rows of 128k columns, alone and after all others."""
-    op = backend("cross_entropy")
+    op = triton("cross_entropy")
     logits = torch.zeros(17_000, 128_256, dtype=torch.bfloat16, device="cuda")
     logits[-1] = draw(128_256, dtype=torch.bfloat16, device="cuda")
     labels = torch.full((17_000,), 5, device="cuda")

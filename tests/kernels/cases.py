@@ -21,12 +21,19 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 needs_triton = pytest.mark.skipif(not triton_backend.installed(), reason="triton is not installed")
+each_backend = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
 
 
 def implementation(op: str, backend: str) -> Implementation:
     """An op's functions by a backend, imported now."""
     (entry,) = (each for each in OPS.ops if each.name == op)
     return entry.implementation(next(each for each in entry.backends if each.name == backend))
+
+
+def triton(op: str) -> Implementation:
+    """An op's functions in Triton; the test is skipped without it."""
+    pytest.importorskip("triton")
+    return implementation(op, "triton")
 
 
 def draw(

@@ -82,37 +82,32 @@ def test_a_compiler_s_message_reaches_the_user(tmp_path: Path) -> None:
         build.build([wrong], tmp_path / "wrong.so")
 
 
-def environment(
-    monkeypatch: pytest.MonkeyPatch, demand: str | None, nvcc: str | None, gpu: bool
-) -> Callable[[], str | None]:
+@pytest.fixture
+def reason(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str | None]:
     """`reason_to_skip` on such a machine; build.py is also run by its path, so its own names are replaced."""
-    monkeypatch.delenv("MEGAPIPE_CUDA", raising=False)
-    if demand is not None:
-        monkeypatch.setenv("MEGAPIPE_CUDA", demand)
-    monkeypatch.setattr(build, "find_nvcc", lambda: nvcc)
-    monkeypatch.setattr(build, "has_gpu", lambda: gpu)
-    return build.reason_to_skip
+
+    def reason(demand: str | None, nvcc: str | None, gpu: bool) -> str | None:
+        monkeypatch.delenv("MEGAPIPE_CUDA", raising=False)
+        if demand is not None:
+            monkeypatch.setenv("MEGAPIPE_CUDA", demand)
+        monkeypatch.setattr(build, "find_nvcc", lambda: nvcc)
+        monkeypatch.setattr(build, "has_gpu", lambda: gpu)
+        return build.reason_to_skip()
+
+    return reason
 
 
-@pytest.mark.parametrize(
-    ("demand", "nvcc", "gpu", "reason"),
-    [
-        (None, "nvcc", True, None),
-        (None, "nvcc", False, "no GPU was found"),
-        (None, None, True, "nvcc was not found"),
-        ("1", "nvcc", False, None),
-        ("0", "nvcc", True, "MEGAPIPE_CUDA=0"),
-    ],
-)
-def test_when_an_installation_builds_them(
-    demand: str | None, nvcc: str | None, gpu: bool, reason: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    built = environment(monkeypatch, demand, nvcc, gpu)()
-    assert built is None if reason is None else built is not None and built.startswith(reason)
-
-
-def test_a_demand_that_cannot_be_met_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(build.BuildError, match="there is no nvcc: put it on the PATH"):
-        environment(monkeypatch, "1", None, True)()
-    with pytest.raises(build.BuildError, match="MEGAPIPE_CUDA is 'yes'; 1 builds"):
-        environment(monkeypatch, "yes", "nvcc", True)()
+def test_when_an_installation_builds_them(reason: Callable[..., str | None]) -> None:
+    assert reason(None, "nvcc", True) is reason("1", "nvcc", False) is None
+    for machine, expected in (
+        ((None, "nvcc", False), "no GPU was found"),
+        ((None, None, True), "nvcc was not found"),
+        (("0", "nvcc", True), "MEGAPIPE_CUDA=0"),
+    ):
+        assert str(reason(*machine)).startswith(expected)
+    for machine, message in (
+        (("1", None, True), "there is no nvcc: put it on the PATH"),
+        (("yes", "nvcc", True), "MEGAPIPE_CUDA is 'yes'; 1 builds"),
+    ):
+        with pytest.raises(build.BuildError, match=message):
+            reason(*machine)

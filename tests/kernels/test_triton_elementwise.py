@@ -16,7 +16,7 @@ from megapipe.kernels.reference import activations as reference_activations
 from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import dropout as reference_dropout
 from megapipe.random.bits import dropout_bits, keep_threshold
-from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, draw, implementation, needs_triton
+from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, draw, each_backend, implementation, needs_triton
 from tests.kernels.elementwise_checks import (
     ACTIVATIONS,
     DROPOUT,
@@ -46,7 +46,6 @@ SMALL = [
     *((kind, (2, 3, 40)) for kind in DROPOUT),
 ]
 
-each_backend = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
 EMPTY = [*((kind, (0, *shape[1:])) for kind, shape in SMALL), (ROTARY[0], (2, 0, 4, 16))]
 
 

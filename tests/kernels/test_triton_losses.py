@@ -8,19 +8,13 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.reference import cross_entropy as reference_cross_entropy
-from megapipe.kernels.registry import Implementation
 from megapipe.spec import linear
-from tests.kernels.cases import DEVICE, DTYPES, draw, implementation, misaligned, needs_triton
+from tests.kernels.cases import DEVICE, DTYPES, draw, each_backend, implementation, misaligned, triton
 from tests.kernels.loss_checks import Logits, Projection, check_logits, check_projection
 from tests.support.live_bytes import LiveBytes
 
 REFERENCE, LINEAR_REFERENCE = (implementation(op, "reference") for op in ("cross_entropy", "linear_cross_entropy"))
 SPLITS = [([50], 0), ([50], 6), ([20, 0, 30], 2)]
-each_backend = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
-
-
-def triton(op: str = "cross_entropy") -> Implementation:
-    return implementation(op, "triton")
 
 
 ALONE = [(rows, [width], 0, True) for rows, width in [(40, 33), (1, 1000), (5, 4096), (2, 16390), (20, 1)]]
@@ -28,17 +22,15 @@ SHARED = [(40, [33]), (9, [500, 1, 499]), (3, [64, 0]), (2, [9000, 41])]
 CASES = [*ALONE, *((rows, sizes, padding, False) for rows, sizes in SHARED for padding in (0, 3))]
 
 
-@needs_triton
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("rows", "sizes", "padding", "alone"), CASES, ids=str)
 def test_errors_are_like_the_references(
     rows: int, sizes: list[int], padding: int, alone: bool, dtype: torch.dtype
 ) -> None:
-    check_logits(triton(), rows, sizes, dtype, DEVICE, padding, alone)
+    check_logits(triton("cross_entropy"), rows, sizes, dtype, DEVICE, padding, alone)
 
 
-@needs_triton
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("sizes", "padding"), SPLITS, ids=str)
@@ -95,10 +87,10 @@ def test_special_logits_act_as_in_float64(backend: str, kind: str) -> None:
         torch.testing.assert_close(each, exact, rtol=1e-6, atol=tolerance, equal_nan=True)
 
 
-@needs_triton
 def test_no_rows() -> None:
     case = Logits(torch.empty(0, 8), torch.empty(0, dtype=torch.int64), torch.empty(0))
-    for losses, gradient in (case.alone(triton()), case.shared(triton(), [5, 3])):
+    op = triton("cross_entropy")
+    for losses, gradient in (case.alone(op), case.shared(op, [5, 3])):
         assert (losses.shape, gradient.shape) == ((0,), (0, 8))
     for each in (LINEAR_REFERENCE, triton("linear_cross_entropy")):
         losses, dx, dweight, gradient = Projection.drawn(0, 8, 50, torch.float32, "cpu").run(each, [20, 30], 1, False)
@@ -110,10 +102,9 @@ def transposed(x: Tensor) -> Tensor:
     return x.t().contiguous().t()
 
 
-@needs_triton
 @pytest.mark.parametrize("layout", [transposed, misaligned])
 def test_layout_in_memory_changes_no_bit(layout: Callable[[Tensor], Tensor]) -> None:
-    op = triton()
+    op = triton("cross_entropy")
     case = Logits.drawn(5, 80, torch.bfloat16, DEVICE)
     owned = torch.ones(5, dtype=torch.bool, device=DEVICE)
     for call in (
@@ -164,10 +155,9 @@ def test_chunks_stay_within_their_bytes() -> None:
     assert linear.chunk_rows(0, 2) >= 1 << 20
 
 
-@needs_triton
 def test_compiled_graphs_have_the_bits_of_eager_calls() -> None:
     """Logits, and a softmax before padding, are written in place."""
-    op = triton()
+    op = triton("cross_entropy")
     case = Logits.drawn(4, 20, torch.float32, DEVICE)
     owned = torch.ones(4, dtype=torch.bool, device=DEVICE)
 

@@ -11,18 +11,22 @@ from torch import Tensor
 from megapipe.engine.reductions import squared_norm
 from megapipe.kernels.reference import optimizer as reference_optimizer
 from megapipe.kernels.reference.optimizer import Coefficients, Elements
-from megapipe.kernels.registry import Implementation
 from megapipe.optim.optimizer import AdamW, adamw_step
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT
 from tests.kernels import adamw_checks
-from tests.kernels.cases import DEVICE, DTYPES, assert_same_bits, draw, implementation, misaligned, needs_triton
+from tests.kernels.cases import (
+    DEVICE,
+    DTYPES,
+    assert_same_bits,
+    draw,
+    each_backend,
+    implementation,
+    misaligned,
+    triton,
+)
 
 REFERENCE = implementation("adamw", "reference")
 SIZES = [0, 1, 1000, 65_536, 65_537, 140_000]
-
-
-def triton(op: str) -> Implementation:
-    return implementation(op, "triton")
 
 
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
@@ -42,12 +46,11 @@ def test_steps_count_from_one() -> None:
         Coefficients(0, 1e-3, (0.9, 0.95), 1e-8, 0.0)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_triton)])
+@each_backend
 def test_rules_of_adamw(backend: str) -> None:
     adamw_checks.check_rules(implementation("adamw", backend), DEVICE if backend == "triton" else "cpu")
 
 
-@needs_triton
 @pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
 @pytest.mark.parametrize(("size", "weight_decay"), [(1, 0.1), (64, 0.0), (3001, 0.1)])
 def test_errors_of_adamw_are_at_most_twice_torchs(size: int, weight_decay: float, moments: torch.dtype) -> None:
@@ -66,7 +69,6 @@ def test_reference_has_the_bits_of_the_canonical_norm(size: int) -> None:
     assert norm.item() == pytest.approx(exact(values), rel=1e-5)
 
 
-@needs_triton
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", SIZES)
@@ -79,7 +81,6 @@ def test_squared_norms_are_exact_in_float64(size: int, dtype: torch.dtype) -> No
     assert torch.equal(norm, triton("gradient_norm").apply(misaligned(values)))
 
 
-@needs_triton
 def test_squared_norms_are_finite_if_elements_are() -> None:
     values = torch.full((65_600,), torch.finfo(torch.float32).max, device=DEVICE)
     assert triton("gradient_norm").apply(values).isfinite()
@@ -90,30 +91,26 @@ def test_squared_norms_are_finite_if_elements_are() -> None:
         assert not reference_optimizer.gradient_norm(poisoned).isfinite()
 
 
-@needs_triton
 @settings(max_examples=8)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 2**34), st.integers(1, 700), st.integers(0, 700), st.integers(0, 999))
 def test_rounding_has_the_bits_of_the_reference(key: int, first: int, run: int, gap: int, skipped: int) -> None:
-    from megapipe.kernels.triton_backend import optimizer as triton_optimizer
-
     source = draw(1500, dtype=torch.float32, device=DEVICE)
     source[700:] *= 2.0**-64
     source[1000:] *= 2.0**-64  # and so below the normal numbers
     source[3:6] = torch.tensor([torch.inf, -torch.inf, 0.0])
     elements = Elements(first, run, run + gap if skipped % 2 else run, skipped)
     actual, expected = (torch.zeros(1500, dtype=torch.bfloat16, device=DEVICE) for _ in range(2))
-    triton_optimizer.stochastic_rounding(actual, source, key, elements)
+    triton("stochastic_rounding").apply(actual, source, key, elements)
     reference_optimizer.stochastic_rounding(expected, source, key, elements)
     assert_same_bits(actual, expected)
 
 
-@needs_triton
-def test_rounding_keeps_a_nan_and_takes_empty_buffers() -> None:
-    for backend in ("reference", "triton"):
-        module = implementation("stochastic_rounding", backend)
-        target = torch.zeros(3, dtype=torch.bfloat16, device=DEVICE)
-        module.apply(target, torch.tensor([1.0, torch.nan, -2.0], device=DEVICE), 1, Elements(0, 1, 1))
-        assert target.isnan().tolist() == [False, True, False]
-        module.apply(target[:0], torch.zeros(0, device=DEVICE), 1, Elements(0, 1, 1))
-        with pytest.raises(ValueError, match=r"target is torch\.float32"):
-            module.apply(torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE), 1, Elements(0, 1, 1))
+@each_backend
+def test_rounding_keeps_a_nan_and_takes_empty_buffers(backend: str) -> None:
+    module = implementation("stochastic_rounding", backend)
+    target = torch.zeros(3, dtype=torch.bfloat16, device=DEVICE)
+    module.apply(target, torch.tensor([1.0, torch.nan, -2.0], device=DEVICE), 1, Elements(0, 1, 1))
+    assert target.isnan().tolist() == [False, True, False]
+    module.apply(target[:0], torch.zeros(0, device=DEVICE), 1, Elements(0, 1, 1))
+    with pytest.raises(ValueError, match=r"target is torch\.float32"):
+        module.apply(torch.zeros(3, device=DEVICE), torch.zeros(3, device=DEVICE), 1, Elements(0, 1, 1))
