@@ -54,12 +54,8 @@ def check_against_double(
     update = coefficients(weight_decay=weight_decay)
     actual = stepped(module, state, update, gradient_scale=scale)
     torchs = stepped(REFERENCE, state, update, gradient_scale=scale)
-    exact = stepped(
-        REFERENCE,
-        {name: tensor.double() for name, tensor in state.items()},
-        update,
-        gradient_scale=scale,
-    )
+    wide = {name: tensor.double() for name, tensor in state.items()}
+    exact = stepped(REFERENCE, wide, update, gradient_scale=scale)
     left = state["gradient"] * scale if scales_gradient else state["gradient"]
     assert torch.equal(actual["gradient"], left)
     for name in ("master", "first", "second"):

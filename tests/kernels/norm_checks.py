@@ -1,6 +1,7 @@
 """Requirements of norm backends, on any device."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,15 +35,14 @@ class Norm:
 
     def torchs(self, x: Tensor, parameters: list[Tensor]) -> Tensor:
         function = functional.layer_norm if self.op.startswith("layer_norm") else functional.rms_norm
-        if self.op == "rms_norm_unit_offset":  # torch's own takes a weight of x's dtype
-            return functional.rms_norm(x, x.shape[-1:], 1 + parameters[0], eps=EPSILON)
+        if self.op == "rms_norm_unit_offset":
+            parameters = [1 + parameters[0]]
         return function(x, x.shape[-1:], *parameters, eps=EPSILON)
 
     def torchs_gradients(self, x: Tensor, parameters: list[Tensor], dy: Tensor, dx: Tensor) -> list[Tensor]:
         """Return gradients of x, with dx added, and of the parameters."""
-        leaves = [x.detach().requires_grad_(), *(parameter.detach().requires_grad_() for parameter in parameters)]
-        gradients = torch.autograd.grad([self.torchs(leaves[0], leaves[1:]), leaves[0]], leaves, [dy, dx])
-        return list(gradients)
+        leaves = [leaf.detach().requires_grad_() for leaf in (x, *parameters)]
+        return list(torch.autograd.grad([self.torchs(leaves[0], leaves[1:]), leaves[0]], leaves, [dy, dx]))
 
 
 def check_against_double(
@@ -83,15 +83,10 @@ def check_against_double(
     assert_same_bits(alone, norm.module.input_gradient(dy, x, *statistics, parameters[0], zeros))
 
 
-def both(function: Callable[..., object], *arguments: object) -> tuple[object, object]:
+def both(function: Callable[..., Any], *arguments: Tensor | list[Tensor]) -> tuple[Any, Any]:
     """The function's result on the arguments, and on the same numbers in float64."""
-    return function(*arguments), function(*widened(arguments))
-
-
-def widened(value: object) -> object:
-    if isinstance(value, Tensor):
-        return value.double()
-    return type(value)(widened(entry) for entry in value)  # type: ignore[attr-defined, call-arg]
+    wide = [part.double() if isinstance(part, Tensor) else [each.double() for each in part] for part in arguments]
+    return function(*arguments), function(*wide)
 
 
 def check_rules(norm: Norm, shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -48,11 +48,8 @@ def rounded(value: Fraction, kind: str) -> float:
     if not value:
         return 0.0
     size = abs(value)
-    exponent = max(math.floor(math.log2(size)) if size > 2**-1000 else -2000, least)
-    while size >= Fraction(2) ** (exponent + 1):
-        exponent += 1
-    while exponent > least and size < Fraction(2) ** exponent:
-        exponent -= 1
+    exponent = size.numerator.bit_length() - size.denominator.bit_length()  # at most one too large
+    exponent = max(exponent - 1 if size < Fraction(2) ** exponent else exponent, least)
     unit = Fraction(2) ** (exponent - precision + 1)
     result = round(size / unit) * unit  # round() goes to the even one
     if result >= Fraction(2) ** (most + 1):
