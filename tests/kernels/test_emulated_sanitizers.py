@@ -46,10 +46,7 @@ def run_tests(chosen: str, csrc: Path = ROOT / "csrc") -> subprocess.CompletedPr
 
 @pytest.mark.parametrize(
     "chosen",
-    [
-        pytest.param("layout or adamw", marks=pytest.mark.slow),
-        pytest.param("test", marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param("layout or adamw", marks=pytest.mark.slow), pytest.param("test", marks=pytest.mark.exhaustive)],
 )
 def test_sanitizers_find_nothing(chosen: str) -> None:
     done = run_tests(chosen)
