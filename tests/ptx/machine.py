@@ -41,9 +41,9 @@ class _Path:
 
 @dataclass
 class _Copy:
-    """An asynchronous copy under way. group: of each lane, the number of the group that it belongs to."""
+    """An asynchronous copy under way, by thread. waiting: whether it is. group: number of the group it belongs to."""
 
-    lanes: Array
+    waiting: Array
     addresses: Array
     data: Array
     group: Array
@@ -388,23 +388,16 @@ class _Batch:
         goal = self.whole(self.address(instruction, instruction.operands[0]))
         for memory, access in self.accesses("shared", goal, size, active):
             memory.forget(access)
-            lanes = access.lanes
-            self.copies.append(_Copy(lanes, goal[lanes], data[lanes], self.groups[lanes]))
+        self.copies.append(_Copy(active, goal, data, self.groups))
 
     def _finish(self, active: Array, first_left: Array) -> None:
         """Write what the active threads copied in groups before `first_left` of each."""
-        waiting = []
         for copy in self.copies:
-            done = self.whole(active)[copy.lanes] & (copy.group < first_left[copy.lanes])
-            chosen, goal = np.zeros(self.count, np.bool_), np.zeros(self.count, np.uint64)
-            chosen[copy.lanes[done]] = True
-            goal[copy.lanes] = copy.addresses
-            for memory, access in self.accesses("shared", goal, copy.data.shape[1], chosen):
-                memory.store(access, copy.data[done])
-            if not done.all():
-                rest = ~done
-                waiting.append(_Copy(copy.lanes[rest], copy.addresses[rest], copy.data[rest], copy.group[rest]))
-        self.copies = waiting
+            done = self.whole(active) & copy.waiting & (copy.group < first_left)
+            for memory, access in self.accesses("shared", copy.addresses, copy.data.shape[1], done):
+                memory.store(access, copy.data[access.lanes])
+            copy.waiting = copy.waiting & ~done
+        self.copies = [copy for copy in self.copies if copy.waiting.any()]
 
     # Threads among themselves
 
