@@ -3,7 +3,7 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch
-from tests.ptx.machine import GLOBAL_BASE, Block, Machine, granule_of
+from tests.ptx.machine import GLOBAL_BASE, Machine, granule_of
 from tests.ptx.memory import Memory
 from tests.ptx.program import parse
 
@@ -63,16 +63,12 @@ def compile_cases(names: Iterable[str]) -> dict[str, Compiled]:
 
 
 def execute(
-    compiled: Compiled,
-    launch: Launch,
-    outputs: Iterable[str],
-    blocks: Sequence[Block] | None = None,
-    change: Callable[[str], str] = str,
+    compiled: Compiled, launch: Launch, outputs: Iterable[str], change: Callable[[str], str] = str
 ) -> Executed:
     """Run a launch; its tensors, on the CPU, get the results.
 
-    outputs: arguments whose content is undefined before. blocks: those of the grid that run, all by default. change:
-    applied to the PTX. Raises PtxError where a rule is broken.
+    outputs: arguments whose content is undefined before. change: applied to the PTX. Raises PtxError where a rule is
+    broken.
     """
     program = parse(change(compiled.ptx))
     memory = Memory("global memory", GLOBAL_BASE, granule_of(program))
@@ -89,7 +85,7 @@ def execute(
     arguments += [0] * (len(program.parameters) - len(arguments))
     machine = Machine(program, memory, arguments, compiled.shared)
     x, y, z = (*launch.grid, 1, 1)[:3]
-    machine.run((x, y, z), blocks)
+    machine.run((x, y, z))
     for name, tensor in tensors.items():
         result = torch.from_numpy(memory.content(numbers[name]).copy())
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).copy_(result)  # type: ignore[call-overload]

@@ -64,10 +64,9 @@ class Machine:
     opcodes: Counter[str] = field(default_factory=Counter)
     guarded: dict[int, tuple[int, int]] = field(default_factory=dict)
 
-    def run(self, grid: Block, blocks: Sequence[Block] | None = None) -> None:
-        """Execute a grid, or some of its blocks. Raises PtxError for an unknown opcode and for every broken rule."""
-        if blocks is None:
-            blocks = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+    def run(self, grid: Block) -> None:
+        """Execute a grid. Raises PtxError for an unknown opcode and for every broken rule."""
+        blocks = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
         step = max(1, _MOST_LANES // self.program.threads)
         for first in range(0, len(blocks), step):
             with np.errstate(all="ignore"):
@@ -82,8 +81,7 @@ class _Batch:
         threads, count = self.program.threads, len(blocks)
         self.threads, self.count = threads, threads * count
         self.lanes = np.arange(self.count)
-        self.block = self.lanes // threads
-        self.thread = self.lanes % threads
+        self.block, self.thread = np.divmod(self.lanes, threads)
         numbers = np.array([x + grid[0] * (y + grid[1] * z) for x, y, z in blocks])
         self.block_numbers = numbers[self.block]
         self.phase = np.zeros(count, np.int64)
@@ -123,7 +121,8 @@ class _Batch:
             if not self.paths:
                 return
             path = self.paths[-1]
-            self._enter(path.mask)
+            if path.mask is not self.mask:
+                self.mask, self.full = path.mask, bool(path.mask.all())
             instruction = instructions[path.index]
             path.index += 1
             self.machine.opcodes[instruction.opcode] += 1
@@ -134,10 +133,6 @@ class _Batch:
             except AccessError as error:
                 raise instruction.error(str(error)) from None
         raise PtxError(f"the kernel runs for more than {_MOST_STEPS} instructions")
-
-    def _enter(self, mask: Array) -> None:
-        if mask is not self.mask:
-            self.mask, self.full = mask, bool(mask.all())
 
     def _active(self, instruction: Instruction) -> Array:
         """Threads that execute it."""
