@@ -23,35 +23,32 @@ Call = SimpleNamespace
 
 BUILDS = ("oldest", "newest")
 
-_TYPES = {
-    "tensor": "torch.Tensor",
-    "shape": "collections.abc.Sequence[typing.SupportsInt]",
-    "lists": "collections.abc.Sequence[collections.abc.Sequence[torch.Tensor]]",
-    "int": "typing.SupportsInt",
-    "float": "typing.SupportsFloat",
-    "bool": "bool",
-}
-"""As pybind11 writes the types of arguments."""
-
 
 def _is_tensors(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(entry, Tensor) and entry.is_contiguous() for entry in value)
 
 
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "tensor": lambda value: isinstance(value, Tensor) and value.is_contiguous(),
-    "shape": lambda value: isinstance(value, torch.Size) and len(value) == 1,
-    "lists": lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_tensors, value)),
-    "int": lambda value: type(value) is int,
-    "float": lambda value: type(value) in (int, float),
-    "bool": lambda value: type(value) is bool,
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "tensor": ("torch.Tensor", lambda value: isinstance(value, Tensor) and value.is_contiguous()),
+    "shape": (
+        "collections.abc.Sequence[typing.SupportsInt]",
+        lambda value: isinstance(value, torch.Size) and len(value) == 1,
+    ),
+    "lists": (
+        "collections.abc.Sequence[collections.abc.Sequence[torch.Tensor]]",
+        lambda value: isinstance(value, list) and len(value) > 0 and all(map(_is_tensors, value)),
+    ),
+    "int": ("typing.SupportsInt", lambda value: type(value) is int),
+    "float": ("typing.SupportsFloat", lambda value: type(value) in (int, float)),
+    "bool": ("bool", lambda value: type(value) is bool),
 }
+"""Kind of an argument -> its type as pybind11 writes it, and whether a value has it."""
 
 
 def docstring(name: str, form: Form) -> str:
     """The first line is the signature, as pybind11 writes it for arguments without names."""
     kinds = [argument.partition(":")[2] for argument in form.arguments]
-    types = ", ".join(f"arg{place}: {_TYPES[kind]}" for place, kind in enumerate(kinds))
+    types = ", ".join(f"arg{place}: {_KINDS[kind][0]}" for place, kind in enumerate(kinds))
     return f"{name}({types}) -> list[torch.Tensor]\n\nA function of apex (CUDA)"
 
 
@@ -64,7 +61,7 @@ def checked(function: Function, form: Form) -> Callable[..., object]:
         values = {}
         for value, described in zip(arguments, form.arguments, strict=True):
             name, _, kind = described.partition(":")
-            assert _KINDS[kind](value), f"{function.name}: {name} is {value!r}, not a {kind}"
+            assert _KINDS[kind][1](value), f"{function.name}: {name} is {value!r}, not a {kind}"
             values[name] = value
         assert list(values) == names.split()[: len(values)], f"{function.name} has the arguments {names}"
         return compute(Call(**values))
