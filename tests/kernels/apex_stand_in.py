@@ -96,7 +96,8 @@ def _norm(call: Call) -> list[Tensor]:
     _rows(call.input)
     parameters = _parameters(call)
     _same_dtype(call.input, *parameters)
-    forward = reference_norms.layer_norm_forward if len(parameters) == 2 else reference_norms.rms_norm_forward
+    with_bias = len(parameters) == 2
+    forward: Any = reference_norms.layer_norm_forward if with_bias else reference_norms.rms_norm_forward
     y, *statistics = forward(call.input, *parameters, call.epsilon)
     return [y, *(statistic.flatten() for statistic in statistics)]
 

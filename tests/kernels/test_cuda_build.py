@@ -105,9 +105,9 @@ def test_when_an_installation_builds_them(reason: Callable[..., str | None]) -> 
         (("0", "nvcc", True), "MEGAPIPE_CUDA=0"),
     ):
         assert str(reason(*machine)).startswith(expected)
-    for machine, message in (
+    for unable, message in (
         (("1", None, True), "there is no nvcc: put it on the PATH"),
         (("yes", "nvcc", True), "MEGAPIPE_CUDA is 'yes'; 1 builds"),
     ):
         with pytest.raises(build.BuildError, match=message):
-            reason(*machine)
+            reason(*unable)

@@ -162,7 +162,7 @@ def test_results_from_before_installing_apex_or_nvcc_are_ignored(monkeypatch: py
 def test_the_fastest_backends_of_the_measured_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases are added up, the backward counts, and what failed, is alone or never chosen by itself is left out."""
     forward, both = "forward", "forward+backward"
-    entries = [
+    entries: list[tuple[str, str, int, dict[str, float | None]]] = [
         ("layer_norm", forward, 1024, {"triton": 1.0, "cuda": 9.0, "apex": 9.0}),
         ("layer_norm", both, 1024, {"triton": 3.0, "cuda": 4.0, "apex": None}),
         ("layer_norm, after a sum", both, 1024, {"triton": 5.0, "cuda": 3.0, "apex": 1.0}),
@@ -173,8 +173,8 @@ def test_the_fastest_backends_of_the_measured_sizes(tmp_path: Path, monkeypatch:
     figures = []
     for case, direction, width, times in entries:
         common = {"case": case, "op": case.partition(",")[0], "rows": 8, "direction": direction}
-        common["picked"] = ["bfloat16", width]
-        figures += [{**common, "contestant": name, "seconds": seconds} for name, seconds in times.items()]
+        for name, seconds in times.items():
+            figures.append({**common, "contestant": name, "seconds": seconds, "picked": ["bfloat16", width]})
     output = "a line\n" + json.dumps({"benchmark": "kernel_speed", "summary": "", "figures": figures})
     measured = measured_preferences(output, "a GPU")
     assert measured is not None

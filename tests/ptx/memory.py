@@ -208,11 +208,11 @@ class Memory:
         """Raise AccessError if any access [lanes], or part of one [lanes, granules or bytes], is wrong."""
         if not wrong.any():
             return
-        wrong = wrong.reshape(len(wrong), -1).any(axis=1)
-        tag = int(access.tags[np.argmax(wrong)])
+        lanes = np.reshape(wrong, (len(access.lanes), -1)).any(axis=1)
+        tag = int(access.tags[np.argmax(lanes)])
         raise AccessError(
             f"{self.name} access of {access.size} bytes by block {(tag >> _BLOCK) - 1}, warp {tag & 255} {reason} "
-            f"({int(wrong.sum())} of {len(wrong)} lanes)"
+            f"({int(lanes.sum())} of {len(lanes)} lanes)"
         )
 
 
