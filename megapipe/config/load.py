@@ -41,7 +41,7 @@ from megapipe.config.help_format import (
 from megapipe.config.model import ModelConfig
 from megapipe.config.other_names import hint
 from megapipe.config.run import DataConfig, PretrainConfig
-from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, compose_yaml, decode_yaml
+from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, compose_yaml, decode_yaml, read_text
 
 INIT_FROM_HELP = (
     "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."
@@ -281,17 +281,7 @@ def _check_files(words: Sequence[str], flags: set[str]) -> None:
             raise ConfigError(f"{flag} is empty; name a YAML file, or leave the flag out")
         if not os.path.isfile(path):
             continue
-        if os.path.getsize(path) > MAX_YAML_CHARACTERS:
-            raise ConfigError(
-                f"{flag} {path} has {os.path.getsize(path):,} bytes; a "
-                f"configuration file has at most {MAX_YAML_CHARACTERS:,}"
-            )
-        try:
-            Path(path).read_bytes().decode()
-        except OSError as error:
-            raise ConfigError(f"{flag} {path} cannot be read: {error.strerror}; choose a YAML file") from error
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"{flag} {path} is not UTF-8 text: {error}; choose a YAML file") from error
+        read_text(Path(path), ConfigError, f"choose a YAML file for {flag}", MAX_YAML_CHARACTERS)
 
 
 def _check_digits(words: Sequence[str], hints: Mapping[str, Any]) -> None:

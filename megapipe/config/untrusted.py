@@ -62,6 +62,20 @@ def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) ->
     return content
 
 
+def read_text(path: Path, failure: Failure, advice: str, max_bytes: int = MAX_JSON_BYTES) -> str:
+    """Return the content of a UTF-8 text file. advice: ends the message of an error.
+
+    Raises `failure` if the file does not exist or is not UTF-8, and as `read_bytes` does.
+    """
+    try:
+        return read_bytes(path, failure, max_bytes).decode("utf-8")
+    except OSError as error:
+        why = error.strerror
+    except UnicodeDecodeError as error:
+        why = f"it is not UTF-8 text: {error.reason} at byte {error.start}"
+    raise failure(f"cannot read {path}: {why}; {advice}")
+
+
 def read_json(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the value in a JSON file. Raises the exceptions of `read_bytes` and `decode_json`."""
     return decode_json(read_bytes(path, failure, max_bytes), str(path), failure)

@@ -31,7 +31,7 @@ from megapipe.config.memory import RecomputeConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
-from megapipe.config.untrusted import read_bytes
+from megapipe.config.untrusted import read_text
 from megapipe.layout.hardware.description import Device, Efficiency, Hardware, load_hardware
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.planner.cost.estimate import Assumptions, Estimate
@@ -639,10 +639,7 @@ def fit_rows(path: str, hardware: Hardware) -> FitResult:
 
 def read_rows(path: str) -> tuple[MeasuredRow, ...]:
     """Return the rows of a file. Raises a ConfigError that names every wrong row."""
-    try:
-        text = read_bytes(Path(path), ConfigError, LARGEST_FILE).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"rows file {path!r} cannot be read: {error}; choose a readable YAML file") from None
+    text = read_text(Path(path), ConfigError, "choose a YAML file with measured rows", LARGEST_FILE)
     problems: list[str] = []
     rows = []
     for index, row in enumerate(read_dataclass(RowsFile, text, path, LARGEST_FILE).rows):

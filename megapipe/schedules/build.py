@@ -6,7 +6,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Unpack
 
-from megapipe.config.untrusted import read_bytes
+from megapipe.config.untrusted import read_text
 from megapipe.schedules.actions import GROUP, KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.building_blocks import Times, split_backwards
 from megapipe.schedules.errors import ScheduleError
@@ -230,11 +230,7 @@ def is_for_all_sizes(path: Path) -> bool:
 
 
 def _read_text(path: Path) -> str:
-    try:
-        return read_bytes(path, ScheduleError).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ScheduleError(f"cannot read {path}: {why}; choose a text file with a schedule") from None
+    return read_text(path, ScheduleError, "choose a text file with a schedule")
 
 
 def load_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:

@@ -123,7 +123,7 @@ WRONG = {
     "--training.steps=0": "error: training.steps is 0; it must be at least 1",
     "--model.num_heads=7": "error: model.hidden_size 32 is not divisible by model.num_heads 7",
     "--schedule.name=1f2b": "error: schedule.name: unknown schedule '1f2b'; did you mean '1f1b'?",
-    "--plan=nowhere.yaml": "error: hardware file 'nowhere.yaml' cannot be read",
+    "--plan=nowhere.yaml": "error: cannot read nowhere.yaml: No such file or directory",
 }
 """Input that the launcher or the ranks refuse, and the last line."""
 

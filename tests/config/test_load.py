@@ -78,8 +78,8 @@ WRONG_FILES = """
 --config empty | is not a mapping
 --config deep | nested deeper than 100 levels
 --config alias | is not valid YAML: line 1: aliases (*a) are not read
---config bytes | bytes.yaml is not UTF-8 text:
---model bytes | bytes.yaml is not UTF-8 text:
+--config bytes | bytes.yaml: it is not UTF-8 text:
+--model bytes | bytes.yaml: it is not UTF-8 text:
 """
 
 

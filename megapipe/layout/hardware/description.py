@@ -21,7 +21,7 @@ from megapipe.config import ConfigError, nearest
 from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, Share
 from megapipe.config.load import read_dataclass, written_dataclass
 from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import read_bytes
+from megapipe.config.untrusted import read_text
 from megapipe.spec.ops import Operation
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
@@ -471,13 +471,7 @@ def load_hardware(name_or_file: str) -> Hardware:
             f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: {', '.join(PRESETS)}; write a file "
             "name with its ending, as in machine.yaml)"
         )
-    try:
-        text = read_bytes(Path(name_or_file), ConfigError, LARGEST_FILE).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"hardware file {name_or_file!r} cannot be read: {why}; choose a readable YAML file"
-        ) from None
+    text = read_text(Path(name_or_file), ConfigError, "choose a YAML file with hardware", LARGEST_FILE)
     return read_hardware(text, name_or_file)
 
 

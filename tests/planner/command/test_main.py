@@ -62,7 +62,11 @@ UNWRITABLE = "/proc/nowhere/all.yaml"
     [
         ("serch", [], "unknown command 'serch'; did you mean 'search'? (--help lists them)"),
         ("predict", ["--hardware=a100-8"], "unknown hardware 'a100-8'; did you mean 'a100-80'"),
-        ("predict", ["--hardware=none.yaml"], "hardware file 'none.yaml' cannot be read"),
+        (
+            "predict",
+            ["--hardware=none.yaml"],
+            "cannot read none.yaml: No such file or directory; choose a YAML file with hardware",
+        ),
         ("predict", ["--devices=15"], "world size 15 is not a multiple"),
         ("predict", ["--parallel.tensor=7"], "model.num_heads 24 is not divisible by parallel.tensor 7"),
         ("predict", ["--parallel.tensr=7"], "configuration key 'parallel.tensr'; did you mean 'parallel.tensor'?"),

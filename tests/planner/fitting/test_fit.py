@@ -246,7 +246,7 @@ def test_rows_of_a_file_are_fitted(tmp_path: Path) -> None:
         ("rows: [{name: a, config: b, devices: 1}]", r"rows\[0\]\.step_seconds is missing; add it"),
         ("rows: [{name: a, config: b, step_seconds: 1}]", r"rows\[0\]\.devices is missing; add it"),
         ("rows: [{name: a}, 3]", r"(?s)rows\[0\]\.config is missing; add it.*rows\[1\] is not a mapping"),
-        (None, r"rows file '.*rows\.yaml' cannot be read"),
+        (None, r"cannot read .*rows\.yaml: No such file or directory; choose a YAML file with measured rows"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_row(
