@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,12 @@ def batch(step: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, WORDS, (num_microbatches * ROWS, LENGTH), generator=generator)
     return tokens, tokens.roll(1, 1)
+
+
+def pipeline(**changes: Any) -> Pipeline:
+    """A Pipeline with other arguments than these: three layers on one rank, two micro-batches."""
+    arguments: dict[str, Any] = {"mesh": solo(), "loss": loss, "sample": SAMPLE, "microbatches": 2, **changes}
+    return Pipeline(arguments.pop("layers", None) or adoptable(1), **arguments)
 
 
 @dataclass(frozen=True)

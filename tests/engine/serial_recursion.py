@@ -51,10 +51,10 @@ class Chain:
         """Weights of order one, as the toy's tanh wants them: bits differ wherever arithmetic does."""
         generator = torch.Generator().manual_seed(5)
         matrix, vector = (self.width, self.width), (self.width,)
-        shapes = {f"layers.{layer}.weight": matrix for layer in range(self.num_layers)}
-        shapes |= {f"layers.{layer}.bias": vector for layer in range(self.num_layers)}  # type: ignore[misc]
+        shapes = {f"{layer}.weight": matrix for layer in range(self.num_layers)}
+        shapes |= {f"{layer}.bias": vector for layer in range(self.num_layers)}  # type: ignore[misc]
         if self.tied:
-            shapes["shared.weight"] = matrix
+            shapes["0.shared"] = matrix
         scale = 0.8 / math.sqrt(self.width)
         return {
             name: torch.randn(shape, generator=generator, dtype=torch.float64).mul_(scale).to(self.dtype)
@@ -77,9 +77,9 @@ def apply_layer(x: Tensor, weight: Tensor, bias: Tensor, shared: Tensor | None) 
     return x + torch.tanh(x if shared is None else x @ shared) @ weight + bias
 
 
-def loss_sum(y: Tensor, microbatch: Microbatch) -> Tensor:
+def loss_sum(y: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     """Squared error summed over the rows that count."""
-    return ((y - microbatch.targets).square().sum(dim=1) * microbatch.mask).sum()
+    return ((y - targets).square().sum(dim=1) * mask).sum()
 
 
 def learning_rate(step: int) -> float:
@@ -127,8 +127,8 @@ def recursion(
 ) -> History:
     """One update for each of `batches`, at rates[k]. delays[i]: age in updates of the weights that layer i uses."""
     newest = {name: weight.clone().requires_grad_() for name, weight in chain.initial_weights().items()}
-    decayed = [parameter for name, parameter in newest.items() if name.endswith("weight")]
-    others = [parameter for name, parameter in newest.items() if name.endswith("bias")]
+    decayed = [parameter for parameter in newest.values() if parameter.dim() > 1]
+    others = [parameter for parameter in newest.values() if parameter.dim() == 1]
     optimizer = make_optimizer(decayed, others)
     history = History([copied(newest)], [], [], [], [])
     for update, batch in enumerate(batches):
@@ -163,9 +163,9 @@ def losses_and_gradients(
     for microbatch in batch:
         x = microbatch.inputs
         for layer, used in enumerate(leaves):
-            shared = used["shared.weight"] if chain.shares(layer) else None
-            x = apply_layer(x, used[f"layers.{layer}.weight"], used[f"layers.{layer}.bias"], shared)
-        loss = loss_sum(x, microbatch)
+            shared = used["0.shared"] if chain.shares(layer) else None
+            x = apply_layer(x, used[f"{layer}.weight"], used[f"{layer}.bias"], shared)
+        loss = loss_sum(x, microbatch.targets, microbatch.mask)
         loss.backward(1.0 / torch.tensor(rows, dtype=torch.float64))
         losses.append(loss.detach())
     gradients: Weights = {}

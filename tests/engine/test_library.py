@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from megapipe.engine.pipeline import Pipeline
 from megapipe.parallel.mesh import Mesh
-from megapipe.schedules import GENERATORS, dumps, order
-from megapipe.schedules.actions import Kind
+from megapipe.schedules import GENERATORS, Schedule, dumps, order
+from megapipe.schedules.actions import KIND, Kind
+from megapipe.schedules.schedule import Sections
 from tests.engine.library_models import (
     ROWS,
     SAMPLE,
@@ -62,19 +64,22 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "options", "ranks"),
+    ("schedule", "options", "ranks", "num_microbatches"),
     [
-        pytest.param(*case, ranks, marks=() if ranks == (2, 4)[number % 2] else pytest.mark.exhaustive)
-        for number, case in enumerate(CLASS_A)
-        for ranks in (1, 2, 4)
+        *(
+            pytest.param(*case, ranks, 8, marks=() if ranks == (2, 4)[number % 2] else pytest.mark.exhaustive)
+            for number, case in enumerate(CLASS_A)
+            for ranks in (1, 2, 4)
+        ),
+        *((name, {}, *sizes) for name in ("gpipe", "1f1b") for sizes in ((2, 1), (2, 5), (3, 2))),
     ],
 )
 def test_every_flushing_schedule_has_the_bits_of_plain_torch(
-    schedule: str, options: dict[str, Any], ranks: int
+    schedule: str, options: dict[str, Any], ranks: int, num_microbatches: int
 ) -> None:
     layers = adoptable()
-    outcomes = run_threads({"pipeline": ranks}, train, layers, schedule, 8, options)
-    assert_same_bits(merged(outcomes), plain(layers, 8))
+    outcomes = run_threads({"pipeline": ranks}, train, layers, schedule, num_microbatches, options)
+    assert_same_bits(merged(outcomes), plain(layers, num_microbatches))
 
 
 @pytest.mark.filterwarnings("ignore:some parameters")
@@ -97,14 +102,32 @@ def test_processes_give_the_same_bits() -> None:
     assert_same_bits(merged(outcomes), plain(layers, 4))
 
 
+def weight_halves_last(ranks: int) -> Schedule:
+    """1F1B with every backward split, and all weight halves at the end of the step."""
+    schedule, body = order("1f1b", ranks, 6), []
+    for rows in schedule.sections.body:
+        inputs, weights = rows.copy(), rows[rows[:, KIND] == Kind.BACKWARD].copy()
+        weights[:, KIND] = Kind.BACKWARD_WEIGHT
+        inputs[inputs[:, KIND] == Kind.BACKWARD, KIND] = Kind.BACKWARD_INPUT
+        body.append(np.concatenate([inputs, weights]))
+    return Schedule(schedule.header, Sections.flushing(tuple(body)))
+
+
 @pytest.mark.parametrize(
-    ("text", "options"),
-    [(dumps(order("zb_v", 2, 6)), {}), (GENERATORS["interleaved_1f1b"].text, {"chunks": 3, "group_size": 3})],
+    ("text", "ranks", "options"),
+    [
+        (dumps(order("zb_v", 2, 6)), 2, {}),
+        (GENERATORS["interleaved_1f1b"].text, 2, {"chunks": 3, "group_size": 3}),
+        *((dumps(weight_halves_last(ranks)), ranks, {}) for ranks in (1, 2, 4)),
+    ],
+    ids=["zb_v", "interleaved_1f1b", "late halves on 1", "late halves on 2", "late halves on 4"],
 )
-def test_a_schedule_file_trains_as_its_named_schedule(tmp_path: Path, text: str, options: dict[str, int]) -> None:
+def test_a_schedule_file_has_the_bits_of_plain_torch(
+    tmp_path: Path, text: str, ranks: int, options: dict[str, int]
+) -> None:
     layers, path = adoptable(), tmp_path / "mine.txt"
     path.write_text(text, encoding="utf-8")
-    outcomes = run_threads({"pipeline": 2}, train, layers, str(path), 6, options)
+    outcomes = run_threads({"pipeline": ranks}, train, layers, str(path), 6, options)
     assert_same_bits(merged(outcomes), plain(layers, 6))
 
 
@@ -123,14 +146,6 @@ def test_pipedream_on_one_rank_updates_after_every_micro_batch() -> None:
     layers = adoptable(2)
     outcome = train(solo(), layers, "pipedream", 1, steps=4)
     assert_same_bits(outcome, plain(layers, 1, steps=4))
-
-
-@pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("zb_v", {}), ("2bw", {})])
-def test_replicas_train_on_their_shares(schedule: str, options: dict[str, Any]) -> None:
-    layers = adoptable(4)
-    outcomes = run_threads({"data": 2, "pipeline": 2}, train, layers, schedule, 3, options)
-    assert_close(merged(outcomes[:2]), plain(layers, 6, delay=int(schedule == "2bw")))
-    merged(outcomes[::2])
 
 
 def test_replicas_start_from_the_first_ones_weights() -> None:

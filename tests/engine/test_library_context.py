@@ -10,7 +10,6 @@ from torch.nn import functional
 
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.pipeline import Pipeline
-from megapipe.engine.user_modules import PipelineError
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.parallel.mesh import Mesh
 from tests.support.meshes import run_threads
@@ -106,40 +105,3 @@ def test_context_ranks_train_what_torch_trains(sizes: dict[str, int], options: d
     for losses, weights in outcomes:
         assert losses == pytest.approx(expected, rel=1e-6)
         torch.testing.assert_close(weights, named, rtol=1e-5, atol=2e-6)
-
-
-class Direct(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + functional.scaled_dot_product_attention(x, x, x)
-
-
-class Mean(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mean(1)
-
-
-SAMPLE = (torch.zeros(ROWS, LENGTH, dtype=torch.int64),) * 2
-REFUSED: dict[str, tuple[list[Any], tuple[Tensor, ...], int, str]] = {
-    "own call": ([Words(), Direct(True)], SAMPLE, 2, r"layer 1 \(Direct\) calls scaled_dot_product_attention"),
-    "module": (
-        [nn.TransformerEncoderLayer(8, 2)],
-        (torch.ones(2, 4, 8),),
-        2,
-        "has self_attn, a torch.nn.MultiheadAttention, which mixes tokens",
-    ),
-    "mean": ([Words(), Mean(), nn.Linear(WIDTH, 1)], SAMPLE, 2, r"returns \[2, 16\] float32 for 4 tokens of a sample"),
-    "sample": ([nn.Linear(3, 4)], (torch.ones(2, 3),), 2, "axis 1 of each tensor must be tokens, .* a multiple of 2"),
-    "chunks": (model(True), tuple(each[:, :6] for each in SAMPLE), 2, "use a multiple of 4 tokens"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_modules_that_mix_tokens_otherwise_are_refused(case: str) -> None:
-    layers, sample, context, message = REFUSED[case]
-
-    def build(mesh: Mesh) -> None:
-        with pytest.raises(PipelineError, match=message) as refused:
-            Pipeline(layers, mesh, loss=loss, sample=sample, microbatches=2)
-        assert "\n" not in str(refused.value)
-
-    run_threads({"context": context}, build)

@@ -1,6 +1,7 @@
 """A Pipeline refuses wrong input by name before it trains, and releases its resources."""
 
 import gc
+import itertools
 import os
 import sys
 import time
@@ -11,15 +12,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
+from megapipe.config.memory import OffloadConfig
 from megapipe.config.optimizer import OptimizerConfig
-from megapipe.engine.pipeline import Pipeline
-from megapipe.engine.step import EngineError, StepResult
+from megapipe.engine.step import EngineError
 from megapipe.engine.user_modules import PipelineError
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import ScheduleError, dumps, order
 from megapipe.schedules.states import StateTable, StateUnit
-from tests.engine.library_models import SAMPLE, SGD, WIDTH, adoptable, batch, loss, solo
+from tests.engine import test_library_context as attention
+from tests.engine.library_models import WIDTH, adoptable, batch, loss, pipeline
 from tests.support.meshes import run_mesh, run_threads
 
 
@@ -58,70 +61,100 @@ class Data(nn.Linear):
         return x if x.sum().item() > 0 else super().forward(x)
 
 
-ERRORS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "shapes": (
-        [nn.Linear(8, 4), nn.Linear(8, 4)],
-        {},
-        r"layer 1 \(Linear\) fails for the output of layer 0, \[2, 4\] f",
-    ),
-    "sample": ([nn.Linear(4, 4)], {}, r"layer 0 \(Linear\) fails for the sample, \[2, 8\] float32"),
-    "statistics": (
-        [nn.Linear(8, 8), nn.BatchNorm1d(8)],
-        {},
-        r"layer 1 \(BatchNorm1d\) changes its buffer 'num_batches",
-    ),
-    "frozen": (
-        [nn.Linear(8, WIDTH), Frozen()],
-        {},
-        r"parameter 1.weight has requires_grad=False; register it as a buf",
-    ),
-    "unused": ([nn.Linear(8, 8), Unused(8, 8)], {}, r"parameter 1.bias gets no gradient: nothing that layer 1"),
-    "in place": ([nn.Linear(8, 8), nn.ReLU(inplace=True)], {}, r"layer 1 \(ReLU\) .* in-place operation"),
-    "values": ([Data(8, 8)], {}, r"layer 0 \(Data\) fails for"),
-    "sample in place": ([InPlace(8, 8)], {}, r"layer 0 \(InPlace\) changes an input in place; .* a clone instead"),
-    "plain tensor": ([Plain()], {}, "fails for the sample.*meta.*register what a layer keeps as a buffer"),
-    "no parameters": ([nn.Tanh(), nn.ReLU()], {}, "none of the 2 layers has a parameter"),
-    "cut off": (
-        [nn.Linear(8, 8), Detaching(), nn.Linear(8, 8)],
+class Direct(attention.Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.scaled_dot_product_attention(x, x, x)
+
+
+class Mean(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.mean(1)
+
+
+MUON, ALL = OptimizerConfig(name="muon"), OffloadConfig(activations="blocks", optimizer=True, weights=True)
+LINEAR = nn.Linear(8, 8)
+WORDS, TOKENS = attention.Words(), (torch.zeros(2, 8, dtype=torch.int64),) * 2
+CONTEXT = {"context": 2, "sample": TOKENS}
+REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
+    # Layers.
+    ([nn.Linear(8, 4), nn.Linear(8, 4)], {}, r"layer 1 \(Linear\) fails for the output of layer 0, \[2, 4\] f"),
+    ([nn.Linear(4, 4)], {}, r"layer 0 \(Linear\) fails for the sample, \[2, 8\] float32"),
+    ([LINEAR, nn.BatchNorm1d(8)], {}, r"layer 1 \(BatchNorm1d\) changes its buffer 'num_batches"),
+    ([nn.Linear(8, 16), Frozen()], {}, r"parameter 1.weight has requires_grad=False; register it as a buf"),
+    ([LINEAR, Unused(8, 8)], {}, r"parameter 1.bias gets no gradient: nothing that layer 1"),
+    ([LINEAR, nn.ReLU(inplace=True)], {}, r"layer 1 \(ReLU\) .* in-place operation"),
+    ([Data(8, 8)], {}, r"layer 0 \(Data\) fails for"),
+    ([InPlace(8, 8)], {}, r"layer 0 \(InPlace\) changes an input in place; .* a clone instead"),
+    ([Plain()], {}, "fails for the sample.*meta.*register what a layer keeps as a buffer"),
+    ([nn.Tanh(), nn.ReLU()], {}, "none of the 2 layers has a parameter"),
+    (
+        [LINEAR, Detaching(), nn.Linear(8, 8)],
         {},
         r"parameter 0.weight gets no gradient: the layers after layer 0 \(Linear\) drop or detach",
     ),
-    "no tensor": ([nn.LSTM(8, 8)], {}, "a layer returned tuple; it must return a tensor or a tuple of tensors"),
-    "maker": ([lambda: 3], {}, "made a int; it must make a torch.nn.Module"),
-    "meta": (
-        [nn.Linear(8, 8, device="meta")],
-        {},
-        "layer 0 is on the meta device: pass a function that creates it instead",
+    ([nn.LSTM(8, 8)], {}, "a layer returned tuple; it must return a tensor or a tuple of tensors"),
+    ([lambda: 3], {}, "made a int; it must make a torch.nn.Module"),
+    ([nn.Linear(8, 8, device="meta")], {}, "layer 0 is on the meta device: pass a function that creates it instead"),
+    ([LINEAR, nn.LayerNorm(8).half()], {}, r"several dtypes \(0.weight float32, 1.weight float16\)"),
+    ([nn.LayerNorm(8).half()], {"sample": torch.empty(2, 8).half()}, "parameters are float16; convert"),
+    ([LINEAR], {"sample": torch.tensor(1.0)}, "must be tensors whose first axis is rows"),
+    # Schedules and settings.
+    (
+        [LINEAR] * 3,
+        {"schedule": "modular", "chunks": 4},
+        r"3 layers cannot fill 4 stages \(1 pipeline ranks, 4 each\)",
     ),
-    "too few": ([nn.Linear(8, 8)] * 3, {"chunks": 4}, r"3 layers cannot fill 4 stages \(1 pipeline ranks, 4 each\)"),
-    "by hand": ([nn.Linear(8, 8)] * 3, {"layers_per_stage": [1, 1, 2, 1]}, "must be 1 numbers .* with sum 3"),
-    "dtypes": (
-        [nn.Linear(8, 8), nn.LayerNorm(8).half()],
-        {},
-        r"several dtypes \(0.weight float32, 1.weight float16\)",
-    ),
-    "half": ([nn.LayerNorm(8).half()], {"sample": torch.empty(2, 8).half()}, "parameters are float16; convert"),
-    "scalar": ([nn.Linear(8, 8)], {"sample": torch.tensor(1.0)}, "must be tensors whose first axis is rows"),
-    "schedule": ([nn.Linear(8, 8)], {"schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean '1f1b'?"),
-    "timeout": ([nn.Linear(8, 8)], {"timeout": -1.0}, "timeout is -1.0; it must be above 0 seconds"),
-    "muon": (
-        [nn.Linear(8, 8)],
-        {"optimizer": OptimizerConfig(name="muon")},
+    ([LINEAR] * 3, {"layers_per_stage": [1, 1, 2, 1]}, "must be 1 numbers .* with sum 3"),
+    ([LINEAR], {"schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean '1f1b'?"),
+    ([LINEAR], {"schedule": "mine.txt"}, "cannot read mine.txt: No such file or directory"),
+    ([LINEAR], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
+    ([LINEAR], {"timeout": -1.0}, "timeout is -1.0; it must be above 0 seconds"),
+    (
+        [LINEAR],
+        {"optimizer": MUON},
         "optimizer muon has no matrix to update: no layer between the first and the last has a 2-D weight",
     ),
-    "no file": ([nn.Linear(8, 8)], {"schedule": "mine.txt"}, "cannot read mine.txt: No such file or directory"),
-    "clipping": ([nn.Linear(8, 8)], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
-}
+    ([], {"optimizer": MUON, "matrices": ["1.norm.weight"]}, "matrices names 1.norm.weight, but the 2-D weights are"),
+    ([], {"recompute": [7]}, r"recompute names layers \[7\]; the layers are 0 to 2"),
+    # State and layouts.
+    ([], {"tensor": 2}, "none of the layers contains a megapipe.layers.ColumnLinear"),
+    ([], {"zero": 2}, "zero.stage is 2 but there is only one replica"),
+    ([], {"data": 2, "zero": 4}, "zero is 4; it must be from 0 to 3"),
+    ([], {"data": 2, "offload": ALL, "zero": 1}, "cannot be combined with zero stage 1"),
+    ([], {"offload": OffloadConfig(activations="auto", memory=1.0)}, "needs costs of blocks"),
+    ([], {"offload": OffloadConfig(activations="blocks"), "recompute": True}, "nothing to move"),
+    ([], {"offload": ALL, "schedule": "2bw"}, "2bw never flushes"),
+    # Modules that mix tokens of context ranks.
+    ([WORDS, Direct(True)], CONTEXT, r"layer 1 \(Direct\) calls scaled_dot_product_attention"),
+    (
+        [nn.TransformerEncoderLayer(8, 2)],
+        {"context": 2, "sample": torch.ones(2, 4, 8)},
+        "has self_attn, a torch.nn.MultiheadAttention, which mixes tokens",
+    ),
+    ([WORDS, Mean(), LINEAR], CONTEXT, r"returns \[2, 16\] float32 for 4 tokens of a sample"),
+    (
+        [nn.Linear(3, 4)],
+        {"context": 2, "sample": torch.ones(2, 3)},
+        "axis 1 of each tensor must be tokens, .* a multiple of 2",
+    ),
+    (attention.model(True), {"context": 2, "sample": [each[:, :6] for each in TOKENS]}, "use a multiple of 4 tokens"),
+]
 
 
-@pytest.mark.parametrize("case", ERRORS)
-def test_what_cannot_run_is_named_before_the_first_step(case: str) -> None:
-    layers, changes, message = ERRORS[case]
-    arguments: dict[str, Any] = {"loss": loss, "sample": torch.empty(2, 8), "microbatches": 2, **changes}
-    if "chunks" in changes:
-        arguments["schedule"] = "modular"
-    with pytest.raises(ValueError, match=message):
-        Pipeline(layers, solo(), **arguments)
+@pytest.mark.parametrize(("layers", "changes", "message"), REFUSED, ids=itertools.count())
+def test_what_cannot_run_is_named_before_the_first_step(
+    layers: list[Any], changes: dict[str, Any], message: str
+) -> None:
+    sizes = {name: changes[name] for name in ("data", "tensor", "context") if name in changes}
+    options = {name: value for name, value in changes.items() if name not in sizes}
+    sample = {"sample": torch.ones(2, 8)} if layers else {}
+
+    def build(mesh: Mesh) -> None:
+        with pytest.raises(ValueError, match=message) as refused:
+            pipeline(mesh=mesh, layers=layers, **{**sample, **options})
+        assert (layers and not sizes) or "\n" not in str(refused.value)
+
+    run_threads(sizes, build)
 
 
 def test_files_with_several_state_units_per_layer_are_refused(tmp_path: Path) -> None:
@@ -131,69 +164,50 @@ def test_files_with_several_state_units_per_layer_are_refused(tmp_path: Path) ->
     path = tmp_path / "apart.txt"
     path.write_text(dumps(replace(plain, header=replace(plain.header, states=states))))
     with pytest.raises(ScheduleError, match=r"it was made for state units .* but this run has"):
-        Pipeline([nn.Embedding(8, 8)], solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule=str(path))
+        pipeline(layers=[nn.Embedding(8, 8)], schedule=str(path))
 
 
 def test_ranks_with_different_layers_are_refused() -> None:
-    def build(mesh: Mesh) -> None:
-        Pipeline(adoptable(3 + mesh.rank), mesh, loss=loss, sample=SAMPLE, microbatches=2)
-
     with pytest.raises(PipelineError, match=r"rank \d was given other layers or another sample than rank \d"):
-        run_threads({"pipeline": 2}, build)
+        run_threads({"pipeline": 2}, lambda mesh: pipeline(mesh=mesh, layers=adoptable(3 + mesh.rank)))
 
 
 def test_a_batch_that_does_not_fit_is_refused() -> None:
-    pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, optimizer=SGD)
-    tokens = torch.zeros(4, 5, dtype=torch.int64)
-    with pytest.raises(PipelineError, match=r"inputs of shape \[3, 5\] cannot be split into 2 micro-batches"):
-        pipeline.step(tokens[:3], tokens)
-    with pytest.raises(
-        PipelineError, match=r"a micro-batch of the inputs is \[1, 5\] int64, .* built for \[2, 5\] int64"
+    made, tokens = pipeline(), torch.zeros(4, 5, dtype=torch.int64)
+    for inputs, message in (
+        (tokens[:3], r"inputs of shape \[3, 5\] cannot be split into 2 micro-batches"),
+        (tokens[:2], r"a micro-batch of the inputs is \[1, 5\] int64, .* built for \[2, 5\] int64"),
+        (None, "give it the batch's inputs"),
     ):
-        pipeline.step(tokens[:2], tokens)
-    with pytest.raises(PipelineError, match="give it the batch's inputs"):
-        pipeline.step(targets=tokens)
-    assert pipeline.step(tokens, tokens)[0].step == 0, "a refused batch counts as a step"
+        with pytest.raises(PipelineError, match=message):
+            made.step(inputs, tokens)
+    assert made.step(tokens, tokens)[0].step == 0, "a refused batch counts as a step"
 
 
-def test_a_loss_that_is_not_one_number_is_refused() -> None:
-    pipeline = Pipeline(
-        adoptable(1), solo(), loss=lambda logits, _: logits, sample=SAMPLE, microbatches=2, optimizer=SGD
-    )
-    tokens = torch.zeros(4, 5, dtype=torch.int64)
-    with pytest.raises(RuntimeError, match=r"the loss has shape \[2, 5, 11\]; it must be one number"):
-        pipeline.step(tokens, tokens)
+def matches(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """A number without a gradient."""
+    return (logits.argmax(-1) == targets).float().sum()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_a_loss_without_gradient_is_refused(schedule: str) -> None:
-    pipeline = Pipeline(
-        adoptable(1),
-        solo(),
-        loss=lambda logits, targets: (logits.argmax(-1) == targets).float().sum(),
-        sample=SAMPLE,
-        microbatches=2,
-        schedule=schedule,
-    )
-    with pytest.raises(EngineError, match="the loss depends on no parameter"):
-        pipeline.step(*batch(0, 2))
-
-
-@pytest.mark.parametrize("share", [float("nan"), float("inf"), -1.0])
-def test_counts_that_divide_nothing_are_refused(share: float) -> None:
-    pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, count=lambda targets: share)
-    with pytest.raises(PipelineError, match=rf"count gave {share} for the targets \[2, 5\] int64"):
-        pipeline.step(*batch(0, 2))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"loss": lambda logits, _: logits}, r"the loss has shape \[2, 5, 11\]; it must be one number"),
+        ({"loss": matches}, "the loss depends on no parameter"),
+        ({"loss": matches, "schedule": "zb_h1"}, "the loss depends on no parameter"),
+        *(
+            ({"count": lambda _, share=share: share}, rf"count gave {share} for the targets \[2, 5\] int64")
+            for share in (float("nan"), float("inf"), -1.0)
+        ),
+    ],
+)
+def test_losses_and_counts_that_train_nothing_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(PipelineError if "count" in changes else EngineError, match=message):
+        pipeline(**changes).step(*batch(0, 2))
 
 
 def test_counts_below_one_divide_like_any_other() -> None:
-    def first_step(share: float) -> StepResult:
-        pipeline = Pipeline(
-            adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, count=lambda targets: share
-        )
-        return pipeline.step(*batch(0, 2))[0]
-
-    small, large = first_step(0.125), first_step(8.0)
+    small, large = (pipeline(count=lambda _, share=share: share).step(*batch(0, 2))[0] for share in (0.125, 8.0))
     assert small.loss == 64.0 * large.loss
     assert small.gradient_norm == pytest.approx(64.0 * large.gradient_norm, rel=1e-6)
 
@@ -206,13 +220,12 @@ class Autocast(nn.Linear):
 
 def test_outputs_whose_type_differs_from_meta_tensors_are_named() -> None:
     def step(mesh: Mesh) -> None:
-        pipeline = Pipeline(LAYERS, mesh, loss=lambda y: y.sum(), sample=torch.empty(2, 8), microbatches=2)
-        pipeline.step(torch.zeros(4, 8))
+        pipeline(mesh=mesh, layers=[Autocast(8, 8), LINEAR], sample=torch.ones(2, 8), loss=torch.sum).step(
+            torch.zeros(4, 8)
+        )
 
-    LAYERS = [Autocast(8, 8), nn.Linear(8, 8)]
-    with pytest.raises(
-        EngineError, match=r"SEND_ACTIVATION .* returned \[2, 8\] bfloat16, but declared \[2, 8\] float32"
-    ):
+    message = r"SEND_ACTIVATION .* returned \[2, 8\] bfloat16, but declared \[2, 8\] float32"
+    with pytest.raises(EngineError, match=message):
         run_threads({"pipeline": 2}, step)
 
 
@@ -228,13 +241,13 @@ def test_a_pipeline_whose_step_failed_runs_no_other(schedule: str, failure: Base
         return loss(logits, targets)
 
     calls: list[int] = []
-    pipeline = Pipeline(adoptable(1), solo(), loss=failing, sample=SAMPLE, microbatches=2, schedule=schedule)
+    made = pipeline(loss=failing, schedule=schedule)
     with pytest.raises((EngineError, KeyboardInterrupt)):
-        pipeline.step(*batch(0, 2))
+        made.step(*batch(0, 2))
     with pytest.raises(EngineError, match=r"failed and left partial gradients \(.*step 0"):
-        pipeline.step(*batch(0, 2))
+        made.step(*batch(0, 2))
     with pytest.raises(EngineError, match="partial gradients"):
-        pipeline.drain()
+        made.drain()
 
 
 def seconds_until_failure(mesh: Mesh) -> tuple[float, str]:
@@ -243,10 +256,10 @@ def seconds_until_failure(mesh: Mesh) -> tuple[float, str]:
     def failing(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         raise ValueError("bad batch")
 
-    pipeline = Pipeline(adoptable(1), mesh, loss=failing, sample=SAMPLE, microbatches=2, timeout=40.0)
+    made = pipeline(mesh=mesh, loss=failing, timeout=40.0)
     start = time.monotonic()
     with pytest.raises(EngineError) as raised:
-        pipeline.step(*batch(0, 2))
+        made.step(*batch(0, 2))
     seconds = time.monotonic() - start
     mesh.world.barrier()
     return seconds, str(raised.value)
@@ -259,21 +272,17 @@ def test_a_failure_on_one_rank_soon_fails_everywhere() -> None:
     assert first[0] < 20.0
 
 
-def open_files() -> int:
-    return len(os.listdir("/proc/self/fd"))
-
-
 def files_of_closed_pipelines(mesh: Mesh, schedule: str) -> list[int]:
     """Open files after each of a few pipelines that were used and closed, without the collector's help."""
     gc.disable()
     counts = []
     for _ in range(4):
-        pipeline = Pipeline(adoptable(1), mesh, loss=loss, sample=SAMPLE, microbatches=2, schedule=schedule)
-        pipeline.step(*batch(0, 2))
-        pipeline.drain()
-        pipeline.close()
+        made = pipeline(mesh=mesh, schedule=schedule)
+        made.step(*batch(0, 2))
+        made.drain()
+        made.close()
         mesh.world.barrier()
-        counts.append(open_files())
+        counts.append(len(os.listdir("/proc/self/fd")))
     return counts
 
 
@@ -285,10 +294,9 @@ def test_a_closed_pipeline_leaves_no_open_files(schedule: str) -> None:
 
 
 def test_weights_cannot_be_read_during_a_step() -> None:
-    pipeline = Pipeline(adoptable(1), solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule="2bw")
-    tokens = torch.zeros(4, 5, dtype=torch.int64)
-    assert pipeline.step(tokens, tokens) == ()
+    made = pipeline(schedule="2bw")
+    assert made.step(*batch(0, 2)) == ()
     with pytest.raises(PipelineError, match="step 0 is in progress; call drain before state_dict"):
-        pipeline.state_dict()
-    assert [result.step for result in pipeline.drain()] == [0]
-    pipeline.state_dict()
+        made.state_dict()
+    assert [result.step for result in made.drain()] == [0]
+    made.state_dict()

@@ -13,20 +13,19 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.host_memory import ThreadCopies
+from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.step import Scalars, StepInput, StepState
 from megapipe.engine.trace import HostClock, Recorder, Stopwatch, _WatchedGroup, clock_offset
 from megapipe.parallel.groups import Group, Work
-from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import write_action
 from megapipe.schedules.measured.traces import Event
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
-from tests.engine.toy import ROWS, contexts, toy
+from tests.engine.library_models import SAMPLE, SGD, adoptable, batch, loss, solo
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.meshes import Backend, run_mesh, run_threads
 from tests.support.patience import wait_until
@@ -37,30 +36,22 @@ LATE = 30_000_000
 
 
 def recorded(
-    mesh: Mesh, name: str, per_stage: list[int], steps: int = 2
+    mesh: Mesh, name: str, per_stage: list[int], records: bool = True
 ) -> tuple[list[Event], list[str], list[float], Any]:
-    """Events of the second step on; the words of the schedule's actions; losses; final weights."""
-    replica = toy(mesh, name, MICROBATCHES, per_stage)
-    engine, rank = replica.engine, mesh.coordinate("pipeline")
-    recorder = Recorder(engine.schedule, rank, mesh.device)
-    losses = []
-    for step in range(1 + steps):
-        if step == 1:
-            engine.record(recorder)
-        batch = contexts(step, MICROBATCHES)
-        losses.append(engine.run(StepInput(step, batch, [float(ROWS)] * MICROBATCHES, learning_rate=0.01)).loss)
-    words = [write_action(action._replace(version=-1, slot=-1)) for action in engine.schedule.actions("body", rank)]
-    return recorder.events(), words, losses, [state.master.clone() for state in replica.states]
-
-
-def plain(mesh: Mesh, name: str, per_stage: list[int]) -> tuple[list[float], Any]:
-    replica = toy(mesh, name, MICROBATCHES, per_stage)
+    """Events of the second and third step; the words of the schedule's actions; losses; final weights."""
+    pipeline = Pipeline(
+        adoptable(2), mesh, loss=loss, sample=SAMPLE, microbatches=MICROBATCHES, schedule=name, optimizer=SGD,
+        layers_per_stage=per_stage,
+    )  # fmt: skip
+    rank = mesh.coordinate("pipeline")
+    recorder = Recorder(pipeline.schedule, rank, mesh.device)
     losses = []
     for step in range(3):
-        batch = contexts(step, MICROBATCHES)
-        step_input = StepInput(step, batch, [float(ROWS)] * MICROBATCHES, learning_rate=0.01)
-        losses.append(replica.engine.run(step_input).loss)
-    return losses, [state.master.clone() for state in replica.states]
+        if step == 1 and records:
+            pipeline._engine.record(recorder)
+        losses += [result.loss for result in pipeline.step(*batch(step, MICROBATCHES))]
+    words = [write_action(action._replace(version=-1, slot=-1)) for action in pipeline.schedule.actions("body", rank)]
+    return recorder.events(), words, losses, list(pipeline.state_dict().values())
 
 
 @pytest.mark.parametrize(
@@ -68,8 +59,8 @@ def plain(mesh: Mesh, name: str, per_stage: list[int]) -> tuple[list[float], Any
 )
 def test_actions_are_recorded_in_order_without_side_effects(backend: Backend, name: str, per_stage: list[int]) -> None:
     ranks = run_mesh({"pipeline": 2}, recorded, name, per_stage, backend=backend)
-    expected = run_mesh({"pipeline": 2}, plain, name, per_stage, backend=backend)
-    for (events, words, losses, weights), (plain_losses, plain_weights) in zip(ranks, expected, strict=True):
+    expected = run_mesh({"pipeline": 2}, recorded, name, per_stage, False, backend=backend)
+    for (events, words, losses, weights), (_, _, plain_losses, plain_weights) in zip(ranks, expected, strict=True):
         assert {event.step for event in events} == {1, 2}
         done = [event.action for event in events]
         assert [word for word in done if word[0] != "U"] == [word for word in words if word[0] != "U"] * 2
@@ -107,8 +98,13 @@ class LateMessages:
         """Run a recorded step and a plain one. The forwards of rank 0 are late, and the last forward of rank 1, before
         the gradient that rank 0 waits for."""
         peer = mesh.world.all_gather_object(threading.get_ident())[1 - mesh.rank]
-        replica = toy(mesh, "gpipe", MICROBATCHES, [1, 1])
-        forward, forwards = replica.modules[0].forward, itertools.count(1)
+        layers = [torch.nn.Linear(1, 1) for _ in range(2)]
+        rows = torch.ones(MICROBATCHES, 1)
+        pipeline = Pipeline(
+            layers, mesh, loss=torch.Tensor.sum, sample=rows[:1], microbatches=MICROBATCHES, schedule="gpipe"
+        )
+        unit: Any = pipeline.stages[mesh.rank].units[0][0]
+        forward, forwards = unit.forward, itertools.count(1)
 
         def late(*inputs: torch.Tensor, context: Any) -> tuple[torch.Tensor, ...]:
             number = next(forwards)
@@ -118,12 +114,11 @@ class LateMessages:
                 self._now += LATE
             return forward(*inputs, context=context)
 
-        replica.modules[0].forward = late  # type: ignore[method-assign]
-        recorder = Recorder(replica.engine.schedule, mesh.rank, mesh.device)
-        for step, each in enumerate((recorder, None)):
-            replica.engine.record(each)
-            batch = contexts(step, MICROBATCHES)
-            replica.engine.run(StepInput(step, batch, [float(ROWS)] * MICROBATCHES, learning_rate=0.01))
+        unit.forward = late
+        recorder = Recorder(pipeline.schedule, mesh.rank, mesh.device)
+        for each in (recorder, None):
+            pipeline._engine.record(each)
+            pipeline.step(rows)
         return recorder.events()
 
 
@@ -188,37 +183,30 @@ def test_a_wait_for_a_copy_is_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
     monkeypatch.setattr(ThreadCopies, "copy", late)
     config = make_config(write_shard(tmp_path), GPT2_SHAPE, offload={"activations": "blocks"})
-    events = recorded_training(connected_mesh(MeshShape({}), torch.device("cpu")), config)
+    events = recorded_training(solo(), config)
     assert max(event.wait for event in events if event.action.startswith("B")) >= 10e6
 
 
 def test_forwards_of_a_single_rank_do_not_wait() -> None:
-    events, *_ = recorded(connected_mesh(MeshShape({}), torch.device("cpu")), "1f1b", [2])
+    events, *_ = recorded(solo(), "1f1b", [4])
     assert {event.wait for event in events if event.action[0] == "F"} == {0}
 
 
-def compared(mesh: Mesh) -> tuple[int, int, bool]:
-    """The clock of rank 1's host is 5 s fast."""
+def compared(mesh: Mesh, one_host: bool) -> tuple[int, int, bool]:
+    """On two hosts, the clock of rank 1's is 5 s fast."""
     lead = 5_000_000_000 * mesh.rank
-    offset = clock_offset(mesh.world, f"host {mesh.rank}", lambda: time.perf_counter_ns() + lead)
+    arguments = () if one_host else (f"host {mesh.rank}", lambda: time.perf_counter_ns() + lead)
+    offset = clock_offset(mesh.world, *arguments)
     return offset.nanoseconds, offset.error, offset.leads_host
 
 
-def test_clocks_of_two_hosts_are_compared() -> None:
-    zero, one = run_threads({"pipeline": 2}, compared)
+def test_clocks_of_two_hosts_are_compared_and_those_of_one_are_shared() -> None:
+    zero, one = run_threads({"pipeline": 2}, compared, False)
     assert zero == (0, 0, True)
     assert one[1] > 0
     assert one[0] == pytest.approx(5e9, abs=20e6 + 10 * one[1])
     assert one[2]
-
-
-def one_host(mesh: Mesh) -> tuple[int, int, bool]:
-    offset = clock_offset(mesh.world)
-    return offset.nanoseconds, offset.error, offset.leads_host
-
-
-def test_ranks_of_one_host_share_a_clock() -> None:
-    assert run_mesh({"pipeline": 2}, one_host) == [(0, 0, True), (0, 0, False)]
+    assert run_mesh({"pipeline": 2}, compared, True) == [(0, 0, True), (0, 0, False)]
 
 
 @pytest.mark.parametrize("name", [name for name in vars(_WatchedGroup) if not name.startswith("_")])
