@@ -105,10 +105,10 @@ def batch(step: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
     return tokens, tokens.roll(1, 1)
 
 
-def pipeline(**changes: Any) -> Pipeline:
+def pipeline(mesh: Mesh | None = None, layers: Sequence[Any] = (), **changes: Any) -> Pipeline:
     """A Pipeline with other arguments than these: three layers on one rank, two micro-batches."""
-    arguments: dict[str, Any] = {"mesh": solo(), "loss": loss, "sample": SAMPLE, "microbatches": 2, **changes}
-    return Pipeline(arguments.pop("layers", None) or adoptable(1), **arguments)
+    arguments: dict[str, Any] = {"loss": loss, "sample": SAMPLE, "microbatches": 2, **changes}
+    return Pipeline(layers or adoptable(1), mesh or solo(), **arguments)
 
 
 @dataclass(frozen=True)

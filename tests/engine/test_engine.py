@@ -58,7 +58,7 @@ def test_one_rank_that_wants_to_stop_stops_all() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "section"), [("1f1b", "body"), ("pipedream", "prologue")])
-def test_failures_name_their_unit_and_the_number_of_their_action(schedule: str, section: Any) -> None:
+def test_failures_name_their_unit_and_their_actions_number(schedule: str, section: Any) -> None:
     """Several updates after a micro-batch are one instruction."""
     pipeline = pipeline_of(solo(), [nn.Linear(8, 8), Fragile()], 4, schedule)
     actions = list(pipeline.schedule.actions(section, 0))

@@ -1,6 +1,5 @@
 """Pipeline over plain torch modules, against torch's own autograd and optimizer in one process."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from megapipe.schedules import GENERATORS, Schedule, dumps, order
 from megapipe.schedules.actions import KIND, Kind
 from megapipe.schedules.schedule import Sections
 from tests.engine.library_models import (
-    ROWS,
-    SAMPLE,
     WIDTH,
     Block,
     Head,
@@ -25,9 +22,10 @@ from tests.engine.library_models import (
     adoptable,
     assert_close,
     assert_same_bits,
+    batch,
     foreign,
-    loss,
     merged,
+    pipeline,
     plain,
     solo,
     train,
@@ -54,15 +52,6 @@ CLASS_A: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Ranks that are processes have one; sums of a norm's weight gradient depend on it."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize(
     ("schedule", "options", "ranks", "num_microbatches"),
     [
@@ -72,6 +61,7 @@ def one_thread() -> Iterator[None]:
             for ranks in (1, 2, 4)
         ),
         *((name, {}, *sizes) for name in ("gpipe", "1f1b") for sizes in ((2, 1), (2, 5), (3, 2))),
+        ("modular", {"chunks": 8}, 1, 4),
     ],
 )
 def test_every_flushing_schedule_has_the_bits_of_plain_torch(
@@ -131,55 +121,27 @@ def test_a_schedule_file_has_the_bits_of_plain_torch(
     assert_same_bits(merged(outcomes), plain(layers, 6))
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("update", ["lazy", "eager"])
-@pytest.mark.parametrize(("ranks", "num_microbatches"), [(1, 1), (2, 2), (2, 5), (4, 8)])
-def test_2bw_is_its_serial_recursion(update: str, ranks: int, num_microbatches: int) -> None:
-    layers = adoptable()
-    arguments = (layers, "2bw", num_microbatches, {"update": update}, 4)
-    outcome = merged(run_threads({"pipeline": ranks}, train, *arguments))
-    assert [result.step for result in outcome.results] == [0, 1, 2, 3]
-    assert_same_bits(outcome, plain(layers, num_microbatches, delay=1, steps=4))
-
-
-def test_pipedream_on_one_rank_updates_after_every_micro_batch() -> None:
-    layers = adoptable(2)
-    outcome = train(solo(), layers, "pipedream", 1, steps=4)
-    assert_same_bits(outcome, plain(layers, 1, steps=4))
-
-
 def test_replicas_start_from_the_first_ones_weights() -> None:
-    def start(mesh: Mesh) -> list[torch.Tensor]:
-        layers = SHIFTED[mesh.coordinate("data")]
-        pipeline = Pipeline(layers, mesh, loss=loss, sample=SAMPLE, microbatches=2)
-        return list(pipeline.state_dict().values())
-
-    SHIFTED = adoptable(1), adoptable(1)
+    models = adoptable(1), adoptable(1)
     with torch.no_grad():
-        for parameter in SHIFTED[1][0].parameters():
+        for parameter in models[1][0].parameters():
             parameter.add_(1.0)
-    first, second = run_threads({"data": 2}, start)
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+    first, second = run_threads({"data": 2}, lambda mesh: pipeline(mesh, models[mesh.rank]).state_dict())
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
 
 
-@pytest.mark.parametrize("data", [1, 2])
-def test_modular_on_one_rank_is_layered_gradient_accumulation(data: int) -> None:
+def test_modular_on_one_rank_is_layered_gradient_accumulation() -> None:
     """Stages of one unit: each layer's gradient is complete, and its reduction under way, before the next layer's."""
     layers, m = adoptable(2), 4
-    pipelines: list[Pipeline] = []
+    schedules: list[Schedule] = []
 
     def layered(mesh: Mesh) -> Outcome:
-        pipelines.append(Pipeline(layers, mesh, loss=loss, sample=SAMPLE, microbatches=m, **LAYERED))
+        schedules.append(pipeline(mesh, layers, microbatches=m, schedule="modular", chunks=4).schedule)
         return train(mesh, layers, "modular", m, {"chunks": 4})
 
-    LAYERED: dict[str, Any] = {"schedule": "modular", "chunks": 4}
-    outcome = merged(run_threads({"data": data}, layered))
-    if data == 1:
-        assert_same_bits(outcome, plain(layers, m))
-        return
-    assert_close(outcome, plain(layers, m * data))
+    assert_close(merged(run_threads({"data": 2}, layered)), plain(layers, 2 * m))
     kinds = (Kind.BACKWARD, Kind.REDUCE_GRADIENTS)
-    actions = [a for a in pipelines[0].schedule.actions("body", 0) if a.kind in kinds]
+    actions = [action for action in schedules[0].actions("body", 0) if action.kind in kinds]
     expected = [(kind, stage) for stage in (3, 2, 1, 0) for kind in (*[Kind.BACKWARD] * m, Kind.REDUCE_GRADIENTS)]
     assert [(action.kind, action.stage) for action in actions] == expected
 
@@ -211,17 +173,6 @@ class Twice(nn.Module):
         return self.third(self.second(self.first(x).tanh()).tanh()), *others
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_what_a_layer_shares_within_itself_stays_shared(schedule: str) -> None:
-    torch.manual_seed(0)
-    layers = [Start(), Twice(), Head()]
-    outcome = train(solo(), layers, schedule, 2)
-    expected = plain(layers, 2)
-    assert_same_bits(outcome, expected)
-    assert {"1.first.weight", "1.second.weight", "1.third.weight"} <= outcome.weights.keys()
-    assert torch.equal(outcome.weights["1.third.weight"], outcome.weights["1.first.weight"])
-
-
 class Listed(nn.Module):
     """Computes with parameters from a list that torch does not know of."""
 
@@ -235,11 +186,16 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize(("schedule", "delay"), [("1f1b", 0), ("zb_h1", 0), ("2bw", 1)])
+@pytest.mark.parametrize("layer", [Twice, Listed])
 @pytest.mark.filterwarnings("ignore:some parameters")
-def test_parameters_in_plain_lists_are_trained_there(schedule: str, delay: int) -> None:
+def test_what_a_layer_shares_within_itself_stays_shared(layer: type[nn.Module], schedule: str, delay: int) -> None:
     torch.manual_seed(0)
-    layers = [Start(), Listed(), Head()]
-    assert_same_bits(train(solo(), layers, schedule, 2), plain(layers, 2, delay=delay))
+    layers = [Start(), layer(), Head()]
+    outcome = train(solo(), layers, schedule, 2)
+    assert_same_bits(outcome, plain(layers, 2, delay=delay))
+    if layer is Twice:
+        assert {"1.first.weight", "1.second.weight", "1.third.weight"} <= outcome.weights.keys()
+        assert torch.equal(outcome.weights["1.third.weight"], outcome.weights["1.first.weight"])
 
 
 def test_one_module_as_two_layers_shares_its_weights() -> None:
@@ -280,8 +236,7 @@ def test_layer_makers_run_locally_and_draw_the_same_weights() -> None:
 
     def build(mesh: Mesh) -> tuple[list[int], dict[str, torch.Tensor]]:
         made: list[int] = []
-        pipeline = Pipeline(makers(made), mesh, loss=loss, sample=SAMPLE, microbatches=2, seed=5)
-        return made, pipeline.state_dict()
+        return made, pipeline(mesh, makers(made), seed=5).state_dict()
 
     first, second = run_threads({"pipeline": 2}, build)
     assert (first[0], second[0]) == ([0, 1], [2, 3])
@@ -315,16 +270,14 @@ def test_bfloat16_layers_have_float32_masters_and_one_ranks_bits() -> None:
 
 def test_layers_by_hand_and_clipping_and_learning_rates() -> None:
     def build(mesh: Mesh, layers_per_stage: list[int]) -> tuple[list[int], list[float]]:
-        pipeline = Pipeline(adopted, mesh, loss=loss, sample=SAMPLE, microbatches=2, layers_per_stage=layers_per_stage)
-        before = pipeline.state_dict()
-        results = pipeline.step(*BATCH, learning_rate=0.0)
-        unchanged = all(torch.equal(value, before[name]) for name, value in pipeline.state_dict().items())
+        made = pipeline(mesh, layers, layers_per_stage=layers_per_stage)
+        before = made.state_dict()
+        results = made.step(*batch(0, 2), learning_rate=0.0)
+        unchanged = all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
         assert unchanged, "a rate of zero moves weights"
-        return [len(stage.units) for stage in pipeline.stages.values()], [result.gradient_norm for result in results]
+        return [len(stage.units) for stage in made.stages.values()], [result.gradient_norm for result in results]
 
-    adopted = adoptable(2)
-    tokens = torch.arange(ROWS * 2 * 5).view(ROWS * 2, 5) % 11
-    BATCH = tokens, tokens.roll(1, 1)
+    layers = adoptable(2)
     first, second = run_threads({"pipeline": 2}, build, [3, 1])
     assert (first[0], second[0]) == ([3], [1])
     assert first[1] == second[1] == build(solo(), [4])[1]

@@ -1,13 +1,16 @@
-"""Copies run alongside the compute, and a rank holds on its device what its schedule says."""
+"""Activations, optimizer state and weights in host memory: bytes on the device, and copies alongside the compute."""
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megapipe.config.memory import OffloadConfig
 from megapipe.config.run import PretrainConfig
@@ -18,12 +21,15 @@ from megapipe.engine.program import Instruction
 from megapipe.engine.step import EngineError, StepInput, StepState
 from megapipe.engine.trace import Recorder
 from megapipe.engine.transfers import Transfers
+from megapipe.layout.stages import VOCABULARY_ALIGNMENT
+from megapipe.layout.units import flat_elements
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.unit_state import UnitState
+from megapipe.parallel.unit_state import HostWeights, UnitState, is_allocated
 from megapipe.schedules import Kind
 from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
 from megapipe.spec.layers import model_layers
+from megapipe.spec.ops import FULL_BYTES
 from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.optim.test_optimizer import SPECS
@@ -39,7 +45,7 @@ CPU = torch.device("cpu")
 def config(tmp_path_factory: pytest.TempPathFactory) -> PretrainConfig:
     corpus = write_shard(tmp_path_factory.mktemp("corpus"))
     base = make_config(corpus, replace(GPT2_SHAPE, num_layers=4, attention="unfused"), schedule={"name": "gpipe"})
-    base.offload = OffloadConfig(activations="blocks")
+    base.offload, base.parallel = OffloadConfig(activations="blocks"), replace(base.parallel, data=1)
     return base
 
 
@@ -103,7 +109,6 @@ def two_steps(replica: Replica, config: PretrainConfig, mesh: Mesh) -> list[Step
 
 
 def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[str]]:
-    config = replace(config, parallel=replace(config.parallel, data=1))
     progress = Progress()
     out, back = SlowCopies("offload", progress), SlowCopies("reload", progress)
     replica = Replica(config, mesh, Swaps(CPU, out, back))
@@ -114,10 +119,14 @@ def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool
     return losses, out.overlapped + back.overlapped, [event.action for event in recorder.events()]
 
 
-def plain_run(mesh: Mesh, config: PretrainConfig) -> list[float]:
-    config = replace(config, offload=OffloadConfig(), parallel=replace(config.parallel, data=1))
-    replica = Replica(config, mesh)
-    return [replica.engine.run(each).loss for each in two_steps(replica, config, mesh)]
+def evaluated(replica: Replica, step: StepInput) -> list[Tensor]:
+    return [output for outputs in replica.forward_engine().run(step).outputs for output in outputs]
+
+
+def plain_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[Tensor]]:
+    replica = Replica(replace(config, offload=OffloadConfig()), mesh)
+    steps = two_steps(replica, config, mesh)
+    return [replica.engine.run(each).loss for each in steps], evaluated(replica, steps[0])
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
@@ -128,12 +137,11 @@ def test_compute_goes_on_while_copies_are_under_way(config: PretrainConfig, sche
     moved = sum(event.startswith(("OF", "RE")) for event in events)
     assert moved == len(overlapped) > 2 * 2 * 8
     assert all(overlapped)
-    assert losses == run_threads({}, plain_run, config)[0]
+    assert losses == run_threads({}, plain_run, config)[0][0]
 
 
 def counted_run(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
     """Return the peak bytes allocated in the second step, bytes of host memory, and the most units away at once."""
-    config = replace(config, parallel=replace(config.parallel, data=1))
     replica = Replica(config, mesh, swaps := Swaps(CPU))
     first, second = two_steps(replica, config, mesh)
     replica.engine.run(first)
@@ -161,39 +169,44 @@ def test_moved_activations_leave_the_device_for_the_host(config: PretrainConfig,
     assert 0.9 * expected < peak < 1.1 * expected + 2 * kept["block"] < 0.5 * everything
 
 
-def states(count: int, dtype: torch.dtype) -> list[UnitState]:
-    made = [UnitState(f"layer{index}", SPECS, compute_dtype=dtype, in_host=True) for index in range(count)]
-    for state in made:
+@pytest.mark.parametrize("weights", [False, True], ids=["optimizer", "weights"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_two_states_are_on_device_and_updates_reach_host(dtype: torch.dtype, weights: bool) -> None:
+    """Moments, the master of bf16, and weights if they too are in host memory."""
+    kind: Any = HostWeights if weights else partial(UnitState, in_host=True)
+    swaps, states = Swaps(CPU), [kind(f"layer{index}", SPECS, compute_dtype=dtype) for index in range(5)]
+    for state in states:
         state.initialize(0)
         for name in ("first", "second"):
             state.add_moment(name, slice(0, state.table.num_elements))
-    return made
-
-
-@pytest.mark.parametrize(("dtype", "buffers"), [(torch.float32, 2), (torch.bfloat16, 3)], ids=["fp32", "bf16"])
-def test_two_states_are_on_device_and_updates_reach_host(dtype: torch.dtype, buffers: int) -> None:
-    """buffers: moments, and the master of bf16."""
-    swaps, made = Swaps(CPU), states(5, dtype)
-    at_home = [state.update_buffers() for state in made]
-    masters = [state.master.clone() for state in made]
+    at_home = [state.update_buffers() for state in states]
+    masters = [state.master.clone() for state in states]
     with LiveBytes() as live:
-        swaps.reload_state(made[0])
-        for index, state in enumerate(made):
-            if index + 1 < len(made):
-                swaps.reload_state(made[index + 1])
+        swaps.reload_state(states[0])
+        for index, state in enumerate(states):
+            for following in states[index + 1 : index + 2]:
+                swaps.reload_state(following)
             swaps.arrive(state)
-            assert not state.in_host
+            assert not any(buffer is at_home[index][name] for name, buffer in state.update_buffers().items())
             state.moments["first"].add_(index + 1)
-            state.master.add_(0.5)
+            state.begin_update(1).add_(0.5)
+            state.publish()
             swaps.offload_state(state)
         swaps.end_section()
     assert live.current == 0
-    assert live.peak == 2 * buffers * made[0].table.num_elements * 4
-    for index, state in enumerate(made):
+    moved = (8 if dtype == torch.float32 else 12) + (dtype.itemsize if weights else 0)
+    assert live.peak == 2 * moved * states[0].table.num_elements
+    for index, state in enumerate(states):
         assert state.in_host
         assert all(state.update_buffers()[name] is buffer for name, buffer in at_home[index].items())
         assert torch.equal(state.moments["first"], torch.full_like(state.moments["first"], index + 1))
-        assert torch.equal(state.master, (masters[index].float() + 0.5).to(state.master.dtype))
+        updated = (masters[index].float() + 0.5).to(state.master.dtype)
+        assert torch.equal(state.master, updated)
+        if weights:
+            state.gather_weights(0, swaps)
+            state.await_weights(0)
+            assert torch.equal(state.weights[0], updated.to(dtype))
+            state.release_weights(0)
 
 
 def test_state_on_the_device_leaves_at_its_first_update() -> None:
@@ -217,7 +230,6 @@ class BrokenCopies(ThreadCopies):
 
 
 def broken_run(mesh: Mesh, config: PretrainConfig) -> str:
-    config = replace(config, parallel=replace(config.parallel, data=1))
     replica = Replica(config, mesh, Swaps(CPU, BrokenCopies("offload")))
     with pytest.raises(EngineError) as error:
         replica.engine.run(two_steps(replica, config, mesh)[0])
@@ -230,10 +242,176 @@ def test_failed_copies_name_the_action_that_waited(config: PretrainConfig) -> No
     assert message.endswith("the copy engine has failed")
 
 
-def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainConfig) -> None:
+# Weights in host memory.
+
+
+WEIGHT_BYTES = {"fp32": 4, "bf16": 2}
+STATE_BYTES = {"fp32": 8, "bf16": 12}
+"""Bytes per element that updates change: Adam's two moments, and the fp32 master weight of bf16."""
+ONE_COEFFICIENT = 4
+"""Bytes of what gradients are multiplied by where nothing is clipped."""
+
+
+class Counted(ThreadCopies):
+    """Counts the bytes of its copies, and looks at something whenever one starts: memory has been made for it then."""
+
+    num_bytes = 0
+    look: Callable[[], None] | None = None
+
+    def start(self, moves: Sequence[Move]) -> Copy:
+        self.num_bytes += sum(target.nbytes for target, _ in moves)
+        if self.look is not None:
+            self.look()
+        return super().start(moves)
+
+
+def with_weights(config: PretrainConfig) -> PretrainConfig:
+    offload = OffloadConfig(optimizer=True, weights=True)
+    return replace(config, model=replace(config.model, tie_embeddings=False), offload=offload)
+
+
+@dataclass
+class Found:
+    """Counts of one replica. units, weights: most units whose weights were on the device at once in a second step, and
+    most bytes of these. gathered: bytes of the step's gathers. copied_in, copied_out: of all its copies. created: live
+    bytes of a new replica, new_home those of them in host memory, and home those after the step."""
+
+    created: int
+    new_home: int
+    units: int = 0
+    weights: int = 0
+    gathered: int = 0
+    copied_in: int = 0
+    copied_out: int = 0
+    home: int = 0
+
+
+def counted_weights(mesh: Mesh, config: PretrainConfig) -> Found:
+    out, back = Counted("offload"), Counted("reload")
+    with LiveBytes() as live:
+        replica = Replica(config, mesh, Swaps(CPU, out, back))
+        created = live.current
+    states = replica.states()
+    moving = [state.weights[0] for state in states if isinstance(state, HostWeights)]
+    counts = Found(created, home_bytes(states))
+    first, second = two_steps(replica, config, mesh)
+    replica.engine.run(first)
+    copied_in, copied_out = back.num_bytes, out.num_bytes
+
+    def look() -> None:
+        there = [weights.nbytes for weights in moving if is_allocated(weights)]
+        counts.units, counts.weights = max(counts.units, len(there)), max(counts.weights, sum(there))
+
+    back.look = look
+    replica.engine.run(second)
+    assert not any(is_allocated(weights) for weights in moving)
+    counts.copied_in, counts.copied_out = back.num_bytes - copied_in, out.num_bytes - copied_out
+    counts.home = home_bytes(states)
+    gathers = [action for action in replica.schedule.actions("body", 0) if action.kind == Kind.GATHER_WEIGHTS]
+    counts.gathered = sum(replica.stages[each.stage].states[each.unit].weights[0].nbytes for each in gathers)
+    return counts
+
+
+def home_bytes(states: Sequence[UnitState]) -> int:
+    return sum(buffer.nbytes for state in states for buffer in state.update_buffers().values() if state.in_host)
+
+
+@pytest.mark.parametrize(("precision", "buffers", "tied"), [("fp32", 2, False), ("bf16", 1, True), ("bf16", 3, False)])
+def test_no_more_units_than_buffers_are_on_the_device(
+    config: PretrainConfig, precision: str, buffers: int, tied: bool
+) -> None:
+    config = with_weights(config)
+    config = replace(
+        config,
+        model=replace(config.model, tie_embeddings=tied),
+        training=replace(config.training, precision=precision),  # type: ignore[arg-type]
+        offload=replace(config.offload, weight_buffers=buffers),
+    )
+    counts = run_threads({}, counted_weights, config)[0]
+    layers = model_layers(config.model)
+    table = layers[0].parameters["word.weight"]
+    units = [[each for each in layer.parameters.values() if not tied or each.name != table.name] for layer in layers]
+    sizes = [flat_elements(unit, alignment=VOCABULARY_ALIGNMENT) for unit in units]
+    shared = flat_elements([table], alignment=VOCABULARY_ALIGNMENT) if tied else 0
+    weight, state = WEIGHT_BYTES[precision], STATE_BYTES[precision]
+    gradients, home = FULL_BYTES * (sum(sizes) + 2 * shared), (weight + state) * sum(sizes) + state * shared
+    assert (counts.units, counts.weights) == (buffers, weight * sum(sorted(sizes)[-buffers:]))
+    assert counts.created == gradients + weight * shared + counts.new_home + ONE_COEFFICIENT
+    assert (counts.home, counts.copied_out) == (home, home)
+    assert counts.copied_in == home + counts.gathered
+
+
+class PrefetchedCopies(SlowCopies):
+    """Slow copies, except those that no compute can hide.
+
+    hidden: for each copy, in order, whether an action is computed between its start and its use.
+    """
+
+    hidden: Sequence[bool] = ()
+
+    def __init__(self, name: str, progress: Progress) -> None:
+        super().__init__(name, progress)
+        self._made = 0
+
+    def copy(self, moves: Sequence[Move]) -> None:
+        slow = self.hidden[self._made % len(self.hidden)]
+        self._made += 1
+        if slow:
+            super().copy(moves)
+        else:
+            self._starts.popleft()
+            ThreadCopies.copy(self, moves)
+
+
+def copies_in(replica: Replica) -> list[bool]:
+    """For each copy in of a step, whether something is computed before it is used; updates compute nothing."""
+    actions = list(replica.schedule.actions("body", 0))
+    rows = []
+    for at, action in enumerate(actions):
+        if action.kind == Kind.RELOAD:
+            rows.append(False)
+        elif action.kind == Kind.GATHER_WEIGHTS:
+            following = next(each for each in actions[at:] if each.kind in COMPUTE_KINDS)
+            rows.append(following[1:3] != action[1:3])
+    return rows
+
+
+def slow_weights(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[bool], list[Tensor]]:
+    progress = Progress()
+    back = PrefetchedCopies("reload", progress)
+    replica = Replica(config, mesh, Swaps(CPU, None, back))
+    back.hidden = copies_in(replica)
+    recorder = CountingRecorder(replica.schedule, 0, CPU)
+    recorder.progress = progress
+    replica.engine.record(recorder)
+    steps = two_steps(replica, config, mesh)
+    losses = [replica.engine.run(each).loss for each in steps]
+    back.hidden = [False]
+    return losses, back.overlapped, copies_in(replica), evaluated(replica, steps[0])
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb_h1"])
+def test_weights_come_while_the_unit_before_computes(config: PretrainConfig, schedule: str) -> None:
+    """A copy ends only once an action that follows its start has run: were it waited for, the run would hang. Only a
+    step's first gather has no compute to hide it. Evaluation brings weights the same way."""
+    config = replace(with_weights(config), schedule=replace(config.schedule, name=schedule))
+    losses, overlapped, hidden, outputs = run_threads({}, slow_weights, config)[0]
+    gathers = hidden[: hidden.index(False, 1)]
+    assert gathers == [False] + [True] * (len(gathers) - 1)
+    assert overlapped == [True] * (2 * (len(gathers) - 1))
+    expected, expected_outputs = run_threads({}, plain_run, config)[0]
+    assert losses == expected
+    assert all(torch.equal(*pair) for pair in zip(outputs, expected_outputs, strict=True))
+
+
+@pytest.mark.parametrize("offload", [OffloadConfig(activations="blocks"), OffloadConfig(optimizer=True, weights=True)])
+def test_an_engine_without_swaps_refuses_a_schedule_that_moves(config: PretrainConfig, offload: OffloadConfig) -> None:
+    """Weights come even in a forward."""
+
     def bare(mesh: Mesh) -> None:
-        replica = Replica(replace(config, parallel=replace(config.parallel, data=1)), mesh)
-        Engine(replica.schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine.reductions)
+        replica = Replica(replace(config, offload=offload), mesh)
+        schedule = replica.forward_engine().schedule if offload.weights else replica.schedule
+        Engine(schedule, 0, replica.stages, Transfers({}, {}, {}, {}), replica.engine.reductions)
 
     with pytest.raises(EngineError, match="gpipe copies to host memory, but this engine was created without swaps"):
         run_threads({}, bare)

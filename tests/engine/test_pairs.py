@@ -147,10 +147,7 @@ def test_halves_that_take_turns_compute_the_same_bits(tmp_path: Path, pipeline: 
     for in_order, overlapping, count in run_mesh({"pipeline": pipeline, "tensor": 2}, run_both, config):
         assert count > 0
         assert [result.loss for result in overlapping.results] == [result.loss for result in in_order.results]
-        for actual, wanted in (
-            (overlapping.gradients, in_order.gradients),
-            (overlapping.weights, in_order.weights),
-        ):
+        for actual, wanted in ((overlapping.gradients, in_order.gradients), (overlapping.weights, in_order.weights)):
             assert wanted
             assert all(torch.equal(one.values, other.values) for one, other in zip(actual, wanted, strict=True))
 

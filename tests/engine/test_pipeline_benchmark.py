@@ -11,14 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "pipeline_engine.py"
-CONTESTANTS = {
-    "torch",
-    "megapipe shared_memory",
-    "bare shared_memory",
-    "megapipe gloo",
-    "bare gloo",
-    "autograd alone",
-}
+CONTESTANTS = {"torch", "megapipe shared_memory", "bare shared_memory", "megapipe gloo", "bare gloo", "autograd alone"}
 
 
 def figures(*flags: str) -> list[dict[str, Any]]:

@@ -200,7 +200,7 @@ def compared(mesh: Mesh, one_host: bool) -> tuple[int, int, bool]:
     return offset.nanoseconds, offset.error, offset.leads_host
 
 
-def test_clocks_of_two_hosts_are_compared_and_those_of_one_are_shared() -> None:
+def test_two_hosts_clocks_are_compared_and_one_hosts_shared() -> None:
     zero, one = run_threads({"pipeline": 2}, compared, False)
     assert zero == (0, 0, True)
     assert one[1] > 0
