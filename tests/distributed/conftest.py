@@ -1,10 +1,9 @@
 """Fixtures of the tests of layouts: corpora, configurations, and the runs of one process that they compare with."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megapipe.config.bert import BertDataConfig, BertModelConfig
 from megapipe.config.run import PretrainConfig
@@ -15,6 +14,7 @@ from tests.support.meshes import run_mesh
 
 Make = Callable[..., PretrainConfig]
 Oracle = Callable[[Case, int], RankRun]
+Corpora = tuple[str, BertDataConfig]
 
 
 @pytest.fixture(scope="session")
@@ -46,15 +46,6 @@ def make(corpora: tuple[dict[int, str], BertDataConfig]) -> Make:
     return configuration
 
 
-@pytest.fixture(autouse=True)
-def one_torch_thread() -> Iterator[None]:
-    """Sums are split over torch's threads, so bits depend on their number; ranks that are processes have one each."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="session")
 def one_process(make: Make) -> Oracle:
     """Return a function that trains a case on one rank without the options of its layout; each is trained once."""
@@ -67,6 +58,12 @@ def one_process(make: Make) -> Oracle:
         return runs[key]
 
     return trained
+
+
+@pytest.fixture(scope="session")
+def small_corpora(corpora: tuple[dict[int, str], BertDataConfig]) -> Corpora:
+    """Return the prefix of the small GPT corpus, and the BERT corpus."""
+    return corpora[0][GPT2_SHAPE.vocabulary_size], corpora[1]
 
 
 @pytest.fixture(scope="session")

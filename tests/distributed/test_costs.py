@@ -4,27 +4,47 @@ import itertools
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from megapipe.config.memory import OffloadConfig, RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
+from megapipe.layout.prediction import predict_rank
+from megapipe.layout.walk import ACTING
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.actions import KIND, Kind, kind_mask
 from megapipe.schedules.command.main import main
 from megapipe.spec.layers import model_layers
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.distributed.conftest import Make
-from tests.distributed.layout_cases import EXHAUSTIVE, ONE, P4, STEPS, T2, TP, every, schedule, sequence
+from tests.distributed.layout_cases import (
+    EXHAUSTIVE,
+    ONE,
+    P2,
+    P4,
+    STEPS,
+    T2,
+    TP,
+    Groups,
+    every,
+    parallel,
+    schedule,
+    sequence,
+)
+from tests.distributed.test_covering import NUMBERS
 from tests.layers.test_sequence_products import WatchedGroup
 from tests.spec.sizes import message_bytes, predicted_bytes
 from tests.support.equality import check_bits
-from tests.support.gpt_runs import GPT2_SHAPE, RankRun, make_config, run_gpt
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt
 from tests.support.launch import launch
+from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_mesh, run_threads
+from tests.support.patience import undisturbed
 from tests.training.test_offload_plan import MODEL, auto
 
 
@@ -112,6 +132,36 @@ def test_only_the_ends_of_a_pipeline_read_tokens(make: Make) -> None:
         assert ("tokens" in fields) == (rank == 0)
         assert ("labels" in fields) == (rank == 3)
         assert {"lengths", "ordinals"} <= fields
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layers", "groups"),
+    [(4, parallel(vocabulary="pipeline")), (3, {**parallel(vocabulary="pipeline_2"), **schedule("zb_v")})],
+)
+def test_every_action_leaves_the_bytes_of_the_walk(corpus: str, layers: int, groups: Groups) -> None:
+    config = make_config(corpus, replace(LLAMA_SHAPE, num_layers=layers), **groups)
+    config.parallel = replace(config.parallel, pipeline=2)
+    ranks = undisturbed(
+        lambda: run_mesh(P2, run_layout, config, timeout=120.0),
+        lambda ranks: all(most_wrong(config, *each) <= NUMBERS for each in enumerate(ranks)),
+    )
+    assert [most_wrong(config, *each) for each in enumerate(ranks)] == pytest.approx([0] * len(ranks), abs=NUMBERS)
+
+
+def most_wrong(config: PretrainConfig, number: int, rank: LayoutRun) -> int:
+    """Return the largest difference of counted and predicted bytes after any action, of any part or of all."""
+    predicted = predict_rank(config, rank.schedule, number)
+    kinds = rank.schedule.sections.body[predicted.pipeline_rank][:, KIND]
+    kinds = kinds[kind_mask(kinds, *ACTING)]
+    compared = [kind for kind in ACTING if kind != Kind.UPDATE]  # several of these are one instruction
+    walked = np.stack(predicted.timeline[:5], axis=1)[kind_mask(kinds, *compared)]
+    counted = np.array([sample for action, sample in rank.samples if action.kind in compared])
+    assert [action.kind for action, _ in rank.samples if action.kind in compared] == [
+        kind for kind in kinds.tolist() if kind in compared
+    ]
+    wrong = counted - walked
+    return int(max(np.abs(wrong).max(), np.abs(wrong.sum(axis=1)).max()))
 
 
 def run_and_plan(mesh: Mesh, config: PretrainConfig) -> tuple[RankRun, str]:

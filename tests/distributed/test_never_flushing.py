@@ -147,31 +147,24 @@ def test_2bw_is_its_recursion(make: Make, model: str, update: str, sizes: dict[s
     check_equal(run_mesh(sizes, trained, make(model, sizes, run)), [expected])
 
 
-def test_2bw_is_its_recursion_within_documents(make: Make) -> None:
-    config = make("gpt2", P2, schedule("2bw"), DOCUMENTS)
-    (expected,) = run_threads(ONE, recursion, make("gpt2", ONE, schedule("2bw"), DOCUMENTS))
-    check_equal(run_threads(P2, trained, config), [expected])
-
-
-@pytest.mark.parametrize("update", ["lazy", "eager"])
-def test_2bw_skips_a_step_and_still_advances_the_version(make: Make, update: str) -> None:
-    run = schedule("2bw", update=update)
-    (expected,) = run_threads(ONE, recursion, make("gpt2", ONE, run), True)
-    assert [result.skipped for result in expected.results] == [step == POISONED for step in range(STEPS)]
-    ranks = run_threads(P2, trained, make("gpt2", P2, run), (), True)
-    for rank in ranks:
-        assert [result.skipped for result in rank.results] == [result.skipped for result in expected.results]
-    weights, others = assembled([rank.weights for rank in ranks]), assembled([expected.weights])
-    for name, tensor in others.items():
-        assert torch.equal(weights[name], tensor), name
-
-
-@pytest.mark.parametrize("update", ["lazy", "eager"])
-def test_where_2bw_is_drained_changes_nothing(make: Make, update: str) -> None:
-    run = schedule("2bw", update=update)
-    (expected,) = run_threads(ONE, recursion, make("gpt2", ONE, run))
-    for drained in ((2,), tuple(range(STEPS))):  # test_two_buffered.py drains after every step
-        check_equal(run_threads(P2, trained, make("gpt2", P2, run), drained), [expected])
+@pytest.mark.parametrize(
+    ("update", "option", "drained", "poisoned"),
+    [
+        ("lazy", DOCUMENTS, (), False),
+        *(
+            (update, NOTHING, *each)
+            for update in ("lazy", "eager")
+            for each in (((2,), False), (tuple(range(STEPS)), False), ((), True))
+        ),
+    ],
+)
+def test_2bw_is_its_recursion_through_drains_and_skipped_steps(
+    make: Make, update: str, option: Groups, drained: tuple[int, ...], poisoned: bool
+) -> None:
+    run = {**schedule("2bw", update=update), **option}
+    (expected,) = run_threads(ONE, recursion, make("gpt2", ONE, run), poisoned)
+    assert [result.skipped for result in expected.results] == [poisoned and step == POISONED for step in range(STEPS)]
+    check_equal(run_threads(P2, trained, make("gpt2", P2, run), drained, poisoned), [expected])
 
 
 def test_pipedream_does_not_depend_on_layout_and_drains(make: Make) -> None:
@@ -207,41 +200,41 @@ def test_pipedream_shares_the_tokens_of_samples(make: Make) -> None:
         assert losses(rank) == pytest.approx(losses(expected[0]), rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("name", "update", "stage"),
-    [
-        pytest.param(name, update, stage, marks=[] if stage == 3 else EXHAUSTIVE)
-        for name, update in (("2bw", "lazy"), ("2bw", "eager"), ("pipedream", None))
-        for stage in (1, 2, 3)
-    ],
-)
-def test_versions_of_sharded_replicas_are_those_of_plain_ones(
-    make: Make, name: str, update: str | None, stage: int
-) -> None:
-    """Two numbers have one sum in any order, and a gradient that has memory throughout is reduced once an update.
-    Shards add up the norm in other parts, so that it is not compared and nothing is clipped."""
-    run = {**schedule(name, update=update), **UNCLIPPED}
-    plain = run_threads(DP, trained, make("llama", DP, run), (2,))
-    sharded = make("llama", DP, run, zero(stage, gradient_buffers=8 if stage > 1 else 2))
-    check_equal(run_threads(DP, trained, sharded, (2,)), plain, norms=False)
+STALE = [schedule("2bw", update="lazy"), schedule("2bw", update="eager"), {**schedule("pipedream"), **UNCLIPPED}]
+SHARDS = [zero(1, gradient_buffers=2), zero(2, gradient_buffers=8), zero(3, gradient_buffers=8)]
+LAZY, EAGER, PIPEDREAM = STALE
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "run"),
+    ("sizes", "option", "run"),
     [
-        ("2bw", EVERYTHING, BF16),
-        ("2bw", FULL, NOTHING),
-        ("pipedream", EVERYTHING, NOTHING),
-        pytest.param("pipedream", FULL, NOTHING, marks=EXHAUSTIVE),
-        pytest.param("2bw", EVERYTHING, NOTHING, marks=EXHAUSTIVE),
-        pytest.param("pipedream", EVERYTHING, BF16, marks=EXHAUSTIVE),
+        *((DP, SHARDS[2], {**run, **UNCLIPPED}) for run in STALE),
+        (P2, EVERYTHING, {**BF16, **LAZY}),
+        (P2, FULL, LAZY),
+        (P2, EVERYTHING, PIPEDREAM),
+        *(
+            pytest.param(*case, marks=EXHAUSTIVE)
+            for case in (
+                *((DP, option, {**run, **UNCLIPPED}) for option in SHARDS[:2] for run in STALE),
+                (P2, FULL, PIPEDREAM),
+                (P2, EVERYTHING, LAZY),
+                (P2, EVERYTHING, {**BF16, **PIPEDREAM}),
+            )
+        ),
     ],
     ids=str,
 )
-def test_recomputation_and_offload_keep_stale_gradients(make: Make, name: str, option: Groups, run: Groups) -> None:
-    run = {**run, **schedule(name), **(UNCLIPPED if name == "pipedream" else {})}
-    plain, changed = (run_threads(P2, trained, make("llama-5", P2, run, each)) for each in (NOTHING, option))
-    check_equal(changed, plain)
+def test_an_option_changes_no_bit_of_stale_updates(
+    make: Make, sizes: dict[str, int], option: Groups, run: Groups
+) -> None:
+    """Two numbers have one sum in any order, and a gradient that has memory throughout is reduced once an update.
+    Shards add up the norm in other parts, so that it is not compared and nothing is clipped."""
+    drained = (2,) if sizes == DP else ()
+    plain, changed = (
+        run_threads(sizes, trained, make("llama" if sizes == DP else "llama-5", sizes, run, each), drained)
+        for each in (NOTHING, option)
+    )
+    check_equal(changed, plain, norms=sizes == P2)
 
 
 def repeated(mesh: Mesh, config: PretrainConfig) -> list[float]:

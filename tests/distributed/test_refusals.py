@@ -6,7 +6,6 @@ The rules for pairs of features are those of `tests/support/layouts.py`, which t
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ import torch
 from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.inference.trained_model import on_layout
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
@@ -27,7 +27,9 @@ from tests.distributed.layout_cases import (
     ONE,
     P2,
     SELECTIVE,
+    SHARED,
     T2,
+    TP,
     UNCLIPPED,
     Groups,
     every,
@@ -61,6 +63,12 @@ REFUSED: list[tuple[dict[str, int], Groups, str]] = [
     (ONE, fp8("tensorwise", fp8_last_kept=-1), r"fp8_last_kept is -1; it must be at least 0"),
     (ONE, fp8("none", fp8_last_kept=1), r"fp8_last_kept 1, but training.fp8 is none"),
     (P2, {**FP16, **schedule("pipedream"), **UNCLIPPED}, r"training.precision fp16 skips steps whose gradients over"),
+    (ONE, SHARED, "parallel.pipeline is 1"),
+    (TP, {"parallel": {**SHARED["parallel"], "sequence": True}}, "parallel.sequence is true"),
+    (P2, {**SHARED, "recompute": {"logits": True}}, "recompute.logits is true"),
+    (P2, {**SHARED, **schedule("2bw")}, "2bw never flushes, so its output layer cannot be sharded"),
+    (P2, {**SHARED, **schedule("dualpipe_v")}, "dualpipe_v overlaps forwards with backwards"),
+    (P2, {**SHARED, **schedule("seq1f1b")}, "seq1f1b passes slices of sequences"),
 ]
 
 
@@ -70,9 +78,8 @@ REFUSED: list[tuple[dict[str, int], Groups, str]] = [
 def test_options_that_do_not_go_together_are_refused(
     make: Make, sizes: dict[str, int], groups: Groups, message: str
 ) -> None:
-    world: Any = next(iter(sizes.values()), 1)
     with pytest.raises(ConfigError, match=message):
-        validate(make("gpt2", sizes, groups), world)
+        validate(make("gpt2", sizes, groups), MeshShape(sizes).world_size)
 
 
 def test_a_lowered_schedule_fits_recomputation_and_sums(make: Make, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from tests.distributed.layout_cases import (
     ONE,
     P2,
     P4,
+    SHARED,
     T2,
     UNCLIPPED,
     Groups,
@@ -34,7 +35,6 @@ from tests.distributed.layout_cases import (
 Part = tuple[dict[str, int], Groups]
 RISING: Groups = {**FP16, "loss_scale": {"initial": 256.0, "window": 4}}
 """The loss scale rises on the way, so that its counters matter."""
-SHARED: Groups = {"parallel": {"vocabulary": "pipeline"}}
 SLOW = pytest.mark.slow
 
 
@@ -47,37 +47,29 @@ def outcome(make: Make, folder: Path, model: str, part: Part, run_options: Group
     return run(sizes, config, until)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "parts"),
-    [
-        ("gpt2-untied-dropout", schedule("2bw"), [(P2, NOTHING), (P4, NOTHING)]),
-        ("llama", {**schedule("pipedream"), **UNCLIPPED}, [(P2, NOTHING), (P2, NOTHING)]),
-        ("llama", MUON, [(P2, NOTHING), (ONE, NOTHING)]),
-        pytest.param("llama", RISING, [(ONE, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
-        pytest.param("gpt2-untied-dropout", schedule("2bw"), [(P2, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
-        *(
-            pytest.param("bert-pre-dropout", schedule(name), [(P2, NOTHING), (P4, NOTHING)], marks=EXHAUSTIVE)
-            for name in ("1f1b", "2bw")
-        ),
-        pytest.param("llama", {**NO_MASTER, **MUON}, [(P2, NOTHING), (ONE, NOTHING)], marks=EXHAUSTIVE),
-        *(
-            pytest.param(
-                "gpt2",
-                {**NO_MASTER, **schedule(name), "optimizer": {"moment_dtype": "bf16"}},
-                [(P2, NOTHING), (P2 if name == "2bw" else ONE, NOTHING)],
-                marks=SLOW,
-            )
-            for name in ("1f1b", "2bw")
-        ),
-    ],
-)
+MOMENTS: Groups = {**NO_MASTER, "optimizer": {"moment_dtype": "bf16"}}
+RESUMED = [
+    ("gpt2-untied-dropout", schedule("2bw"), P2, P4),
+    ("llama", {**schedule("pipedream"), **UNCLIPPED}, P2, P2),
+    ("llama", MUON, P2, ONE),
+    pytest.param("llama", RISING, ONE, ONE, marks=EXHAUSTIVE),
+    pytest.param("gpt2-untied-dropout", schedule("2bw"), P2, ONE, marks=EXHAUSTIVE),
+    pytest.param("bert-pre-dropout", schedule("1f1b"), P2, P4, marks=EXHAUSTIVE),
+    pytest.param("bert-pre-dropout", schedule("2bw"), P2, P4, marks=EXHAUSTIVE),
+    pytest.param("llama", {**NO_MASTER, **MUON}, P2, ONE, marks=EXHAUSTIVE),
+    pytest.param("gpt2", {**MOMENTS, **schedule("1f1b")}, P2, ONE, marks=SLOW),
+    pytest.param("gpt2", {**MOMENTS, **schedule("2bw")}, P2, P2, marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("model", "options", "first", "second"), RESUMED)
 def test_a_resumed_run_goes_on_with_the_same_bits(
-    make: Make, tmp_path: Path, model: str, options: Groups, parts: list[Part]
+    make: Make, tmp_path: Path, model: str, options: Groups, first: dict[str, int], second: dict[str, int]
 ) -> None:
     steps = 7 if options is RISING else 4
-    whole = outcome(make, tmp_path / "whole", model, parts[0], options, 2 * steps)
-    for number, part in enumerate(parts):
-        resumed = outcome(make, tmp_path / "parts", model, part, options, (number + 1) * steps)
+    whole = outcome(make, tmp_path / "whole", model, (first, NOTHING), options, 2 * steps)
+    for number, sizes in enumerate((first, second)):
+        resumed = outcome(make, tmp_path / "parts", model, (sizes, NOTHING), options, (number + 1) * steps)
         assert resumed.start == number * steps
     assert_same_bits(resumed, whole)
     if options == MUON:
