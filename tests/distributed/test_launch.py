@@ -4,6 +4,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ def test_a_wrong_start_names_the_value_and_the_fix(
     corpus: str,
     num_processes: int,
     arguments: list[str],
-    changed: dict[str, str],
+    changed: dict[str, Any],
     parts: list[str],
 ) -> None:
     run = ["--data.prefix", corpus, "--training.steps", "1", *arguments]
