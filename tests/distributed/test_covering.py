@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from megapipe.config import ConfigError
-from megapipe.config.bert import BertDataConfig
+from megapipe.config.parallel import MeshShape
 from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import RankPrediction, predict_rank
 from megapipe.training.validation import validate
-from tests.support.bert_runs import MODERN, POST_NORM, write_corpora
+from tests.distributed.conftest import Corpora
+from tests.support.bert_runs import MODERN, POST_NORM
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case, completed, covering_array, possible_pairs
 from tests.support.equality import check_bits, check_close, check_gradients, check_weights
@@ -96,10 +97,7 @@ OPTIONS: list[tuple[Case, Change]] = [
 ]
 """Cases that the array omits, and other changes to their configuration."""
 WINDOWS: Change = {
-    "model": {
-        "layer_kinds": {"local": {"sliding_window": 5, "rope_theta": 100.0}},
-        "layer_pattern": ("local", "base"),
-    }
+    "model": {"layer_kinds": {"local": {"sliding_window": 5, "rope_theta": 100.0}}, "layer_pattern": ("local", "base")}
 }
 NO_ROPE: Change = {
     "model": {
@@ -132,10 +130,7 @@ ALIBI: Change = {
         "layer_pattern": ("base", "rotary", "base"),
     }
 }
-ROBERTA: Change = {
-    "model": {"sentence_head": False, "token_types": 1, "first_position": 2},
-    "data": {"pairs": "none"},
-}
+ROBERTA: Change = {"model": {"sentence_head": False, "token_types": 1, "first_position": 2}, "data": {"pairs": "none"}}
 ALBERT: Change = {"model": {"embedding_size": 16, "shared_blocks": True}}
 MODERNBERT: Change = {
     "model": {name: value for name, value in vars(MODERN).items() if value != getattr(POST_NORM, name)},
@@ -155,10 +150,7 @@ LATENTS: Change = {
     }
 }
 CHUNKS: Change = {
-    "model": {
-        "layer_kinds": {"chunked": {"attention_chunk_size": 4}},
-        "layer_pattern": ("chunked", "base", "chunked"),
-    }
+    "model": {"layer_kinds": {"chunked": {"attention_chunk_size": 4}}, "layer_pattern": ("chunked", "base", "chunked")}
 }
 FURTHER: Change = {
     "model": {
@@ -330,7 +322,6 @@ NUMBERS = 512
 TABLES = 1024
 """Bytes of the rotary tables of two blocks, of which activations that return from host memory bring copies."""
 
-Corpora = tuple[str, BertDataConfig]
 Oracles = Callable[[tuple[tuple[str, str], ...]], RankRun]
 
 
@@ -340,78 +331,68 @@ def name_of(case: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
-    return write_corpora(tmp_path_factory.mktemp("corpora"))
-
-
-@pytest.fixture(scope="module")
-def expected(corpora: Corpora) -> Oracles:
+def expected(small_corpora: Corpora) -> Oracles:
     """The run that a case has to equal, by the case of that run; each is run once."""
+    return cache(lambda oracle: whole_run(config_of(dict(oracle), *small_corpora)))
 
-    @cache
-    def of(oracle: tuple[tuple[str, str], ...]) -> RankRun:
-        config = config_of(dict(oracle), *corpora)
-        ranks = [each.run for each in run_threads(sizes_of(config), run_layout, config)]
-        gradients = [shard for rank in ranks for shard in rank.gradients]
-        return RankRun(ranks[0].results, gradients, [shard for rank in ranks for shard in rank.weights])
 
-    return of
+def whole_run(config: PretrainConfig) -> RankRun:
+    """Return the run of all ranks, which are threads, as that of one rank."""
+    ranks: list[RankRun] = [each.run for each in run_threads(sizes_of(config), run_layout, config)]
+    gradients = [shard for rank in ranks for shard in rank.gradients]
+    return RankRun(ranks[0].results, gradients, [shard for rank in ranks for shard in rank.weights])
 
 
 @pytest.mark.parametrize("case", EVERY_CASE, ids=name_of)
-def test_feature_pairs_match_one_process_and_predicted_costs(corpora: Corpora, expected: Oracles, case: Case) -> None:
-    config = config_of(case, *corpora)
-    validate(config, world_size(case))
-    ranks = predicted_and_counted(config)
-    check_equal(case, [rank.run for _, rank in ranks], expected(tuple(oracle_of(case).items())))
-    for each in ranks:
-        check_costs(*each)
+def test_feature_pairs_match_one_process_and_predicted_costs(
+    small_corpora: Corpora, expected: Oracles, case: Case
+) -> None:
+    ranks = train_as_predicted(config_of(case, *small_corpora))
+    check_equal(case, ranks, expected(tuple(oracle_of(case).items())))
 
 
 @pytest.mark.slow
 @pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "change"), OPTIONS, ids=lambda part: ", ".join(map(str, part.values())))
-def test_options_of_a_feature_cost_what_is_predicted(corpora: Corpora, case: Case, change: Change) -> None:
-    case = {**BASE, **case}
-    config = changed(config_of(case, *corpora), change)
-    validate(config, world_size(case))
-    for each in predicted_and_counted(config):
-        check_costs(*each)
+def test_options_of_a_feature_cost_what_is_predicted(small_corpora: Corpora, case: Case, change: Change) -> None:
+    train_as_predicted(changed(config_of({**BASE, **case}, *small_corpora), change))
 
 
 @pytest.mark.slow
 @pytest.mark.one_in(8)
 @pytest.mark.parametrize(("case", "change"), MIXED)
-def test_unequal_blocks_match_one_process_and_predicted_costs(corpora: Corpora, case: Case, change: Change) -> None:
+def test_unequal_blocks_match_one_process_and_predicted_costs(
+    small_corpora: Corpora, case: Case, change: Change
+) -> None:
     case = {**BASE, "model": "llama", **case}
-    config = changed(config_of(case, *corpora), change)
     kept = {group: fields for group, fields in change.items() if group in ("model", "data", "batch", "optimizer")}
-    alone = changed(config_of(oracle_of(case), *corpora), kept)
-    validate(config, world_size(case))
-    (oracle,) = run_threads(sizes_of(alone), run_layout, alone)
-    ranks = predicted_and_counted(config)
-    check_equal(case, [rank.run for _, rank in ranks], oracle.run)
-    for each in ranks:
-        check_costs(*each)
+    oracle = whole_run(changed(config_of(oracle_of(case), *small_corpora), kept))
+    check_equal(case, train_as_predicted(changed(config_of(case, *small_corpora), change)), oracle)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", FORM_CASES, ids=lambda case: ", ".join(case.values()))
-def test_every_pair_of_forms_costs_what_is_predicted(corpora: Corpora, case: Case) -> None:
-    layout = {**BASE, "model": "llama", **FORM_LAYOUTS[case["layout"]]}
+def test_every_pair_of_forms_costs_what_is_predicted(small_corpora: Corpora, case: Case) -> None:
+    config = config_of({**BASE, "model": "llama", **FORM_LAYOUTS[case["layout"]]}, *small_corpora)
     fields: dict[str, Any] = {"ffn_hidden_size": 48}
     for form, kinds in FORMS.items():
         fields |= kinds[case[form]]
-    config = changed(config_of(layout, *corpora), {"model": {**fields, "bias": case["bias"]}})
-    validate(config, world_size(layout))
-    for each in predicted_and_counted(config):
-        check_costs(*each)
+    train_as_predicted(changed(config, {"model": {**fields, "bias": case["bias"]}}))
 
 
 def changed(config: PretrainConfig, change: Change) -> PretrainConfig:
     for group, fields in change.items():
         setattr(config, group, replace(getattr(config, group), **fields))
     return config
+
+
+def train_as_predicted(config: PretrainConfig) -> list[RankRun]:
+    """Train a configuration that is valid, at the predicted costs, and return the run of each rank."""
+    validate(config, MeshShape(sizes_of(config)).world_size)
+    ranks = predicted_and_counted(config)
+    for each in ranks:
+        check_costs(*each)
+    return [rank.run for _, rank in ranks]
 
 
 def predicted_and_counted(config: PretrainConfig) -> list[tuple[RankPrediction, LayoutRun]]:
@@ -477,10 +458,10 @@ def test_the_array_omits_forbidden_cases_and_wide_pipelines_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: " with ".join(rule.values))
-def test_what_is_left_out_is_refused_with_the_reason(corpora: Corpora, rule: Rule) -> None:
+def test_what_is_left_out_is_refused_with_the_reason(small_corpora: Corpora, rule: Rule) -> None:
     for values in itertools.product(*rule.values.values()):
         chosen = dict(zip(rule.values, values, strict=True))
         case = completed(chosen, AXES, lambda case: broken(case) in ([], [rule]), lambda _, axis: AXES[axis])
         assert case is not None, f"{chosen} breaks other rules too"
         with pytest.raises(ConfigError, match=rule.reason):
-            validate(config_of(case, *corpora), world_size(case))
+            validate(config_of(case, *small_corpora), world_size(case))

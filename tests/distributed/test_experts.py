@@ -14,14 +14,24 @@ from typing import Any
 
 import pytest
 
+from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.prediction import predict_rank
+from megapipe.schedules import dumps, loads
 from megapipe.training.validation import validate
-from tests.distributed.test_covering import CASES, Corpora, check_costs, check_equal, name_of, predicted_and_counted
-from tests.support.bert_runs import write_corpora
+from tests.distributed.conftest import Corpora
+from tests.distributed.test_covering import (
+    CASES,
+    check_costs,
+    check_equal,
+    name_of,
+    predicted_and_counted,
+    train_as_predicted,
+    whole_run,
+)
 from tests.support.counting_groups import counts_of
 from tests.support.covering import Case
-from tests.support.gpt_runs import RankRun
+from tests.support.gpt_runs import LLAMA_SHAPE, RankRun, make_config
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.layouts import BASE, adds_in_one_order, config_of, oracle_of, sizes_of, world_size
 from tests.support.meshes import run_mesh, run_threads
@@ -61,10 +71,11 @@ def marked(kind: str, case: Case, *marks: pytest.MarkDecorator) -> object:
     return pytest.param(kind, case, marks=marks, id=f"{kind}: {name_of(case)}")
 
 
+FIRST = [*CHOSEN, *SLOW[3:5]]
 EVERY_CASE = [
     *(
         marked(kind, case, *([pytest.mark.slow] if number else []))
-        for number, (kind, case) in enumerate(zip(KINDS, [*CHOSEN, *SLOW[3:5]], strict=True))
+        for number, (kind, case) in enumerate(zip(KINDS, FIRST, strict=True))
     ),
     *(marked(kind, case, pytest.mark.exhaustive) for case in SLOW for kind in KINDS),
     *(
@@ -74,14 +85,9 @@ EVERY_CASE = [
 ]
 EVEN = [
     marked(kind, case, pytest.mark.slow if place == number else pytest.mark.exhaustive)
-    for place, case in enumerate([*CHOSEN, *SLOW[3:5]])
+    for place, case in enumerate(FIRST)
     for number, kind in enumerate(KINDS)
 ]
-
-
-@pytest.fixture(scope="module")
-def corpora(tmp_path_factory: pytest.TempPathFactory) -> Corpora:
-    return write_corpora(tmp_path_factory.mktemp("corpora"))
 
 
 def with_experts(kind: str, case: Case, corpora: Corpora, choices: int = 2) -> PretrainConfig:
@@ -95,24 +101,16 @@ def with_experts(kind: str, case: Case, corpora: Corpora, choices: int = 2) -> P
 
 
 @pytest.fixture(scope="module")
-def expected(corpora: Corpora) -> Oracles:
+def expected(small_corpora: Corpora) -> Oracles:
     """The run that a case has to equal, by the case of that run; each is run once."""
-
-    @cache
-    def of(kind: str, oracle: tuple[tuple[str, str], ...]) -> RankRun:
-        config = with_experts(kind, dict(oracle), corpora)
-        ranks = [each.run for each in run_threads(sizes_of(config), run_layout, config)]
-        gradients = [shard for rank in ranks for shard in rank.gradients]
-        return RankRun(ranks[0].results, gradients, [shard for rank in ranks for shard in rank.weights])
-
-    return of
+    return cache(lambda kind, oracle: whole_run(with_experts(kind, dict(oracle), small_corpora)))
 
 
 @pytest.mark.parametrize(("kind", "case"), EVERY_CASE)
 def test_layouts_match_one_process_and_predicted_traffic(
-    corpora: Corpora, expected: Oracles, kind: str, case: Case
+    small_corpora: Corpora, expected: Oracles, kind: str, case: Case
 ) -> None:
-    config = with_experts(kind, case, corpora)
+    config = with_experts(kind, case, small_corpora)
     validate(config, world_size(case))
     ranks: list[LayoutRun] = run_mesh(sizes_of(config), run_layout, config, timeout=120.0)
     check_equal(case, [rank.run for rank in ranks], expected(kind, tuple(oracle_of(case).items())))
@@ -125,8 +123,33 @@ def test_layouts_match_one_process_and_predicted_traffic(
 
 
 @pytest.mark.parametrize(("kind", "case"), EVEN)
-def test_evenly_used_experts_keep_what_is_predicted(corpora: Corpora, kind: str, case: Case) -> None:
-    config = with_experts(kind, case, corpora, choices=4)
-    validate(config, world_size(case))
-    for each in predicted_and_counted(config):
+def test_evenly_used_experts_keep_what_is_predicted(small_corpora: Corpora, kind: str, case: Case) -> None:
+    train_as_predicted(with_experts(kind, case, small_corpora, choices=4))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "experts", "stage"),
+    [
+        ({"data": 4}, 2, 2),
+        pytest.param({"data": 4}, 2, 3, marks=pytest.mark.exhaustive),
+        pytest.param({"pipeline": 2, "data": 2}, 1, 3, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_experts_shared_by_other_replicas_train_alike(
+    corpus: str, sizes: dict[str, int], experts: int, stage: int
+) -> None:
+    """Experts as a state unit of their own, which another number of replicas shares than the rest of their block."""
+    config = make_config(corpus, replace(LLAMA_SHAPE, num_experts=4, experts_per_token=4), schedule={"name": "1f1b"})
+    [alone] = run_threads({}, run_layout, config)
+    config.zero = ZeroConfig(stage=stage, expert_shard_size=experts)  # type: ignore[arg-type]
+    config.parallel = replace(config.parallel, **sizes)
+    ranks = predicted_and_counted(config)
+    losses, expected = ([each.loss for each in rank.run.results] for rank in (ranks[0][1], alone))
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for each in ranks:
         check_costs(*each)
+    schedule = ranks[0][1].schedule
+    own, apart_unit = (unit for unit in schedule.header.stage_states[0] if unit.layer == 1)
+    assert (own.shards, apart_unit.shards) == (0, experts)
+    assert (own.weights == "sharded", apart_unit.weights == "sharded") == (stage == 3, stage == 3 and experts > 1)
+    assert loads(dumps(schedule)) == schedule
