@@ -18,7 +18,6 @@ from megapipe.checkpoint import (
     CheckpointError,
     DamagedCheckpointError,
     load,
-    load_weights,
     newest_valid,
     read_manifest,
     save,
@@ -119,31 +118,16 @@ def test_all_weight_versions_are_restored(tmp_path: Path, dtype: torch.dtype) ->
     load_step(alone(), ALONE, path, 5)
 
 
-def test_additional_versions_start_from_the_newest(tmp_path: Path) -> None:
+def test_additional_versions_and_updates_are_numbered(tmp_path: Path) -> None:
     single = save_step(alone(), ALONE, tmp_path, 6)
     states = make_states(alone(), Layout({}, [UNITS], versions=2))
     load(single, states, {}, alone(), moments=ToyMoments())
     check(states, 6)
     for state in states:
-        assert torch.equal(state.weights[0], state.weights[1])
-
-
-def test_several_updates_per_step_number_the_versions(tmp_path: Path) -> None:
-    path = save_step(alone(), ALONE, tmp_path, 5)
+        assert torch.equal(state.weights[0], state.weights[1]), "both are the newest"
     states = make_states(alone(), ALONE)
-    load(path, states, {}, alone(), moments=ToyMoments(), updates_per_step=4)
-    assert {state.newest for state in states} == {20}
-
-
-def test_initial_weights_have_no_moments(tmp_path: Path) -> None:
-    path = save_step(alone(), Layout({}, [UNITS], versions=2), tmp_path, 5)
-    states = make_states(alone(), ALONE)
-    assert load_weights(path, states, alone()).run == run_state(5)
-    reference = make_states(alone(), ALONE)
-    fill(reference, 5)
-    for state, other in zip(states, reference, strict=True):
-        assert torch.equal(state.master, other.master)
-        assert (state.newest, state.moments) == (0, {})
+    load(single, states, {}, alone(), moments=ToyMoments(), updates_per_step=4)
+    assert {state.newest for state in states} == {24}
 
 
 def test_units_without_updates_have_no_moments(tmp_path: Path) -> None:
@@ -251,11 +235,14 @@ def check_continues(directory: Path) -> int:
     return step
 
 
-def save_and_delete(mesh: Mesh, layout: Layout, directory: Path, disk: StorageWriter) -> None:
-    """Save step 2 and delete step 1, which it replaces."""
-    save_step(mesh, layout, directory, 2, disk)
+def save_and_delete(
+    mesh: Mesh, layout: Layout, directory: Path, disk: StorageWriter, victim: int | None = None, step: int = 2
+) -> None:
+    """Save a step and delete the one that it replaces. victim: the only rank on this disk; None for all ranks."""
+    own = disk if victim in (None, mesh.rank) else DISK
+    save_step(mesh, layout, directory, step, own)
     if mesh.rank == 0:
-        keep_last(directory, 1, disk)
+        keep_last(directory, 1, own)
 
 
 @pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["before", "after"])
@@ -274,10 +261,6 @@ def test_killed_at_every_operation(tmp_path: Path, after: bool) -> None:
     assert set(steps) == {1, 2}
 
 
-def save_with_one_killed(mesh: Mesh, directory: Path, victim: int, at: int, after: bool) -> None:
-    save_and_delete(mesh, PAIR, directory, KilledDisk(at, after=after) if mesh.rank == victim else CountingDisk())
-
-
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int) -> None:
     template = tmp_path / "template"
@@ -287,7 +270,7 @@ def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int)
         directory = fresh(tmp_path / "run", template)
         try:
             # After half of a write, else before an operation: after an operation is before the next one.
-            run_threads(PAIR.sizes, save_with_one_killed, directory, victim, at, at % 2 == 0)
+            run_threads(PAIR.sizes, save_and_delete, PAIR, directory, KilledDisk(at, after=at % 2 == 0), victim)
             break
         except (Killed, CommunicationError):
             steps.append(check_continues(directory))
@@ -364,9 +347,8 @@ def test_every_operation_of_a_save_refused(tmp_path: Path) -> None:
 
 def failing_save(mesh: Mesh, directory: Path, victim: int, at: int) -> str:
     """Return the error that this rank raises; an empty text if there is no such operation."""
-    disk = RefusingDisk(at, errno.ENOSPC) if mesh.rank == victim else CountingDisk()
     try:
-        save_step(mesh, PAIR, directory, 2, disk)
+        save_and_delete(mesh, PAIR, directory, RefusingDisk(at, errno.ENOSPC), victim)
     except CheckpointError as error:
         return str(error)
     return ""
@@ -427,14 +409,10 @@ class SlowDisk(StorageWriter):
         super().flush(descriptor)
 
 
-def slow_save(mesh: Mesh, directory: Path, step: int, seconds: float) -> None:
-    save_step(mesh, PAIR, directory, step, SlowDisk(seconds) if mesh.rank == 1 else DISK)
-
-
 def test_ranks_wait_for_a_slow_disk_until_the_timeout(tmp_path: Path) -> None:
-    run_threads(PAIR.sizes, slow_save, tmp_path, 1, 0.1)
+    run_threads(PAIR.sizes, save_and_delete, PAIR, tmp_path, SlowDisk(0.1), 1, 1)
     with pytest.raises(CommunicationError, match="rank 1"):
-        run_threads(PAIR.sizes, slow_save, tmp_path, 2, 1.0, timeout=0.3)
+        run_threads(PAIR.sizes, save_and_delete, PAIR, tmp_path, SlowDisk(1.0), 1, timeout=0.3)
     assert check_continues(tmp_path) == 1
 
 
