@@ -18,17 +18,18 @@ import torch
 
 from megapipe.checkpoint import CheckpointError, background, newest_valid
 from megapipe.checkpoint.background import BackgroundSaver, Snapshot
-from megapipe.checkpoint.directory import keep_last, set_aside
+from megapipe.checkpoint.directory import keep_last
 from megapipe.checkpoint.save_and_load import Content
 from megapipe.checkpoint.shards import Extent
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.checkpoint.tensor_file import FileTensor
 from megapipe.engine.host_memory import Move, ThreadCopies
 from megapipe.parallel.mesh import Mesh
+from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Box
 from megapipe.training.loop.steps import any_rank
 from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk
-from tests.checkpoint.test_save_and_load import check_whole, fresh
+from tests.checkpoint.test_save_and_load import SlowDisk, check_whole, fresh
 from tests.checkpoint.toy import ALONE, PAIR, Layout, alone, fill, load_step, make_states, run_state, save_step
 from tests.support.meshes import run_threads
 from tests.support.patience import wait_until
@@ -50,12 +51,19 @@ class HeldDisk(StorageWriter):
         return super().write(descriptor, content)
 
 
-def start(saver: BackgroundSaver, mesh: Mesh, layout: Layout, step: int) -> None:
-    """Save the known values of a step, and overwrite them as soon as training may."""
+def start_without_copies(
+    saver: BackgroundSaver, mesh: Mesh, layout: Layout, step: int, by_step: bool = True
+) -> list[UnitState]:
+    """Save the known values of a step, which the next step is to copy, and return them."""
     states = make_states(mesh, layout)
     fill(states, step)
-    saver.start(states, {state.name: step for state in states}, run_state(step))
-    for state in states:
+    saver.start(states, {state.name: step for state in states}, run_state(step), by_step=by_step)
+    return states
+
+
+def start(saver: BackgroundSaver, mesh: Mesh, layout: Layout, step: int) -> None:
+    """Save the known values of a step, and overwrite them as soon as training may."""
+    for state in start_without_copies(saver, mesh, layout, step, by_step=False):
         for buffer in (*state.weights, *state.moments.values()):
             buffer.fill_(torch.nan)
 
@@ -98,10 +106,8 @@ class BlockedCopies(ThreadCopies):
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_each_state_waits_for_its_own_copy(tmp_path: Path, taken: int) -> None:
     """The step starts some of the copies; the last copy is blocked, and the others are made when a state changes."""
-    mesh, states = alone(), make_states(alone(), ALONE)
-    fill(states, 4)
-    saver = BackgroundSaver(tmp_path, mesh)
-    saver.start(states, {state.name: 4 for state in states}, run_state(4), by_step=True)
+    saver = BackgroundSaver(tmp_path, alone())
+    states = start_without_copies(saver, alone(), ALONE, 4)
     copies, blocked, free = saver.take_snapshot(), BlockedCopies(), ThreadCopies("snapshot")
     assert copies is not None
     assert saver.take_snapshot() is None
@@ -117,25 +123,21 @@ def test_each_state_waits_for_its_own_copy(tmp_path: Path, taken: int) -> None:
     blocked.released.set()
     changed.join()
     saver.finish()
-    load_step(mesh, ALONE, tmp_path / "step-00000004", 4)
+    load_step(alone(), ALONE, tmp_path / "step-00000004", 4)
 
 
 def test_a_save_that_no_step_copies_is_whole(tmp_path: Path) -> None:
-    mesh, states = alone(), make_states(alone(), ALONE)
-    fill(states, 4)
-    saver = BackgroundSaver(tmp_path, mesh)
-    saver.start(states, {state.name: 4 for state in states}, run_state(4), by_step=True)
+    saver = BackgroundSaver(tmp_path, alone())
+    start_without_copies(saver, alone(), ALONE, 4)
     saver.finish()
-    load_step(mesh, ALONE, tmp_path / "step-00000004", 4)
+    load_step(alone(), ALONE, tmp_path / "step-00000004", 4)
     assert saver.take_snapshot() is None
 
 
 def test_a_failure_during_a_copy_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path, 1)
-    mesh, states, blocked = alone(), make_states(alone(), ALONE), BlockedCopies()
-    fill(states, 2)
-    saver = BackgroundSaver(tmp_path, mesh)
-    saver.start(states, {state.name: 2 for state in states}, run_state(2), by_step=True)
+    saver, blocked = BackgroundSaver(tmp_path, alone()), BlockedCopies()
+    states = start_without_copies(saver, alone(), ALONE, 2)
     copies = saver.take_snapshot()
     assert copies is not None
     for state in states:
@@ -187,14 +189,6 @@ def test_a_process_that_ends_leaves_the_previous_checkpoint(tmp_path: Path) -> N
     assert check_whole(tmp_path) == 1
 
 
-def newest_step(directory: Path) -> int:
-    newest = newest_valid(directory)
-    assert newest is not None
-    step = int(newest.name.removeprefix("step-"))
-    load_step(alone(), ALONE, newest, step)
-    return step
-
-
 def test_killed_at_every_operation_of_two_saves(tmp_path: Path) -> None:
     save_step(alone(), ALONE, tmp_path / "template", 1)
     counted = CountingDisk()
@@ -204,14 +198,14 @@ def test_killed_at_every_operation_of_two_saves(tmp_path: Path) -> None:
         directory = fresh(tmp_path / "run", tmp_path / "template")
         with pytest.raises((Killed, CheckpointError)):
             saved(alone(), ALONE, directory, 2, 4, storage=KilledDisk(at, after=True))
-        steps.append(newest_step(directory))
-        assert not set_aside(directory)
+        steps.append(check_whole(directory))
     assert steps == sorted(steps)
     assert set(steps) == {1, 2, 4}
     assert counted.operations.count("rename") == 3, "two saves and a deletion"
 
 
-def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, patience: float) -> None:
+def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, patience: float = 30.0) -> None:
+    """Save step 2; only `victim` has this disk."""
     saver = BackgroundSaver(directory, mesh, storage=disk if mesh.rank == victim else DISK, patience=patience)
     start(saver, mesh, PAIR, 2)
     try:
@@ -224,7 +218,7 @@ def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, pa
 def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int) -> None:
     template, counted = tmp_path / "template", CountingDisk()
     run_threads(PAIR.sizes, save_step, PAIR, template, 1)
-    run_threads(PAIR.sizes, saved_with, fresh(tmp_path / "counted", template), victim, counted, 30.0)
+    run_threads(PAIR.sizes, saved_with, fresh(tmp_path / "counted", template), victim, counted)
     # Rank 0 waits equally long for a rank that is dead and for one that writes slowly.
     patience = 30.0 if victim == 0 else 1.0
     steps = []
@@ -319,17 +313,9 @@ def test_files_written_during_the_removal_are_removed(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def slow_on_one_rank(mesh: Mesh, directory: Path, holder: HeldDisk) -> None:
-    saver = BackgroundSaver(directory, mesh, storage=holder if mesh.rank else DISK)
-    start(saver, mesh, PAIR, 2)
-    if mesh.rank:
-        threading.Timer(1.0, holder.released.set).start()
-    saver.finish()
-
-
 def test_a_disk_slower_than_a_collective_loses_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_LONGEST_SLICE", 0.05)
-    run_threads(PAIR.sizes, slow_on_one_rank, tmp_path, HeldDisk(), timeout=0.5)
+    run_threads(PAIR.sizes, saved_with, tmp_path, 1, SlowDisk(0.8), timeout=0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
@@ -342,7 +328,7 @@ def test_a_save_beyond_its_deadline_is_abandoned(tmp_path: Path) -> None:
         saver.finish(within=0.01)
     disk.released.set()
     saver.abandon(30.0)
-    assert newest_step(tmp_path) == 1
+    assert check_whole(tmp_path) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 

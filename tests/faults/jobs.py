@@ -1,9 +1,15 @@
 """Jobs under torchrun as tests see them: their processes, output, metrics and checkpoints."""
 
+import itertools
 import json
+import os
 import re
+import signal
 import subprocess
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
+from tests.support.gpt_runs import write_shard
 from tests.support.launch import ROOT, rest_of, start
 from tests.training.records import TIMES
 
@@ -121,6 +128,25 @@ class Job:
         output = rest_of(self.process, LIMIT_SECONDS)
         wait_for_the_end(self.workers)
         return "".join([*self.output, output])
+
+
+@contextmanager
+def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
+    """A job of two ranks after ten steps, and its workers by rank. Its errors go to `errors` in `folder`."""
+    with (folder / "errors").open("w") as errors:
+        endless = ["--data.prefix", write_shard(folder), "--training.steps=1000000"]
+        process = start(2, *endless, *arguments, folder=folder, errors=errors.fileno())
+    assert process.stdout is not None
+    output = process.stdout
+    try:
+        steps = itertools.islice((line for line in output if line.startswith("step ")), 2)
+        assert len(list(steps)) == 2, (folder / "errors").read_text()
+        threading.Thread(target=output.read, daemon=True).start()
+        yield process, children(process.pid)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def output_of(folder: Path, fault: Fault | None, *arguments: str) -> str:

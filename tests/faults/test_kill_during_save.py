@@ -1,29 +1,49 @@
-"""kill -9 at any moment, saves included: the newest checkpoint is whole, and the run goes on as if nothing had
-happened."""
+"""kill -9 at any moment, saves included: the newest checkpoint is whole, and the run goes on undisturbed.
+
+The oracle is the undisturbed run: after the kills losses, weights and moments are its bits.
+"""
 
 import os
 import random
 import signal
-import subprocess
-import time
-from contextlib import suppress
+import threading
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from megapipe.checkpoint import newest_valid
+from megapipe.checkpoint.directory import set_aside
+from megapipe.config.parallel import MeshShape
+from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import connected_mesh
 from megapipe.training.loop import checkpoints
-from tests.faults.jobs import LIMIT_SECONDS, RUN, children, needs_proc, saved_steps
-from tests.faults.kill_loop import DeadlyDisk, survives
-from tests.support.gpt_runs import write_shard
-from tests.support.launch import start
-from tests.support.patience import wait_until
+from tests.checkpoint.disks import CountingDisk
+from tests.checkpoint.runs import assert_same_bits, config_in, run, train
+from tests.support.gpt_runs import GPT2_SHAPE, write_shard
+from tests.support.ranks import RankError, run_ranks
+
+STEPS_A_LIFE = 6
+SIZES = {"pipeline": 2}
+OPERATIONS = 150
+"""Operations of the disk among which a kill is drawn: about those of one life."""
 
 
-def save_on(disk: DeadlyDisk) -> None:
-    checkpoints.save = partial(checkpoints.save, storage=disk)
-    checkpoints.BackgroundSaver = partial(checkpoints.BackgroundSaver, storage=disk)  # type: ignore[misc]
+class DeadlyDisk(CountingDisk):
+    """Kills its process at one operation, after half of it where it is a write."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self._at = at
+
+    def before(self, number: int, operation: str, perform: Callable[[], object]) -> None:
+        if number == self._at:
+            if operation == "write":
+                perform()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.slow
@@ -36,40 +56,57 @@ def save_on(disk: DeadlyDisk) -> None:
     ],
 )
 def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int, snapshot: str | None) -> None:
-    survives(tmp_path, kills, seed, snapshot, save_on)
+    """Kill one of the ranks `kills` times, at a random moment and at a random operation of its disk by turns.
 
-
-@needs_proc
-@pytest.mark.slow
-def test_a_killed_job_is_started_again_and_goes_on(tmp_path: Path) -> None:
-    chosen = random.Random(1)
-    arguments = [
-        "--data.prefix",
+    snapshot: checkpoint.snapshot of asynchronous saves; None for saves that training waits for.
+    """
+    chosen = random.Random(seed)
+    saves = {"asynchronous": False} if snapshot is None else {"snapshot": snapshot}
+    config = config_in(
+        tmp_path / "killed",
         write_shard(tmp_path),
-        "--training.steps=1000000",
-        "--parallel.pipeline=2",
-        "--checkpoint.every=1",
-    ]
-    steps = [0]
-    for life in range(3):
-        process = start(2, *arguments, folder=tmp_path, errors=subprocess.DEVNULL)
+        GPT2_SHAPE,
+        checkpoint={"every": 1, "keep_last": 2, **saves},
+        training={"steps": kills * STEPS_A_LIFE + 1},
+        parallel={"pipeline": 2, "data": 1, "timeout_seconds": 20.0},
+    )
+    directory = checkpoints.checkpoint_directory(config)
+    done, interrupted_saves, step = 0, 0, 0
+    while done < kills:
+        delay = chosen.uniform(0.0, 1.5) if done % 2 else None
         try:
-            assert process.stdout is not None
-            first = ""
-            for line in process.stdout:
-                first = line if line.startswith("resumed from") else first
-                if line.startswith("step "):
-                    break
-            assert (f"after step {steps[-1]} " in first) == (life > 0)
-            wait_until(lambda: saved_steps(tmp_path / RUN)[-1:] > steps[-1:])  # saves end during training
-            time.sleep(chosen.uniform(0.0, 0.5))
-        finally:
-            # torchrun gives its workers sessions of their own.
-            for pid in (process.pid, *children(process.pid).values()):
-                with suppress(ProcessLookupError):  # workers end with it
-                    os.kill(pid, signal.SIGKILL)
-            process.communicate(timeout=LIMIT_SECONDS)
-        newest = newest_valid(tmp_path / RUN / "checkpoints")
-        assert newest is not None
-        steps.append(int(newest.name.removeprefix("step-")))
-        assert steps[-1] > steps[-2]
+            victim, operation = chosen.randrange(2), chosen.randrange(OPERATIONS)
+            run_ranks(2, live, config, victim, delay, operation, may_die={0, 1})
+        except RankError:
+            pass  # the survivor reports its dead peer
+        else:
+            continue
+        done += 1
+        interrupted_saves += bool(list(directory.glob(".step-*.partial")))
+        before, step = step, newest_step(config)
+        assert step >= before, "a checkpoint was lost"
+        assert not set_aside(directory), "a kill left a damaged checkpoint under a step's name"
+    assert interrupted_saves > 0
+    outcome = run(SIZES, config, step + 1)
+    assert outcome.start == step > 0
+    whole = replace(config, training=replace(config.training, directory=str(tmp_path / "whole")))
+    whole.checkpoint = replace(config.checkpoint, every=None, at_end=False)
+    # A checkpoint of this test keeps every loss, so these are the losses of all lives.
+    assert_same_bits(outcome, run(SIZES, whole, step + 1))
+
+
+def live(rank: int, config: PretrainConfig, victim: int, delay: float | None, operation: int) -> None:
+    """One life of the job: resume and train until a kill, after `delay` seconds or, without one, at an operation."""
+    mesh = connected_mesh(MeshShape(SIZES), torch.device("cpu"), 20.0)
+    if rank == victim and delay is not None:
+        threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    if rank == victim and delay is None:
+        disk = DeadlyDisk(operation)
+        checkpoints.save = partial(checkpoints.save, storage=disk)
+        checkpoints.BackgroundSaver = partial(checkpoints.BackgroundSaver, storage=disk)  # type: ignore[misc]
+    train(mesh, config, newest_step(config) + STEPS_A_LIFE)
+
+
+def newest_step(config: PretrainConfig) -> int:
+    newest = newest_valid(checkpoints.checkpoint_directory(config))
+    return 0 if newest is None else int(newest.name.removeprefix("step-"))

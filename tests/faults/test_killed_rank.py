@@ -2,41 +2,23 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.faults.jobs import LIMIT_SECONDS, children, needs_proc, wait_for_the_end
-from tests.support.gpt_runs import write_shard
-from tests.support.launch import start
+from tests.faults.jobs import endless_job, needs_proc, wait_for_the_end
 
 pytestmark = needs_proc
 
 
-def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str, limit: float = LIMIT_SECONDS) -> str:
-    """Start a run that would never end, signal one rank after its first step, and return what the job says.
-
-    The job must fail within `limit` seconds and leave no process running.
-    """
-    process = start(2, "--data.prefix", write_shard(folder), "--training.steps=1000000", *arguments, folder=folder)
-    try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step "):
-                break
-        workers = children(process.pid)
+def errors_after(signal_number: int, victim: int, folder: Path, *arguments: str, limit: float) -> str:
+    """Signal one rank of an endless run, and return what the job says. It must fail within `limit` seconds and leave
+    no process running."""
+    with endless_job(folder, *arguments) as (process, workers):
         os.kill(workers[victim], signal_number)
-        signalled = time.monotonic()
-        _, errors = process.communicate(timeout=limit)
-        assert time.monotonic() - signalled < limit
-        assert process.returncode != 0
+        assert process.wait(timeout=limit) != 0
         wait_for_the_end([*workers.values()])
-        return errors
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+    return (folder / "errors").read_text()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
 """Faults of whole processes under torchrun: the named rank, the exit status, no leftovers, and the resumed run."""
 
-import itertools
 import json
 import os
 import shlex
 import signal
 import subprocess
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -19,36 +15,18 @@ from tests.faults.jobs import (
     assert_same_run,
     children,
     children_of,
+    endless_job,
     needs_proc,
     saved_steps,
     wait_for_the_end,
 )
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment, launch, launch_with_torchrun, start
+from tests.support.launch import command, environment, launch
 from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.slow, needs_proc]
 
 STEPS = 12
-
-
-@contextmanager
-def endless_job(folder: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str], dict[int, int]]]:
-    """A job of two ranks after ten steps, and its workers by rank. Its errors go to `errors` in `folder`."""
-    with (folder / "errors").open("w") as errors:
-        endless = ["--data.prefix", write_shard(folder), "--training.steps=1000000"]
-        process = start(2, *endless, *arguments, folder=folder, errors=errors.fileno())
-    assert process.stdout is not None
-    output = process.stdout
-    try:
-        steps = itertools.islice((line for line in output if line.startswith("step ")), 2)
-        assert len(list(steps)) == 2, (folder / "errors").read_text()
-        threading.Thread(target=output.read, daemon=True).start()
-        yield process, children(process.pid)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def test_workers_end_with_a_killed_launcher(tmp_path: Path) -> None:
@@ -109,15 +87,6 @@ def test_a_reader_that_leaves_costs_nothing(tmp_path: Path) -> None:
     run = tmp_path / "runs/default"
     assert saved_steps(run) == [12]
     assert [line["event"] for line in map(json.loads, (run / "metrics.jsonl").open()) if "event" in line][-1] == "end"
-
-
-def test_persistent_infinities_end_the_job_with_their_status(tmp_path: Path) -> None:
-    arguments = ["--optimizer.learning_rate=1e30", "--optimizer.warmup_steps=0", "--reliability.non_finite_patience=2"]
-    arguments += [f"--data.prefix={write_shard(tmp_path)}", "--parallel.data=2"]
-    done = launch_with_torchrun(2, *arguments, folder=tmp_path)
-    assert done.returncode != 0
-    assert done.stderr.count("error: 2 steps in a row, up to step ") == 1
-    assert f"exitcode  : {ExitCode.NOT_FINITE:d}" in done.stderr
 
 
 def test_killed_ranks_cost_nothing_under_torchrun_restarts(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import io
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -21,23 +20,20 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.run_identity import locked_folder
-from tests.faults.jobs import LIMIT_SECONDS, RUN, needs_proc, statuses
+from tests.faults.jobs import LIMIT_SECONDS, RUN, statuses
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
-from tests.support.launch import ROOT, TINY, command, environment, rest_of, start
+from tests.support.launch import ROOT, TINY, rest_of, start
 from tests.support.ranks import free_port, run_ranks
 
 OTHERS = {
     "timeout": (["--parallel.timeout_seconds=20"], "parallel.timeout_seconds: rank 0 has 60.0, rank 1 has 20.0"),
     "data": (["--data.prefix=other/corpus"], "data.prefix: rank 0 has corpus ("),
-    "seed": (["--training.seed=7"], "training.seed: rank 0 has 1234, rank 1 has 7"),
-    "steps": (["--training.steps=40"], "training.steps: rank 0 has 20, rank 1 has 40"),
     "path": (["--training.directory=elsewhere"], "rank 1: training.directory elsewhere is not the folder "),
-    "precision": (["--training.precision=bf16"], 'training.precision: rank 0 has "fp32", rank 1 has "bf16"'),
-    "model": (["--model.num_layers=4"], "model.num_layers: rank 0 has 2, rank 1 has 4"),
     "a missing file": (["--data.prefix=nowhere"], "rank 1: nowhere.idx does not exist"),
     "a layout for more ranks": (["--parallel.data=3"], "rank 1: "),
 }
-"""Options that only rank 1 gets, and the part of the line that ends all ranks."""
+"""Options that only rank 1 gets, and the part of the line that ends all ranks. tests/training/test_run_identity has
+all fields."""
 COMMON = [*TINY, "--data.prefix=corpus", "--training.steps=20", "--parallel.data=2", "--checkpoint.every=5"]
 
 
@@ -168,29 +164,6 @@ def test_a_refused_second_start_changes_no_file(folder: Path, every: int | None)
             pretrain(config, LaunchEnvironment())
         assert snapshot(folder) == before
     assert pretrain(config, LaunchEnvironment()) == 0
-
-
-@needs_proc
-@pytest.mark.slow
-def test_starting_a_command_twice_does_not_disturb_the_first(folder: Path) -> None:
-    arguments = ["--data.prefix=corpus", "--training.steps=100000", "--optimizer.decay=constant"]
-    first = start(1, *arguments, folder=folder)
-    assert first.stdout is not None
-    next(line for line in first.stdout if line.startswith("step "))
-    os.kill(first.pid, signal.SIGSTOP)  # so that the files do not change any more
-    os.waitid(os.P_PID, first.pid, os.WSTOPPED | os.WNOWAIT)
-    before = snapshot(folder / RUN)
-    second = subprocess.run(
-        command(1, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
-    assert second.returncode == 2
-    assert second.stderr.startswith(f"error: {RUN} is in use by process {first.pid} on ")
-    assert len(second.stderr.splitlines()) == 1
-    assert snapshot(folder / RUN) == before
-    os.kill(first.pid, signal.SIGCONT)
-    os.kill(first.pid, signal.SIGTERM)
-    assert "stopped by SIGTERM after step " in rest_of(first, LIMIT_SECONDS)
-    assert first.returncode == 143
 
 
 PROGRAM = """

@@ -9,16 +9,18 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from megapipe.checkpoint import CheckpointError
 from megapipe.config import ConfigError
 from megapipe.engine.step import EngineError
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.rendezvous import Start
 from megapipe.training.resilience import failures
 from megapipe.training.resilience.failures import OutOfMemory, status_of
-from megapipe.training.resilience.guards import SpikeError
+from megapipe.training.resilience.guards import NonFiniteError, SpikeError
 from megapipe.training.resilience.signals import ExitCode
 
 WRONG = ConfigError("a.b is 3\nc.d is 4")
+REASON = "error: a.b is 3\nerror: c.d is 4\n"
 
 
 @pytest.fixture(autouse=True)
@@ -46,14 +48,20 @@ def lost() -> EngineError:
 
 
 @pytest.mark.parametrize(
-    ("error", "status"), [(WRONG, ExitCode.WRONG_INPUT), (SpikeError("a.b is 3\nc.d is 4"), ExitCode.SPIKES)]
+    ("kind", "status"),
+    [
+        (ConfigError, ExitCode.WRONG_INPUT),
+        (CheckpointError, ExitCode.WRONG_INPUT),
+        (NonFiniteError, ExitCode.NOT_FINITE),
+        (SpikeError, ExitCode.SPIKES),
+    ],
 )
 def test_the_first_rank_to_fail_reports_for_all(
-    ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], error: Exception, status: ExitCode
+    ranks: tuple[Start, Start], capsys: pytest.CaptureFixture[str], kind: type[Exception], status: ExitCode
 ) -> None:
-    first, second = ranks
+    error, (first, second) = kind("a.b is 3\nc.d is 4"), ranks
     assert status_of(error, second) == status
-    assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
+    assert capsys.readouterr().err == REASON
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN, "each ends with its own status"
     assert status_of(error, first) == status
     assert capsys.readouterr().err == ""
@@ -67,7 +75,7 @@ def test_only_a_lost_peer_is_not_printed(ranks: tuple[Start, Start], capsys: pyt
     assert capsys.readouterr().err == ""
     second.leave()
     assert status_of(WRONG, first) == ExitCode.WRONG_INPUT
-    assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
+    assert capsys.readouterr().err == REASON
 
 
 def test_a_rank_reports_if_the_first_one_published_nothing(
@@ -102,4 +110,4 @@ def test_a_disk_that_cannot_take_the_reason_hides_nothing(
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "no folder" / "error.json"))
     assert status_of(WRONG) == ExitCode.WRONG_INPUT
-    assert capsys.readouterr().err == "error: a.b is 3\nerror: c.d is 4\n"
+    assert capsys.readouterr().err == REASON
