@@ -27,37 +27,36 @@ FILES = ("rank-00000.safetensors", "rank-00001.safetensors", MANIFEST)
 FLIPS = 20
 
 
+Apply = Callable[[Path, Path, Path], object]
+"""A damage to the newest checkpoint's folder, given also the folder before it and the one of another run."""
+
+
 @dataclass(frozen=True)
 class Damage:
-    """apply: to the newest checkpoint's folder, given also the folder before it and the one of another run.
-
-    message: a pattern of the run's warning. harmless: whether it may change nothing that is read.
-    """
+    """message: a pattern of the run's warning. harmless: whether it may change nothing that is read."""
 
     name: str
-    apply: Callable[[Path, Path, Path], object]
+    apply: Apply
     message: str
     harmless: bool = False
 
 
-def flipped(file: str, share: float, bit: int) -> Callable[[Path, Path, Path], object]:
+def edited(file: str, edit: Callable[[bytes], bytes]) -> Apply:
     def apply(newest: Path, before: Path, other: Path) -> None:
-        content = bytearray((newest / file).read_bytes())
-        content[int(share * (len(content) - 1))] ^= 1 << bit
-        (newest / file).write_bytes(content)
+        (newest / file).write_bytes(edit((newest / file).read_bytes()))
 
     return apply
 
 
-def cut(file: str, length: Callable[[int], int]) -> Callable[[Path, Path, Path], object]:
-    def apply(newest: Path, before: Path, other: Path) -> None:
-        content = (newest / file).read_bytes()
-        (newest / file).write_bytes(content[: length(len(content))])
+def flipped(share: float, bit: int) -> Callable[[bytes], bytes]:
+    def edit(content: bytes) -> bytes:
+        position = int(share * (len(content) - 1))
+        return content[:position] + bytes([content[position] ^ 1 << bit]) + content[position + 1 :]
 
-    return apply
+    return edit
 
 
-def swapped(newest: Path, before: Path, other: Path, same_sizes: bool) -> None:
+def swapped(newest: Path, same_sizes: bool) -> None:
     first, second = (newest / file for file in FILES[:2])
     contents = first.read_bytes(), second.read_bytes()
     sizes = [len(content) for content in contents]
@@ -65,7 +64,7 @@ def swapped(newest: Path, before: Path, other: Path, same_sizes: bool) -> None:
         path.write_bytes(content[:size].ljust(size, b"\0") if same_sizes else content)
 
 
-def replayed(file: str, of_another_run: bool) -> Callable[[Path, Path, Path], object]:
+def replayed(file: str, of_another_run: bool) -> Apply:
     def apply(newest: Path, before: Path, other: Path) -> None:
         source = other if of_another_run else before
         assert (source / file).read_bytes() != (newest / file).read_bytes()
@@ -83,23 +82,23 @@ def replaced(newest: Path, before: Path, other: Path) -> None:
 
 def damages() -> Iterator[Damage]:
     """All of them."""
-    lengths: dict[str, Callable[[int], int]] = {
-        "0": lambda size: 0,
-        "1": lambda size: 1,
-        "half": lambda size: size // 2,
-        "size-1": lambda size: size - 1,
+    cuts: dict[str, Callable[[bytes], bytes]] = {
+        "0": lambda content: b"",
+        "1": lambda content: content[:1],
+        "half": lambda content: content[: len(content) // 2],
+        "size-1": lambda content: content[:-1],
     }
     for file in FILES:
         yield Damage(f"{file} deleted", lambda newest, _, __, file=file: (newest / file).unlink(), file)
-        for name, length in lengths.items():
-            yield Damage(f"{file} cut to {name}", cut(file, length), file)
+        for name, cut in cuts.items():
+            yield Damage(f"{file} cut to {name}", edited(file, cut), file)
         for number in range(FLIPS):
-            apply = flipped(file, number / (FLIPS - 1), number % 8)
+            apply = edited(file, flipped(number / (FLIPS - 1), number % 8))
             # The header of these files ends before a quarter of them.
             message = rf"{file}: tensor '\w+/.*checksum" if file != MANIFEST and number > FLIPS // 4 else file
             yield Damage(f"{file}, bit flipped at {number} of {FLIPS}", apply, message, harmless=message == file)
-    yield Damage("files swapped", lambda *folders: swapped(*folders, same_sizes=False), FILES[0])
-    yield Damage("files swapped, sizes kept", lambda *folders: swapped(*folders, same_sizes=True), FILES[0])
+    yield Damage("files swapped", lambda newest, _, __: swapped(newest, same_sizes=False), FILES[0])
+    yield Damage("files swapped, sizes kept", lambda newest, _, __: swapped(newest, same_sizes=True), FILES[0])
     for file in FILES[:2]:
         for of_another_run in (False, True):
             origin = "another run" if of_another_run else "the step before"

@@ -10,19 +10,17 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.background import Snapshot
-from megapipe.checkpoint.manifest import RunState
 from megapipe.checkpoint.save_and_load import Content, save
 from megapipe.checkpoint.storage import StorageWriter
-from megapipe.config.run import CheckpointConfig, PretrainConfig, SpikesConfig
+from megapipe.config.run import CheckpointConfig, SpikesConfig
 from megapipe.engine.host_memory import Move, ThreadCopies
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import LaunchEnvironment, initialize
@@ -35,20 +33,31 @@ from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
-
-def configuration(corpus: str, directory: Path, steps: int = 6, **checkpoint: Any) -> PretrainConfig:
-    return make_config(
-        corpus,
-        GPT2_SHAPE,
-        batch={"global_size": 2},
-        checkpoint={"keep_last": None, **checkpoint},
-        parallel={"device": "cpu"},
-        training={"steps": steps, "directory": str(directory)},
-    )
+RARE = pytest.mark.exhaustive
 
 
-def run(config: PretrainConfig) -> int:
-    return pretrain(config, LaunchEnvironment())
+class Run(Protocol):
+    def __call__(
+        self, *, folder: str = "", steps: int = 6, groups: dict[str, dict[str, Any]] = ..., **checkpoint: Any
+    ) -> int: ...
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: str) -> Run:
+    """A run in a folder below `tmp_path`, with other values of the configuration's groups."""
+
+    def started(
+        *, folder: str = "", steps: int = 6, groups: dict[str, dict[str, Any]] | None = None, **checkpoint: Any
+    ) -> int:
+        values: dict[str, dict[str, Any]] = {
+            "batch": {"global_size": 2},
+            "checkpoint": {"keep_last": None, **checkpoint},
+            "parallel": {"device": "cpu"},
+            "training": {"steps": steps, "directory": str(tmp_path / folder)},
+        }
+        return pretrain(make_config(corpus, GPT2_SHAPE, **values, **(groups or {})), LaunchEnvironment())
+
+    return started
 
 
 def tensors(directory: Path, step: int) -> list[bytes]:
@@ -56,39 +65,31 @@ def tensors(directory: Path, step: int) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=RARE)])
 def test_background_saves_equal_saves_between_steps(
-    tmp_path: Path, corpus: str, schedule: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ThreadCopies, "copy", slow_copy(random.Random(3)))
-    for name, options in (
-        ("during", {}), ("in the next step", {"snapshot": "next_step"}), ("between", {"asynchronous": False})
-    ):  # fmt: skip
-        config = configuration(corpus, tmp_path / name, every=1, **options)
-        config.schedule = replace(config.schedule, name=schedule)
-        assert run(config) == 0
-        assert saved_steps(tmp_path / name) == [1, 2, 3, 4, 5, 6]
-    for step in range(1, 7):
-        expected = tensors(tmp_path / "between", step)
-        assert tensors(tmp_path / "during", step) == tensors(tmp_path / "in the next step", step) == expected
-
-
-def slow_copy(chosen: random.Random) -> Callable[[ThreadCopies, Sequence[Move]], None]:
-    """Copies that end before, during or after the step that starts them."""
-    copy = ThreadCopies.copy
+    copy, chosen = ThreadCopies.copy, random.Random(3)
 
     def slow(self: ThreadCopies, moves: Sequence[Move]) -> None:
+        """Copies that end before, during or after the step that starts them."""
         time.sleep(chosen.choice((0.0, 0.01, 0.05)))
         copy(self, moves)
 
-    return slow
+    monkeypatch.setattr(ThreadCopies, "copy", slow)
+    kinds: dict[str, dict[str, Any]] = {
+        "between": {"asynchronous": False}, "during": {}, "in the next step": {"snapshot": "next_step"}
+    }  # fmt: skip
+    for name, options in kinds.items():
+        assert run(folder=name, every=1, groups={"schedule": {"name": schedule}}, **options) == 0
+        assert saved_steps(tmp_path / name) == [1, 2, 3, 4, 5, 6]
+        for step in range(1, 7):
+            assert tensors(tmp_path / name, step) == tensors(tmp_path / "between", step)
 
 
 @pytest.mark.slow
-def test_auto_measures_then_saves_at_its_cost_limit(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run(configuration(corpus, tmp_path / "dear", steps=40, every="auto", max_overhead=1e-6)) == 0
+def test_auto_measures_then_saves_at_its_cost_limit(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(folder="dear", steps=40, every="auto", max_overhead=1e-6) == 0
     assert saved_steps(tmp_path / "dear") == [10, 40], "a limit that every save exceeds"
     ended = Saves.step_ended
 
@@ -97,7 +98,7 @@ def test_auto_measures_then_saves_at_its_cost_limit(
         ended(self, 1000.0)
 
     monkeypatch.setattr(Saves, "step_ended", far_longer_than_a_save)
-    assert run(configuration(corpus, tmp_path, steps=40, every="auto", max_overhead=1e6)) == 0
+    assert run(steps=40, every="auto", max_overhead=1e6) == 0
     steps = saved_steps(tmp_path)
     assert (steps[0], steps[-1]) == (10, 40)
     gaps = {after - before for before, after in itertools.pairwise(steps)}
@@ -113,14 +114,12 @@ def test_saves_to_silent_disks_fail_before_a_collective(tmp_path: Path, monkeypa
         assert 0 < given["patience"] <= 0.75 * timeout
 
 
-def test_minutes(tmp_path: Path, corpus: str) -> None:
-    assert run(configuration(corpus, tmp_path, steps=4, every_minutes=1e-9, asynchronous=False)) == 0
+def test_minutes(tmp_path: Path, run: Run) -> None:
+    assert run(steps=4, every_minutes=1e-9, asynchronous=False) == 0
     assert saved_steps(tmp_path) == [2, 3, 4], "the length of the first step is unknown"
 
 
-def test_auto_waits_an_interval_after_a_save_that_fails(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_waits_an_interval_after_a_save_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = []
 
     def full(*arguments: Any) -> Path:
@@ -128,107 +127,77 @@ def test_auto_waits_an_interval_after_a_save_that_fails(
         raise CheckpointError("No space left on device")
 
     monkeypatch.setattr(checkpoints, "save", full)
-    config = configuration(corpus, tmp_path, steps=25, every="auto", asynchronous=False, at_end=False)
-    assert run(config) == 0
+    assert run(steps=25, every="auto", asynchronous=False, at_end=False) == 0
     assert len(attempts) == 2, "after every tenth step; one attempt per step would slow training"
 
 
 class Disk(StorageWriter):
-    """Calls `before` before every rename, which makes a folder a checkpoint."""
+    """Calls `before` with the step of every rename, which makes a folder a checkpoint."""
 
-    def __init__(self, before: Callable[[Path], None]) -> None:
+    def __init__(self, before: Callable[[int], object]) -> None:
         self._before = before
 
     def rename(self, source: Path, target: Path) -> None:
-        self._before(target)
+        self._before(int(target.name.removeprefix("step-")))
         super().rename(source, target)
 
 
-def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[Path], None]) -> None:
+def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]) -> None:
     """Let runs save on such a disk."""
     saver = checkpoints.BackgroundSaver
     monkeypatch.setattr(
         checkpoints, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=Disk(before))
     )
+    monkeypatch.setattr(checkpoints, "save", lambda *args: save(*args, storage=Disk(before)))
 
 
-def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int) -> None:
-    """Let runs save on a disk that refuses the checkpoints of these steps."""
+def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int, after: float = 0.0) -> None:
+    """Let runs save on a disk that refuses the checkpoints of these steps after some seconds."""
 
-    def before(target: Path) -> None:
-        if int(target.name.removeprefix("step-")) in refused:
+    def before(step: int) -> None:
+        if step in refused:
+            time.sleep(after)
             raise OSError(5, "Input/output error")
 
     on(monkeypatch, before)
 
 
-def test_after_a_failed_background_save_the_next_works(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    refuse(monkeypatch, 2)
-    assert run(configuration(corpus, tmp_path, every=2)) == 0
-    assert saved_steps(tmp_path) == [4, 6]
-    output = capsys.readouterr().out
-    assert output.count("warning: no checkpoint after step 2: cannot complete") == 1
-    assert "checkpoints/step-00000006" in output.splitlines()[-1]
-
-
-def test_a_last_save_that_fails_is_an_error(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_last_save_that_fails_is_an_error(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse(monkeypatch, 6)
     with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
-        run(configuration(corpus, tmp_path, every=3))
+        run(every=3)
     assert saved_steps(tmp_path) == [3]
 
 
 @pytest.mark.parametrize(
-    ("every", "every_minutes", "asynchronous", "failing"),
+    ("saves", "failing"),
     [
-        (None, 1e-9, False, 4),
-        pytest.param(None, 1e-9, True, 4, marks=pytest.mark.exhaustive),
-        (2, None, True, 4),
-        pytest.param(3, None, True, 3, marks=pytest.mark.exhaustive),
+        ({"every_minutes": 1e-9, "asynchronous": False}, 4),
+        pytest.param({"every_minutes": 1e-9}, 4, marks=RARE),
+        ({"every": 2}, 4),
+        pytest.param({"every": 3}, 3, marks=RARE),
     ],
     ids=["timed", "timed in the background", "by steps", "before the end"],
 )
 def test_failed_saves_end_no_run_without_a_final_save(
     tmp_path: Path,
-    corpus: str,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    every: int | None,
-    every_minutes: float | None,
-    asynchronous: bool,
+    saves: dict[str, Any],
     failing: int,
 ) -> None:
-    def refuse_late(target: Path) -> None:
-        if target.name == f"step-{failing:08d}":
-            time.sleep(0.5)  # the steps after it end meanwhile
-            raise OSError(5, "Input/output error")
-
     begin = Saves.begin
 
-    def begin_and_await_earlier_saves(
-        self: Saves, states: Any, applied: Any, run: RunState, *rest: Any, **given: Any
-    ) -> Path:
-        path = begin(self, states, applied, run, *rest, **given)
-        if run.step < failing:  # a save that still runs would put off the one that fails
+    def begin_and_await_earlier_saves(self: Saves, *arguments: Any, **options: Any) -> Path:
+        path = begin(self, *arguments, **options)
+        if arguments[2].step < failing:  # a save that still runs would put off the one that fails
             wait_until(lambda: not self.background.under_way)
         return path
 
     monkeypatch.setattr(Saves, "begin", begin_and_await_earlier_saves)
-    on(monkeypatch, refuse_late)
-    monkeypatch.setattr(checkpoints, "save", lambda *args: save(*args, storage=Disk(refuse_late)))
-    config = configuration(
-        corpus,
-        tmp_path,
-        steps=4,
-        every=every,
-        every_minutes=every_minutes,
-        at_end=False,
-        asynchronous=asynchronous,
-        retry_seconds=0.0,
-    )
-    assert run(config) == 0
+    refuse(monkeypatch, failing, after=0.5)  # the steps after it end meanwhile
+    assert run(steps=4, at_end=False, **saves) == 0
     assert failing not in saved_steps(tmp_path)
     assert capsys.readouterr().out.count(f"warning: no checkpoint after step {failing}: ") == 1
 
@@ -237,13 +206,12 @@ def test_failed_saves_end_no_run_without_a_final_save(
     ("refused", "words"),
     [
         ((6,), "step-00000003 after step 3"),
-        pytest.param((3, 6), "no save of this run has succeeded yet", marks=pytest.mark.exhaustive),
+        pytest.param((3, 6), "no save of this run has succeeded yet", marks=RARE),
     ],
     ids=["second", "both"],
 )
 def test_spikes_are_watched_after_a_failed_save(
-    tmp_path: Path,
-    corpus: str,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     refused: tuple[int, ...],
@@ -261,9 +229,7 @@ def test_spikes_are_watched_after_a_failed_save(
     refuse(monkeypatch, *refused)
     monkeypatch.setattr(Saves, "step_ended", after_the_save)
     monkeypatch.setattr(steps, "spike_limit", limit)
-    config = configuration(corpus, tmp_path, steps=10, every=3)
-    config.spikes = replace(config.spikes, threshold=1e9)
-    assert run(config) == 0
+    assert run(steps=10, every=3, groups={"spikes": {"threshold": 1e9}}) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "the loss jumped up" in line]
     assert "at step 9" in line
     assert words in line
@@ -273,15 +239,15 @@ def test_spikes_are_watched_after_a_failed_save(
     ("number", "every", "status", "steps"),
     [
         (signal.SIGTERM, 1000, 143, [4]),
-        pytest.param(signal.SIGINT, 1000, 130, [4], marks=pytest.mark.exhaustive),
-        pytest.param(signal.SIGHUP, 1000, 129, [4], marks=pytest.mark.exhaustive),
+        pytest.param(signal.SIGINT, 1000, 130, [4], marks=RARE),
+        pytest.param(signal.SIGHUP, 1000, 129, [4], marks=RARE),
         (signal.SIGUSR1, 1000, 0, [4, 6]),
         (signal.SIGUSR1, None, 0, []),
     ],
 )
 def test_a_signal_saves_after_the_current_step(
     tmp_path: Path,
-    corpus: str,
+    run: Run,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     number: signal.Signals,
@@ -298,11 +264,10 @@ def test_a_signal_saves_after_the_current_step(
             signal.raise_signal(number)
 
     monkeypatch.setattr(Saves, "step_ended", signalled)
-    assert run(configuration(corpus, tmp_path, every=every, at_end=every is not None)) == status
+    assert run(every=every, at_end=every is not None) == status
     assert saved_steps(tmp_path) == steps
-    assert ("note: SIGUSR1 asks for a checkpoint, but this run does not save" in capsys.readouterr().out) == (
-        not every
-    )
+    ignored = "note: SIGUSR1 asks for a checkpoint, but this run does not save" in capsys.readouterr().out
+    assert ignored == (not every)
 
 
 def signal_as_a_save_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,36 +284,44 @@ def signal_as_a_save_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_a_signal_during_a_save_prevents_further_steps(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, asynchronous: bool
 ) -> None:
     signal_as_a_save_starts(monkeypatch)
-    assert run(configuration(corpus, tmp_path, every=2, asynchronous=asynchronous)) == 128 + signal.SIGTERM
+    assert run(every=2, asynchronous=asynchronous) == 128 + signal.SIGTERM
     assert saved_steps(tmp_path) == [2]
 
 
-@pytest.mark.exhaustive
-def test_a_signal_gives_a_background_save_its_deadline(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("durable", [pytest.param([], marks=RARE), [2]], ids=["as a save starts", "after a save"])
+def test_a_save_that_a_signal_ends_has_a_deadline(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch, durable: list[int]
 ) -> None:
     released = threading.Event()
+    on(monkeypatch, lambda step: step in durable or released.wait(30))
+    clock, sent = time.perf_counter, []
 
-    def hold(target: Path) -> None:
-        released.wait(30)
+    def stopping() -> float:
+        """In step 3 or later, as soon as the save after step 2 was seen to be durable."""
+        if saved_steps(tmp_path) == [2] and not sent:
+            sent.append(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        return clock()
 
-    on(monkeypatch, hold)
-    signal_as_a_save_starts(monkeypatch)
-    with pytest.raises(CheckpointError, match=r"after step 2 was abandoned: .*signal_deadline_seconds"):
-        run(configuration(corpus, tmp_path, every=2, signal_deadline_seconds=0.2))
-    assert saved_steps(tmp_path) == []
+    if durable:
+        monkeypatch.setattr("megapipe.training.loop.steps.time.perf_counter", stopping)
+    else:
+        signal_as_a_save_starts(monkeypatch)
+    with pytest.raises(CheckpointError, match=r"after step \d+ was abandoned: .*signal_deadline_seconds"):
+        run(steps=1000, every=2, signal_deadline_seconds=0.2)
+    assert saved_steps(tmp_path) == durable
     released.set()
 
 
 @pytest.mark.parametrize(
     ("asynchronous", "schedule", "wanted"),
-    [(True, "1f1b", [True]), pytest.param(True, "2bw", [True], marks=pytest.mark.exhaustive), (False, "1f1b", [])],
+    [(True, "1f1b", [True]), pytest.param(True, "2bw", [True], marks=RARE), (False, "1f1b", [])],
 )
 def test_memory_of_copies_is_there_before_the_first_save(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, schedule: str, wanted: list[bool]
+    run: Run, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, schedule: str, wanted: list[bool]
 ) -> None:
     take, prepare = Snapshot.take, Snapshot.prepare
     prepared, taken = [], []
@@ -364,15 +337,13 @@ def test_memory_of_copies_is_there_before_the_first_save(
 
     monkeypatch.setattr(Snapshot, "prepare", watched_prepare)
     monkeypatch.setattr(Snapshot, "take", watched_take)
-    config = configuration(corpus, tmp_path, every=3, asynchronous=asynchronous)
-    config.schedule = replace(config.schedule, name=schedule)
-    assert run(config) == 0
+    assert run(every=3, asynchronous=asynchronous, groups={"schedule": {"name": schedule}}) == 0
     assert taken == wanted, "the last save copies nothing, since nothing changes its state"
     assert len(prepared) == bool(wanted), "once"
 
 
 def test_a_signal_during_an_evaluation_gives_that_up(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sums, batches = steps.batch_sums, []
 
@@ -383,37 +354,8 @@ def test_a_signal_during_an_evaluation_gives_that_up(
         return sums(result, token_counts)
 
     monkeypatch.setattr(steps, "batch_sums", signalled)
-    config = configuration(corpus, tmp_path, every=1000)
-    config.data = replace(config.data, split="50,50,0")
-    config.evaluation = replace(config.evaluation, every=3, samples=12)
-    assert run(config) == 128 + signal.SIGTERM
+    groups = {"data": {"split": "50,50,0"}, "evaluation": {"every": 3, "samples": 12}}
+    assert run(every=1000, groups=groups) == 128 + signal.SIGTERM
     assert len(batches) == 3, "of six: the answer to the second comes after the third"
     assert saved_steps(tmp_path) == [3]
     assert '"event": "evaluation"' not in (tmp_path / "metrics.jsonl").read_text()
-
-
-def test_a_signals_save_is_abandoned_after_its_deadline(
-    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    released = threading.Event()
-
-    def hold(target: Path) -> None:
-        if target.name != "step-00000002":
-            released.wait(30)
-
-    on(monkeypatch, hold)
-    clock, sent = time.perf_counter, []
-
-    def stopping() -> float:
-        if saved_steps(tmp_path) == [2] and not sent:
-            sent.append(signal.SIGTERM)
-            signal.raise_signal(signal.SIGTERM)
-        return clock()
-
-    monkeypatch.setattr("megapipe.training.loop.steps.time.perf_counter", stopping)
-    config = configuration(corpus, tmp_path, steps=1000, every=2, signal_deadline_seconds=0.2)
-    # In step 3 or later, as soon as the save after step 2 was seen to be durable.
-    with pytest.raises(CheckpointError, match=r"after step \d+ was abandoned: .*signal_deadline_seconds"):
-        run(config)
-    assert saved_steps(tmp_path) == [2]
-    released.set()
