@@ -1,13 +1,28 @@
-"""Output for people: plain lines without a terminal, a bar on one."""
+"""Output for people: plain lines without a terminal, a bar on one; MFU against its definition, and its peak."""
 
 import io
 import math
 import re
 from pathlib import Path
 
+import pytest
+import torch
 from rich.console import Console
 
-from megapipe.training.observe.display import LogFile, PlainLines, TrainingBar, duration, vital_signs
+from megapipe.config.model import ModelConfig
+from megapipe.config.run import DataConfig, PretrainConfig
+from megapipe.spec.layers import model_layers
+from megapipe.training.observe import display as module
+from megapipe.training.observe.display import (
+    DevicePeak,
+    LogFile,
+    PlainLines,
+    TrainingBar,
+    UtilisationMeter,
+    device_peak,
+    duration,
+    vital_signs,
+)
 from tests.training.records import evaluation_record, step_record
 
 
@@ -57,10 +72,14 @@ def test_skipped_steps_and_evaluations_are_printed_at_once() -> None:
     assert lines[2] == "after step 2: validation loss 4.2500, perplexity 70.10 (512 tokens in 1.5 s)"
 
 
-def test_the_bar_shows_the_same_and_restores_the_terminal() -> None:
+def opened_bar(steps: int, log_every: int, width: int) -> tuple[TrainingBar, io.StringIO]:
     screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=90, color_system=None, legacy_windows=False)
-    bar = TrainingBar(steps=4, log_every=10, console=console)
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None, legacy_windows=False)
+    return TrainingBar(steps=steps, log_every=log_every, console=console), screen
+
+
+def test_the_bar_shows_the_same_and_restores_the_terminal() -> None:
+    bar, screen = opened_bar(steps=4, log_every=10, width=90)
     bar.say("resumed [here]")
     bar.event("start", total_samples=16)
     for step in (1, 2):
@@ -76,9 +95,7 @@ def test_the_bar_shows_the_same_and_restores_the_terminal() -> None:
 
 
 def test_the_bar_leaves_its_losses_in_the_scrollback() -> None:
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=160, color_system=None, legacy_windows=False)
-    bar = TrainingBar(steps=40, log_every=2, console=console)
+    bar, screen = opened_bar(steps=40, log_every=2, width=160)
     bar.event("start", total_samples=160)
     for step in range(1, 41):
         bar.step(step_record(step, seconds=1.5))
@@ -99,3 +116,25 @@ def test_the_log_marks_every_start(tmp_path: Path) -> None:
     step = "step 1/2 | loss 4.9000 | gradient norm 0.750 | learning rate 1.00e-03 | 64 tokens/s | MFU 25.0% | "
     rest = ["two", "lines", f"{step}0:00:00 left", "failed: no luck"]
     assert lines == ["===== first", *rest, "===== second", *rest]
+
+
+def test_mfu_is_narayanans_flops_over_the_ranks_peak() -> None:
+    layers, hidden, sequence, vocabulary = 2, 64, 32, 97
+    model = ModelConfig(vocabulary_size=vocabulary, num_layers=layers, hidden_size=hidden, num_heads=4)
+    config = PretrainConfig(model=model, data=DataConfig(sequence_length=sequence))
+    # Equation 3 of arXiv 2104.04473 for one sequence, without the recomputed forward: 72 for 96.
+    flops = 72 * sequence * layers * hidden**2 * (
+        1 + sequence / (6 * hidden) + vocabulary / (12 * layers * hidden)
+    )  # fmt: skip
+    meter = UtilisationMeter(config, model_layers(model), DevicePeak(1e9, "made up"), num_ranks=4)
+    assert meter.mfu(tokens=8 * sequence, seconds=2.0) == pytest.approx(8 * flops / (2.0 * 4e9), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "flops"), [("NVIDIA H200", 989.4e12), ("Some GPU", 1.5e11)])
+def test_peaks_are_a_data_sheets_or_measured(monkeypatch: pytest.MonkeyPatch, name: str, flops: float) -> None:
+    measured = {torch.bfloat16: 1.5e11, torch.float32: 7e10}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(module, "product_flops", lambda dtype, device: measured[dtype])
+    assert device_peak(torch.device("cuda", 0), "bf16").flops == flops
+    in_bf16 = str(device_peak(torch.device("cpu"), "bf16"))
+    assert in_bf16 == "0.15 TFLOP/s per rank (measured with a 512 x 512 product)"

@@ -1,4 +1,4 @@
-"""metrics.jsonl can be read back after several starts, kills and losses that are not finite."""
+"""metrics.jsonl can be read back after several starts, kills and losses that are not finite; and its loss curve."""
 
 import json
 import math
@@ -6,8 +6,24 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from megapipe.training.observe.metrics import METRICS, MetricsFile, read_losses
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megapipe.training.observe.metrics import (
+    METRICS,
+    LossHistory,
+    MetricsFile,
+    References,
+    draw_loss_curve,
+    draw_loss_curves,
+    read_losses,
+    smoothed,
+)
 from tests.training.records import evaluation_record, step_record
+
+REFERENCES = References(uniform=4.1, unigram=3.5, num_tokens=10)
 
 
 def refuse(word: str) -> NoReturn:
@@ -56,3 +72,40 @@ def test_starts_with_a_lost_line_still_replace_steps(tmp_path: Path) -> None:
     history = read_losses(tmp_path / METRICS)
     assert history.training == {1: 1.0, 2: 2.0}
     assert history.dropped == [{2: 2.0, 3: 3.0}]
+
+
+@given(st.lists(st.floats(-100, 100), min_size=1, max_size=400))
+def test_smoothing_averages_a_window_cut_at_the_ends(values: list[float]) -> None:
+    reach = max(1, len(values) // 100)
+    expected = [np.mean(values[max(0, place - reach) : place + reach + 1]) for place in range(len(values))]
+    np.testing.assert_allclose(smoothed(np.array(values)), expected, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        LossHistory({step: 9.0 / step for step in range(1, 40)}, {10: 2.0, 20: 1.0}),
+        LossHistory({1: 3.0}),
+        LossHistory(),
+    ],
+    ids=["run", "one step", "nothing finite"],
+)
+def test_a_picture_of_every_run(tmp_path: Path, history: LossHistory) -> None:
+    path = tmp_path / "curve.png"
+    draw_loss_curve(path, history, REFERENCES, title="run")
+    content = path.read_bytes()
+    assert content.startswith(b"\x89PNG\r\n\x1a\n")
+    assert int.from_bytes(content[16:20], "big") == 1200
+    assert int.from_bytes(content[20:24], "big") == 675
+
+
+def test_a_picture_of_several_runs(tmp_path: Path) -> None:
+    runs = {
+        name: LossHistory({step: rate / step for step in range(1, 40)}, {20: rate})
+        for name, rate in (("1f1b", 9.0), ("2bw", 8.0))
+    }
+    path, alone = tmp_path / "curves.png", tmp_path / "alone.png"
+    draw_loss_curves(path, runs, REFERENCES, title="runs")
+    draw_loss_curves(alone, {"1f1b": runs["1f1b"]}, REFERENCES, title="runs")
+    assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert path.read_bytes() != alone.read_bytes()

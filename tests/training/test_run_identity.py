@@ -1,4 +1,4 @@
-"""Ranks that do not run the same job are refused with one line, for every field."""
+"""Ranks that do not run the same job are refused with one line, for every field; so are folders not to be written to."""
 
 import shutil
 from collections.abc import Iterator
@@ -13,6 +13,7 @@ import torch
 from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.rendezvous import Start, StartError, connect
 from megapipe.training.resilience import run_identity as module
 from megapipe.training.resilience.run_identity import (
@@ -21,6 +22,7 @@ from megapipe.training.resilience.run_identity import (
     agree_on_run,
     difference,
     locked_folder,
+    make_folders,
     run_identity,
 )
 from tests.support.gpt_runs import write_shard
@@ -210,3 +212,31 @@ def test_code_torch_device_and_world_size_are_compared(tmp_path: Path, monkeypat
     monkeypatch.delenv("MEGAPIPE_KERNEL_PREFERENCES")
     monkeypatch.setattr(torch, "__version__", "0.1")
     assert differing(run_identity(config, 2, CPU)) == {"the version of torch"}
+
+
+def writing(directory: Path, trace: Path) -> PretrainConfig:
+    config = PretrainConfig()
+    config.training = replace(config.training, directory=str(directory))
+    return replace(config, profile=replace(config.profile, trace=str(trace)))
+
+
+def test_every_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("not a folder")
+    make_folders(writing(tmp_path / "a" / "b", tmp_path / "c"), LaunchEnvironment())
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "b", "c", "file"]
+    with pytest.raises(ConfigError) as raised:
+        make_folders(writing(file, file / "below"), LaunchEnvironment())
+    assert [problem.split(" cannot")[0] for problem in raised.value.problems] == [
+        f"training.directory {file}",
+        f"profile.trace {file / 'below'}",
+    ]
+    assert file.read_text() == "not a folder"
+
+
+def test_a_rank_makes_what_it_writes(tmp_path: Path) -> None:
+    config = writing(tmp_path / "run", tmp_path / "trace")
+    make_folders(config, LaunchEnvironment(rank=3, world_size=4, local_rank=1))
+    assert not list(tmp_path.iterdir())
+    make_folders(config, LaunchEnvironment(rank=2, world_size=4, local_rank=0))
+    assert [path.name for path in tmp_path.iterdir()] == ["trace"]

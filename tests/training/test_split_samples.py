@@ -1,19 +1,28 @@
-"""From a configuration to samples: blends, and what cannot be blended."""
+"""From a configuration to samples: blends, what cannot be blended, and the losses to beat, counted by hand."""
 
+import math
 import os
 import resource
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megapipe.config.bert import SPECIAL_TOKENS
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data import DataError
+from megapipe.data.bert_samples import BertSamples
 from megapipe.data.manifest import manifest_path
-from megapipe.training.loop.batches import split_samples
+from megapipe.data.samples import GptSamples
+from megapipe.training.loop import batches
+from megapipe.training.loop.batches import reference_losses, split_samples
 from tests.data.shards import numbered_documents, shard_manifest, write_shard
+from tests.support import gpt_runs
+from tests.support.bert_runs import write_corpus
+from tests.support.gpt_runs import VOCABULARY
 
 
 def make(blend: dict[str, float], split: str = "8,2") -> PretrainConfig:
@@ -46,17 +55,16 @@ def test_an_unknown_corpus_is_named_with_its_neighbours(corpora: list[str]) -> N
         split_samples(make({corpora[0]: 1.0, corpora[0].replace("c0", "c7"): 1.0}), "train")
 
 
-def test_corpora_of_different_tokenizers_are_refused(corpora: list[str]) -> None:
-    for prefix, fingerprint in zip(corpora, ["sha256:" + "a" * 20, "sha256:" + "b" * 20], strict=True):
-        write_manifest(prefix, fingerprint)
+def test_corpora_that_do_not_fit_are_refused(corpora: list[str]) -> None:
+    config = make(dict.fromkeys(corpora, 1.0))
+    write_manifest(corpora[0], "sha256:" + "b" * 20)
+    write_manifest(corpora[1], "sha256:" + "a" * 20)
     with pytest.raises(DataError, match=r"tokenized with bytes .*not with"):
-        split_samples(make(dict.fromkeys(corpora, 1.0)), "train")
-
-
-def test_a_corpus_beyond_the_models_vocabulary_is_refused(corpora: list[str]) -> None:
+        split_samples(config, "train")
+    manifest_path(corpora[0]).unlink()
     write_manifest(corpora[1], "sha256:" + "a" * 20, vocabulary_size=5000)
     with pytest.raises(DataError, match="5000 ids, but the model's vocabulary_size is 4000"):
-        split_samples(make(dict.fromkeys(corpora, 1.0)), "train")
+        split_samples(config, "train")
 
 
 def test_more_corpora_than_open_files_are_refused(corpora: list[str]) -> None:
@@ -76,3 +84,44 @@ def test_samples_longer_than_a_corpus_are_refused(corpora: list[str]) -> None:
     assert len(split_samples(config, "train")) > 0
     with pytest.raises(DataError, match=r"the validation split of .*c0 has 0 of 10 documents"):
         split_samples(config, "validation")
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> GptSamples:
+    return GptSamples(gpt_runs.write_shard(tmp_path), split="train", shares="90,5,5", sequence_length=16, seed=3)
+
+
+def entropy(tokens: list[int]) -> float:
+    return -sum(count / len(tokens) * math.log(count / len(tokens)) for count in Counter(tokens).values())
+
+
+def test_a_small_split_is_counted_whole(samples: GptSamples) -> None:
+    losses = reference_losses(samples, VOCABULARY)
+    labels = [int(token) for ordinal in range(len(samples)) for token in samples.tokens(ordinal)[1:]]
+    assert losses.num_tokens == len(labels) == 16 * len(samples)
+    assert losses.unigram == pytest.approx(entropy(labels), rel=1e-12)
+    assert losses.uniform == math.log(VOCABULARY)
+    assert losses.unigram < losses.uniform
+
+
+def test_of_a_large_one_a_bounded_part(samples: GptSamples, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "MAXIMUM_TOKENS", 100)
+    monkeypatch.setattr(batches, "BLOCK", 4)
+    losses = reference_losses(samples, VOCABULARY)
+    labels = [int(token) for ordinal in range(6) for token in samples.tokens(ordinal)[1:]]
+    assert losses.num_tokens == 96
+    assert losses.unigram == pytest.approx(entropy(labels), rel=1e-12)
+
+
+def test_references_of_a_bert_count_all_tokens(tmp_path: Path) -> None:
+    """Any token may be hidden, and each as likely as another: all of them are counted, not the hidden ones alone."""
+    data = replace(write_corpus(tmp_path, documents=3000), whole_words=False, max_ngram=1, mask_probability=0.5)
+    samples = BertSamples(data, split="train", seed=3, vocabulary_size=VOCABULARY)
+    losses = reference_losses(samples, VOCABULARY)
+    batch = samples.batch(range(len(samples)))
+    hidden = batch.labels[batch.loss_mask > 0]
+    assert losses.num_tokens == (batch.lengths - SPECIAL_TOKENS).sum() > len(hidden)
+    # A small sample's entropy is too small by this much (Miller, 1955); the rest is chance.
+    bias = (VOCABULARY - 1) / 2 * (1 / len(hidden) - 1 / losses.num_tokens)
+    assert losses.unigram == pytest.approx(entropy(hidden.tolist()) + bias, abs=0.01)
+    assert losses.pairs == math.log(2)
