@@ -104,16 +104,13 @@ def test_every_replica_of_the_pipeline_can_be_shown(
     assert "the run had 2" in capsys.readouterr().err
 
 
-def test_runs_that_end_early_report_an_empty_trace(tmp_path: Path, corpus: str) -> None:
-    folder = tmp_path / "trace"
-    (said, _), _ = traced(folder, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 9})
-    assert said == ["profile.trace: the run ended before step 9, the first step to trace"]
-    assert not folder.exists()
-
-
-def test_runs_that_end_within_the_window_keep_their_trace(tmp_path: Path, corpus: str) -> None:
-    (said, _), _ = traced(tmp_path, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 5, "steps": 10})
+def test_runs_that_end_early_keep_what_was_traced(tmp_path: Path, corpus: str) -> None:
+    late, never = tmp_path / "late", tmp_path / "never"
+    (said, _), _ = traced(late, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 5, "steps": 10})
     assert said[0].startswith("traced steps 5 to 6:")
+    (said, _), _ = traced(never, corpus, {"pipeline": 2}, "1f1b", profile={"first_step": 9})
+    assert said == ["profile.trace: the run ended before step 9, the first step to trace"]
+    assert not never.exists()
 
 
 def test_failed_runs_keep_their_trace_and_error(tmp_path: Path, corpus: str) -> None:

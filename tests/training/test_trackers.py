@@ -55,10 +55,8 @@ def test_tensorboard_reads_back_every_curve(tmp_path: Path) -> None:
 
 
 def test_no_tracker_unless_asked_for(tmp_path: Path) -> None:
-    config = configuration(tmp_path)
-    config.tracking = replace(config.tracking, wandb_project="")
-    listeners = Listeners()
-    add_trackers(listeners, config, resumed=False)
+    config, listeners = configuration(tmp_path), Listeners()
+    add_trackers(listeners, replace(config, tracking=replace(config.tracking, wandb_project="")), resumed=False)
     assert listeners._lanes == {}
 
 

@@ -54,28 +54,22 @@ def test_silence_since_the_last_change_is_judged_by_pace() -> None:
     assert pace.limit == pytest.approx(4.0 * 5.0)
     assert pace.silence(seen(heartbeat), now) == pytest.approx(5.0)
     assert pace.silence(seen(heartbeat), now + 4.0) == pytest.approx(9.0)
+    assert pace.silence(seen(heartbeat), now + 1000.0) == 0.0, "it looked the other way, stopped with the job"
     heartbeat.outside("saving")
-    assert pace.silence(seen(heartbeat), now + 5.0) == 0.0
+    assert pace.silence(seen(heartbeat), now + 1001.0) == 0.0
     assert pace.limit == 100.0
 
 
-def test_fast_steps_use_the_floor_and_stopped_watchers_nothing() -> None:
-    heartbeat, pace = Heartbeat(), Pace(floor=10.0, factor=4.0, pause=20.0)
-    for step in range(3):
-        heartbeat.step(step, "")
-        pace.silence(seen(heartbeat), 0.1 * step)
-    assert pace.limit == 10.0
-    assert pace.silence(seen(heartbeat), 4.0) > 3.0
-    assert pace.silence(seen(heartbeat), 1000.0) == 0.0, "it looked the other way for that long, stopped with the job"
-
-
-def test_steps_that_are_quicker_than_the_looks_count_each() -> None:
+@pytest.mark.parametrize(("seconds", "steps_a_look", "floor", "limit"), [(0.1, 1, 10.0, 10.0), (1.0, 10, 0.1, 0.4)])
+def test_fast_steps_use_the_floor_and_count_each(
+    seconds: float, steps_a_look: int, floor: float, limit: float
+) -> None:
     """Else ranks whose looks fall otherwise would judge the same steps by different limits."""
-    heartbeat, pace = Heartbeat(), Pace(floor=0.1, factor=4.0, pause=100.0)
+    heartbeat, pace = Heartbeat(), Pace(floor=floor, factor=4.0, pause=100.0)
     for look in range(6):
-        heartbeat.step(10 * look, "")
-        pace.silence(seen(heartbeat), 1.0 * look)
-    assert pace.limit == pytest.approx(4.0 * 0.1)
+        heartbeat.step(steps_a_look * look, "")
+        pace.silence(seen(heartbeat), seconds * look)
+    assert pace.limit == pytest.approx(limit)
 
 
 def hang(rank: int, directory: Path, how: str) -> None:
@@ -114,16 +108,13 @@ def test_ranks_that_cannot_run_python_are_dumped_and_ended(
     assert any(word in stacks.read_text() for stacks in (tmp_path / "stacks").iterdir())
 
 
-def test_a_rank_that_ends_leaves_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("removed", [False, True], ids=["kept", "removed"])
+def test_a_rank_that_ends_leaves_no_stacks_file(tmp_path: Path, removed: bool) -> None:
     with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path) as heartbeat:
         heartbeat.step(0, "FORWARD")
         assert [path.name for path in (tmp_path / "stacks").iterdir()] == [f"rank-0-pid-{os.getpid()}.txt"]
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_ranks_end_well_without_their_stacks_file(tmp_path: Path) -> None:
-    with Watchdog(WatchdogConfig(floor_seconds=60.0), 0, tmp_path):
-        shutil.rmtree(tmp_path / "stacks")
+        if removed:
+            shutil.rmtree(tmp_path / "stacks")
     assert list(tmp_path.iterdir()) == []
 
 
