@@ -74,16 +74,14 @@ def on_emulated_gpu(library: Path) -> Registry:
     """The registry with csrc/ built for this processor in the place of CUDA's backends."""
     loaded = Library(library, device="cpu")
     cuda_library.current = lambda: loaded  # type: ignore[assignment]
-    emulated_ops = [
-        KernelOp("layer_norm", NORM, (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_norms))),
-        KernelOp("rms_norm", NORM, (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_norms))),
-        KernelOp(
-            "attention_probabilities",
-            ("apply",),
-            (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_attention)),
-        ),
-        KernelOp("adamw", ("step",), (Backend("cuda", cuda_kernels), Backend(REFERENCE, reference_optimizer))),
-    ]
+    ops = (
+        ("layer_norm", NORM, reference_norms),
+        ("rms_norm", NORM, reference_norms),
+        ("attention_probabilities", ("apply",), reference_attention),
+        ("adamw", ("step",), reference_optimizer),
+    )
+    cuda = Backend("cuda", cuda_kernels)
+    emulated_ops = [KernelOp(name, functions, (cuda, Backend(REFERENCE, ours))) for name, functions, ours in ops]
     return Registry([*OPS.ops, *emulated_ops])
 
 
@@ -96,6 +94,17 @@ def check_runs(actual: RankRun, expected: RankRun) -> None:
     check_gradients(assembled([actual.gradients]), assembled([expected.gradients]))
 
 
+def choices_of_equal_runs(corpus: str, model: str, backend: str, library: Path | None = None) -> set[str]:
+    """Check that a run on a backend is the reference's, and in halves the same run. Return its choices."""
+    whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
+    expected = run_mesh({}, run_gpt, whole, 2)[0]
+    [(actual, choices)] = run_mesh({}, on_backend, whole, backend, library, timeout=120)
+    check_runs(actual, expected)
+    [(split, _)] = run_mesh({}, on_backend, halves, backend, library, timeout=120)
+    check_bits([split], actual)
+    return choices
+
+
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -103,14 +112,9 @@ def check_runs(actual: RankRun, expected: RankRun) -> None:
     ["llama-unfused", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("gpt2", "gpt2-dropout"))],
 )
 def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
-    whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
-    expected = run_mesh({}, run_gpt, whole, 2)[0]
-    [(actual, choices)] = run_mesh({}, on_backend, whole, "triton", timeout=120)
-    check_runs(actual, expected)
+    choices = choices_of_equal_runs(corpus, model, "triton")
     assert choices
     assert all(": triton (requested by the configuration)" in choice for choice in choices)
-    [(split, _)] = run_mesh({}, on_backend, halves, "triton", timeout=120)
-    check_bits([split], actual)
 
 
 @emulated.needs_compiler
@@ -119,14 +123,8 @@ def test_a_run_on_triton_is_the_references(corpus: str, model: str) -> None:
 def test_a_run_on_an_emulated_gpu_is_the_references(
     corpus: str, model: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    library = emulated.shared_library(tmp_path_factory)
-    whole, halves = (configuration(corpus, MODELS[model], **schedule) for schedule in HALVES.values())
-    expected = run_mesh({}, run_gpt, whole, 2)[0]
-    [(actual, choices)] = run_mesh({}, on_backend, whole, "cuda", library, timeout=120)
-    check_runs(actual, expected)
+    choices = choices_of_equal_runs(corpus, model, "cuda", emulated.shared_library(tmp_path_factory))
     assert sum(": cuda (requested by the configuration)" in choice for choice in choices) >= 2
-    [(split, _)] = run_mesh({}, on_backend, halves, "cuda", library, timeout=120)
-    check_bits([split], actual)
 
 
 @pytest.mark.parametrize(

@@ -139,20 +139,20 @@ def test_listeners_that_never_open_delay_the_end_briefly(monkeypatch: pytest.Mon
     released.set()
 
 
+class Slow(Kept):
+    def step(self, record: StepRecord) -> None:
+        time.sleep(0.1)
+        super().step(record)
+
+
 def test_a_listener_that_opens_late_still_gets_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listeners, "OPEN_SECONDS", 0.2)
-    opening, late = threading.Event(), Kept()
-    slow_step = late.step
-
-    def step(record: StepRecord) -> None:
-        time.sleep(0.1)
-        slow_step(record)
+    opening, late = threading.Event(), Slow()
 
     def open_late() -> Listener:
         opening.wait(60)
         return late
 
-    monkeypatch.setattr(Kept, "step", lambda self, record: step(record))
     with Listeners() as heard:
         heard.add("tracker", "late", open_late)
         for number in range(1, 6):

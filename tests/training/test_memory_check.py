@@ -17,10 +17,13 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig
 from megapipe.engine.assembly import building_progress
 from megapipe.layout.batch_plan import data_parallel_size
+from megapipe.layout.stages import StageLayout
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.recompute import peak_bytes
 from megapipe.training import memory_check
 from megapipe.training.memory_check import Free, Need, Rank, check_memory, free_on_host, memory_problem, needed
+from tests.support.gpt_runs import write_shard
+from tests.support.launch import ROOT
 from tests.support.meshes import run_threads
 
 MODEL = {"vocabulary_size": 512, "num_layers": 4, "hidden_size": 64, "num_heads": 8, "max_positions": 64}
@@ -113,11 +116,7 @@ def test_all_ranks_end_alike_where_one_lacks_memory(monkeypatch: pytest.MonkeyPa
         assert ("its cgroup allows 1 GB" in first and "memory_check warn" in first) == refused
     warned = replace(config, training=replace(config.training, memory_check="warn"))
     monkeypatch.setattr(memory_check, "free_on_host", lambda: Free(1, ""))
-    assert _checked(run_threads({"data": 1}, _itself)[0], warned).startswith("warning: training needs")
-
-
-def _itself(mesh: Mesh) -> Mesh:
-    return mesh
+    assert run_threads({}, _checked, warned)[0].startswith("warning: training needs")
 
 
 def _write(root: Path, files: dict[str, str]) -> None:
@@ -157,12 +156,10 @@ def test_free_memory_of_a_host_is_the_least_limit(tmp_path: Path) -> None:
 
 
 def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megapipe.layout.stages import StageLayout
-
-    config, lines = _config(), list[str]()
+    lines: list[str] = []
     now = iter([0.0, 1.0, 3.0, 4.0, 9.0, 10.0, 11.0])
     monkeypatch.setattr("megapipe.engine.assembly.time.monotonic", lambda: next(now))
-    built = building_progress(lines.append, StageLayout.of(config), [0])
+    built = building_progress(lines.append, StageLayout.of(_config()), [0])
     for _ in range(6):
         built()
     assert lines == [
@@ -173,21 +170,12 @@ def test_slow_builds_print_their_progress(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.slow
 def test_too_large_models_fail_in_one_line_before_building(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text("some words to learn " * 500)
-    root = Path(__file__).parents[2]
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, *arguments], cwd=root, capture_output=True, text=True)
-
-    prefix = str(tmp_path / "c")
-    done = run("tools/preprocess.py", "--input", str(tmp_path / "text.txt"), "--output-prefix", prefix,
-               "--tokenizer", "bytes", "--append-eod")  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    done = run(
-        "pretrain_gpt.py", "--model", "examples/models/gpt3_175b.yaml", "--data.prefix", f"{prefix}_text_document",
-        "--data.split", "1,0,0", "--data.sequence_length", "512", "--training.directory", str(tmp_path / "run"),
-        "--batch.global_size", "8",
-    )  # fmt: skip
+    command = [
+        sys.executable, "pretrain_gpt.py", "--model", "examples/models/gpt3_175b.yaml", "--data.prefix",
+        write_shard(tmp_path), "--data.split", "1,0,0", "--data.sequence_length", "512", "--training.directory",
+        str(tmp_path / "run"), "--batch.global_size", "8",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(
         r"error: training needs 2\.8 TB on host .*to train anyway, set --training.memory_check warn\n", done.stderr

@@ -1,4 +1,4 @@
-"""The loop of one process from its configuration: ramp, evaluation, checkpoints, resumption, files, words."""
+"""The loop of one process from its configuration: ramp, evaluation, checkpoints, resumption, blends, files, words."""
 
 import contextlib
 import io
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.run import PretrainConfig
+from megapipe.data import mixing
 from megapipe.engine.engine import Engine
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.loop.replica import Replica
@@ -160,3 +162,40 @@ def test_running_out_of_memory_is_reported_wherever_it_happens(
         run(configuration(corpus, tmp_path))
     assert "alive by unit" in str(caught.value)
     assert len(steps(tmp_path)) == steps_done
+
+
+@pytest.fixture(scope="module")
+def blended(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> PretrainConfig:
+    """A run over two corpora in Megatron-LM's order; faults/test_resume_points has the keyed order."""
+    blend = {corpus: 0.7, write_shard(tmp_path_factory.mktemp("second"), documents=60, seed=1): 0.3}
+    config = configuration(corpus, tmp_path_factory.mktemp("unused"))
+    return replace(config, data=replace(config.data, prefix="", blend=blend, order="megatron"))
+
+
+def in_folder(config: PretrainConfig, directory: Path, **training: Any) -> PretrainConfig:
+    return replace(config, training=replace(config.training, directory=str(directory), **training))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("without_pictures")
+def test_a_stopped_blend_goes_on_with_the_same_samples(blended: PretrainConfig, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for config in (in_folder(blended, whole), in_folder(blended, parts, stop_at=4), in_folder(blended, parts)):
+        assert run(config) == 0
+    assert without_times(steps(parts)) == without_times(steps(whole))
+    assert [record["step"] for record in steps(whole)] == list(range(1, 9))
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_blends_are_of_one_length_and_report_rounded_weights(
+    blended: PretrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(in_folder(blended, tmp_path / "exact", stop_at=1)) == 0
+    assert "were rounded" not in capsys.readouterr().out
+    with pytest.raises(CheckpointError, match=r"training\.steps is 9 and was 8"):
+        run(in_folder(blended, tmp_path / "exact", steps=9))
+    monkeypatch.setattr(mixing, "LONGEST_PERIOD", 1024)  # an order of a shorter period takes less time to make
+    weights = dict(zip(blended.data.blend, (2**0.5, 1.0), strict=True))
+    rounded = replace(blended, data=replace(blended.data, blend=weights, order="keyed"))
+    assert run(in_folder(rounded, tmp_path / "rounded", stop_at=1)) == 0
+    assert "weights were rounded to 1,048,576ths of the blend" in capsys.readouterr().out
