@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import HeldTokens, StepBatch
 from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import attention_kept, document_attention, layer_uses
-from tests.support.bert_runs import POST_NORM, make_bert_config, write_corpus
 from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
 from tests.support.meshes import run_threads
 from tests.training.test_validate import make
@@ -55,27 +53,6 @@ def test_ranks_hold_their_own_tokens_alone(tmp_path: Path, kind: str) -> None:
     assert [sum(counts) for counts in zip(*(part.token_counts for part in parts), strict=True)] == list(
         whole.token_counts
     )
-
-
-def test_predictions_are_on_the_rank_of_their_tokens(tmp_path: Path) -> None:
-    plain = make_bert_config(write_corpus(tmp_path), POST_NORM, batch={"micro_size": 4})
-    shared = replace(plain, parallel=replace(plain.parallel, context=2, data=1))
-    (whole,) = run_threads({}, loaded, plain)
-    parts = run_threads({"context": 2}, loaded, shared)
-    for index, context in enumerate(whole.contexts):
-        owners = set()
-        for rank, part in enumerate(parts):
-            own: Any = part.contexts[index]
-            for sample, column in own.loss_mask.nonzero().tolist():
-                place = int(own.token_numbers[own.positions[sample, column]])
-                assert place // 12 == rank
-                owners.add((sample, place, int(own.labels[sample, column])))
-        expected: Any = context
-        assert owners == {
-            (sample, int(expected.positions[sample, column]), int(expected.labels[sample, column]))
-            for sample, column in expected.loss_mask.nonzero().tolist()
-        }
-    assert all(not part.contexts[0].sentence_weights.any() for part in parts[1:])  # type: ignore[attr-defined]
 
 
 @given(st.integers(1, 4), st.integers(0, 6), st.integers(1, 4), st.integers(0, 2**32))

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -187,23 +186,6 @@ raise SystemExit(train.run_program(PretrainConfig, sys.argv[1:]))
 def test_a_program_ends_although_a_tracker_hangs(steps: int, status: int) -> None:
     command = [sys.executable, "-c", PROGRAM, f"--training.steps={steps}"]
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == status
-
-
-def test_an_error_of_the_run_reaches_the_listeners() -> None:
-    events: list[tuple[str, dict[str, Any]]] = []
-
-    class Events(Listener):
-        def event(self, name: str, **fields: Any) -> None:
-            events.append((name, fields))
-
-    def run() -> None:
-        with Listeners() as heard:
-            heard.add("files", "events", Events)
-            raise ValueError("no luck")
-
-    with pytest.raises(ValueError, match="no luck"):
-        run()
-    assert events == [("failed", {"error": "ValueError: no luck"})]
 
 
 class Dead(io.TextIOWrapper):
