@@ -28,8 +28,8 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Box
 from megapipe.training.loop.steps import any_rank
-from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk
-from tests.checkpoint.test_save_and_load import SlowDisk, check_whole, fresh
+from tests.checkpoint.disks import KilledDisk
+from tests.checkpoint.test_save_and_load import SlowDisk, after_kills, check_whole
 from tests.checkpoint.toy import ALONE, PAIR, Layout, alone, fill, load_step, make_states, run_state, save_step
 from tests.support.meshes import run_threads
 from tests.support.patience import wait_until
@@ -190,18 +190,12 @@ def test_a_process_that_ends_leaves_the_previous_checkpoint(tmp_path: Path) -> N
 
 
 def test_killed_at_every_operation_of_two_saves(tmp_path: Path) -> None:
-    save_step(alone(), ALONE, tmp_path / "template", 1)
-    counted = CountingDisk()
-    saved(alone(), ALONE, fresh(tmp_path / "counted", tmp_path / "template"), 2, 4, storage=counted)
-    steps = []
-    for at in range(len(counted.operations)):
-        directory = fresh(tmp_path / "run", tmp_path / "template")
-        with pytest.raises((Killed, CheckpointError)):
-            saved(alone(), ALONE, directory, 2, 4, storage=KilledDisk(at, after=True))
-        steps.append(check_whole(directory))
-    assert steps == sorted(steps)
+    def save(directory: Path, disk: StorageWriter) -> None:
+        saved(alone(), ALONE, directory, 2, 4, storage=disk)
+
+    steps, operations = after_kills(tmp_path, save, True, check_whole)
     assert set(steps) == {1, 2, 4}
-    assert counted.operations.count("rename") == 3, "two saves and a deletion"
+    assert operations.count("rename") == 3, "two saves and a deletion"
 
 
 def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, patience: float = 30.0) -> None:
@@ -216,21 +210,15 @@ def saved_with(mesh: Mesh, directory: Path, victim: int, disk: StorageWriter, pa
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int) -> None:
-    template, counted = tmp_path / "template", CountingDisk()
-    run_threads(PAIR.sizes, save_step, PAIR, template, 1)
-    run_threads(PAIR.sizes, saved_with, fresh(tmp_path / "counted", template), victim, counted)
-    # Rank 0 waits equally long for a rank that is dead and for one that writes slowly.
-    patience = 30.0 if victim == 0 else 1.0
-    steps = []
-    for at in range(len(counted.operations)):
-        directory = fresh(tmp_path / "run", template)
-        with pytest.raises(Killed):
-            run_threads(PAIR.sizes, saved_with, directory, victim, KilledDisk(at, after=True), patience)
-        steps.append(check_whole(directory))
-    assert len(steps) > 10
-    assert steps[0] == 1
+    def save(directory: Path, disk: StorageWriter) -> None:
+        # Rank 0 waits equally long for a rank that is dead and for one that writes slowly.
+        patience = 1.0 if victim == 1 and isinstance(disk, KilledDisk) else 30.0
+        run_threads(PAIR.sizes, saved_with, directory, victim, disk, patience)
+
     # Rank 1's last operation names its record, and rank 0 waits for nothing else.
-    assert steps == sorted(steps)
+    steps, operations = after_kills(tmp_path, save, True, check_whole)
+    assert len(operations) > 10
+    assert steps[0] == 1
     assert set(steps) == {1, 2}
 
 

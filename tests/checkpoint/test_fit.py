@@ -18,6 +18,7 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from tests.support.bert_runs import make_bert_config, write_corpus
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.training.records import events
 from tests.training.test_run_identity import changed
 
 GUIDE = Path(__file__).parents[2] / "docs/checkpoints.md"
@@ -203,6 +204,5 @@ def test_accepted_other_data_are_recorded(tmp_path: Path, capsys: pytest.Capture
     assert any(line.startswith("data.fim_rate is 0.5") for line in change.differences)
     assert saved.data is not None
     assert saved.data.prefixes == (other,)
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    (event,) = [line for line in lines if line.get("event") == "other_data"]
+    (event,) = events(tmp_path / "run", "other_data")
     assert (event["step"], tuple(event["differences"])) == (1, change.differences)

@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -245,37 +246,42 @@ def save_and_delete(
         keep_last(directory, 1, own)
 
 
+def after_kills(
+    folder: Path, save: Callable[[Path, StorageWriter], object], after: bool | None, check: Callable[[Path], int]
+) -> tuple[list[int], list[str]]:
+    """Kill a save beside the checkpoint of step 1 at each of its operations, after it or before it, None for each by
+    turns. Return the newest steps that are left, and the operations."""
+    template, counted, steps = folder / "template", CountingDisk(), []
+    run_threads(PAIR.sizes, save_step, PAIR, template, 1)
+    save(fresh(folder / "counted", template), counted)
+    for at in range(len(counted.operations)):
+        directory = fresh(folder / "run", template)
+        disk = KilledDisk(at, after=at % 2 == 0 if after is None else after)
+        with pytest.raises((Killed, CheckpointError, CommunicationError)):
+            save(directory, disk)
+        steps.append(check(directory))
+    assert steps == sorted(steps)
+    return steps, counted.operations
+
+
 @pytest.mark.parametrize("after", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["before", "after"])
 def test_killed_at_every_operation(tmp_path: Path, after: bool) -> None:
-    template, counted = tmp_path / "template", CountingDisk()
-    save_step(alone(), ALONE, template, 1)
-    save_and_delete(alone(), ALONE, fresh(tmp_path / "counted", template), counted)
-    assert [counted.operations.count(name) for name in ("flush", "rename", "remove")] == [2, 2, 2]
-    steps = []
-    for at in range(len(counted.operations)):
-        directory = fresh(tmp_path / "run", template)
-        with pytest.raises(Killed):
-            save_and_delete(alone(), ALONE, directory, KilledDisk(at, after=after))
-        steps.append(check_continues(directory))
-    assert steps == sorted(steps)
+    def save(directory: Path, disk: StorageWriter) -> None:
+        save_and_delete(alone(), ALONE, directory, disk)
+
+    steps, operations = after_kills(tmp_path, save, after, check_continues)
     assert set(steps) == {1, 2}
+    assert [operations.count(name) for name in ("flush", "rename", "remove")] == [2, 2, 3]
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_one_of_two_ranks_killed_at_every_operation(tmp_path: Path, victim: int) -> None:
-    template = tmp_path / "template"
-    run_threads(PAIR.sizes, save_step, PAIR, template, 1)
-    steps: list[int] = []
-    for at in itertools.count():
-        directory = fresh(tmp_path / "run", template)
-        try:
-            # After half of a write, else before an operation: after an operation is before the next one.
-            run_threads(PAIR.sizes, save_and_delete, PAIR, directory, KilledDisk(at, after=at % 2 == 0), victim)
-            break
-        except (Killed, CommunicationError):
-            steps.append(check_continues(directory))
-    assert len(steps) > 5
-    assert steps == sorted(steps)
+    def save(directory: Path, disk: StorageWriter) -> None:
+        run_threads(PAIR.sizes, save_and_delete, PAIR, directory, disk, victim)
+
+    # After half of a write, else before an operation: after an operation is before the next one.
+    steps, operations = after_kills(tmp_path, save, None, check_continues)
+    assert len(operations) > 5
     assert set(steps) == ({1, 2} if victim == 0 else {1}), "rank 1 ends its part before the checkpoint has its name"
 
 

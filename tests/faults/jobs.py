@@ -9,7 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,28 +33,20 @@ PROGRAM = Path(__file__).with_name("faulty_pretrain.py")
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="finds worker processes through /proc")
 
 
-def children(pid: int) -> dict[int, int]:
-    """Rank -> process of the workers that a torchrun process has started."""
-    pids = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        try:
-            parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            variables = (entry / "environ").read_bytes().split(b"\0")
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
-            continue
-        if parent == pid:
-            for variable in variables:
-                if variable.startswith(b"RANK="):
-                    pids[int(variable[5:])] = int(entry.name)
-    return pids
-
-
 def children_of(parent: int) -> list[int]:
     """Processes that another one has started."""
     listed = Path(f"/proc/{parent}/task/{parent}/children").read_text()
     return [int(pid) for pid in listed.split()]
+
+
+def children(pid: int) -> dict[int, int]:
+    """Rank -> process of the workers that a torchrun process has started."""
+    pids = {}
+    for child in children_of(pid):
+        with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
+            variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+            pids |= {int(each[5:]): child for each in variables if each.startswith(b"RANK=")}
+    return pids
 
 
 def ended(process: int) -> bool:

@@ -10,7 +10,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -146,9 +146,8 @@ def test_disks_that_fill_at_any_moment_end_no_run(tmp_path: Path, corpus: str, u
     config = configuration(corpus, tmp_path / "run", asynchronous=asynchronous, retry_seconds=60.0)
     with pytest.MonkeyPatch.context() as patched, on_disk(disk, at_step):
         patched.setattr("megapipe.training.loop.steps.RETRY_PAUSE_SECONDS", 0.01)
-        freed = threading.Timer(
-            2.0, disk.free
-        )  # a disk that becomes full in the save at the end, which is tried again
+        # For a disk that becomes full in the save at the end, which is tried again.
+        freed = threading.Timer(2.0, disk.free)
         freed.start()
         try:
             assert pretrain(config, LaunchEnvironment()) == 0
@@ -193,10 +192,7 @@ def train_with_a_full_rank(mesh: Mesh, config: PretrainConfig, victim: int) -> l
             disk.free()
 
     samples = open_samples(config, "train")
-    if mesh.rank == victim:
-        with on_disk(disk, at_step):
-            assert _train(config, mesh, samples, None, Heartbeat(), None, {}, named_recompute) == 0
-    else:
+    with on_disk(disk, at_step) if mesh.rank == victim else nullcontext():
         assert _train(config, mesh, samples, None, Heartbeat(), None, {}, named_recompute) == 0
     return said
 
@@ -231,19 +227,13 @@ def memory_disk(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-SPOILS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]] = {
-    "bytes": (
-        lambda disk: (disk / "filler").write_bytes(b"x" * (os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize)),
-        lambda disk: (disk / "filler").unlink(),
-        "No space left on device",
-    ),
-    "inodes": (
-        lambda disk: [(disk / f"filler{n}").touch() for n in range(os.statvfs(disk).f_favail)],
-        lambda disk: [path.unlink() for path in disk.glob("filler*")],
-        "no more files fit there",
-    ),
-}
-"""Calls that fill a disk and free it, and the words of the warning."""
+def fill(disk: Path, how: str) -> None:
+    state = os.statvfs(disk)
+    if how == "bytes":
+        (disk / "filler").write_bytes(bytes(state.f_bavail * state.f_bsize))
+        return
+    for number in range(state.f_favail):
+        (disk / f"filler{number}").touch()
 
 
 @pytest.mark.slow
@@ -251,14 +241,14 @@ SPOILS: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], str]
 def test_a_real_disk_that_takes_nothing_for_some_steps(
     tmp_path: Path, corpus: str, undisturbed: Path, how: str, asynchronous: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    spoil, repair, words = SPOILS[how]
     with memory_disk(tmp_path / "disk", "size=8m,nr_inodes=200") as disk:
 
         def at_step(step: int) -> None:
             if step == 3:
-                spoil(disk)
+                fill(disk, how)
             elif step == 7:
-                repair(disk)
+                for path in disk.glob("filler*"):
+                    path.unlink()
 
         with on_disk(FillingDisk(1 << 40), at_step):
             config = configuration(corpus, disk / "run", asynchronous=asynchronous, keep_last=None)
@@ -266,4 +256,4 @@ def test_a_real_disk_that_takes_nothing_for_some_steps(
         assert saved_steps(disk / "run") == [2, 8, 10]
         assert files(disk / "run") == files(undisturbed)
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint after step 4" in line]
-    assert words in warning
+    assert ("No space left on device" if how == "bytes" else "no more files fit there") in warning

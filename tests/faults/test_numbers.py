@@ -23,7 +23,6 @@ from megapipe.training.loop.batches import BatchLoader, open_loader, open_sample
 from megapipe.training.loop.loader import SKIPPED_SAMPLES as SKIPPED
 from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
-from megapipe.training.observe.metrics import METRICS
 from megapipe.training.observe.records import RANKS, TIME_PARTS
 from megapipe.training.observe.traces import StragglerWatch
 from megapipe.training.pretrain import pretrain
@@ -31,6 +30,7 @@ from megapipe.training.resilience.guards import NonFiniteCount, NonFiniteError, 
 from tests.faults.jobs import metrics_of_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, shards, write_shard
 from tests.support.meshes import run_threads
+from tests.training.records import events
 
 POISONED = 1
 UNSHARED = "blocks.0.attention_norm.weight"
@@ -170,11 +170,9 @@ def test_spike_recovery_equals_skipping_its_samples_by_hand(
     rewound = metrics_of_steps(tmp_path / "rewound")
     assert rewound == metrics_of_steps(tmp_path / "by hand")
     assert [rewound[step]["consumed_samples"] for step in (5, 6, 9)] == [40, 64, 88]
-    for folder, step in (("rewound", 6), ("by hand", 6)):
-        lines = (tmp_path / folder / SKIPPED).read_text().splitlines()
-        assert [json.loads(line) for line in lines] == [{"step": step, "first": 40, "stop": 56}]
-    events = [json.loads(line) for line in (tmp_path / "rewound" / METRICS).read_text().splitlines()]
-    (rewind,) = [event for event in events if event.get("event") == "rewind"]
+    for folder in ("rewound", "by hand"):
+        assert json.loads((tmp_path / folder / SKIPPED).read_text()) == {"step": 6, "first": 40, "stop": 56}
+    (rewind,) = events(tmp_path / "rewound", "rewind")
     assert (rewind["step"], rewind["spiked"], rewind["first"], rewind["stop"]) == (4, 7, 40, 56)
     # What was left out is part of the next checkpoint: a run that goes on from it replays nothing and skips the same.
     in_parts = spike_config(corpus, tmp_path / "in parts")

@@ -26,7 +26,7 @@ from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.pretrain import pretrain
 from tests.checkpoint.disks import no_larger_files
 from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
-from tests.training.records import TIMES
+from tests.training.records import TIMES, steps
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -69,9 +69,7 @@ def run(config: PretrainConfig) -> None:
 
 def metrics(directory: Path) -> list[dict[str, Any]]:
     """Return the metrics of the steps, without times."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "event" not in record]
-    return [{name: value for name, value in step.items() if name not in TIMES} for step in steps]
+    return [{name: value for name, value in step.items() if name not in TIMES} for step in steps(directory)]
 
 
 def saved(directory: Path) -> dict[str, bytes]:

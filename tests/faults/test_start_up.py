@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import json
 import os
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from tests.faults.jobs import LIMIT_SECONDS, RUN, statuses
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
 from tests.support.launch import ROOT, TINY, rest_of, start
 from tests.support.ranks import free_port, run_ranks
+from tests.training.records import events
 
 OTHERS = {
     "timeout": (["--parallel.timeout_seconds=20"], "parallel.timeout_seconds: rank 0 has 60.0, rank 1 has 20.0"),
@@ -114,28 +114,21 @@ def test_whatever_differs_ends_all_ranks_with_one_line(folder: Path) -> None:
 @pytest.mark.slow
 def test_ranks_that_differ_are_refused_on_a_resume(folder: Path) -> None:
     """This must hold even if the rank that differs is the one that fits the checkpoint."""
-    both = run_ranks(
-        2,
-        programs,
-        folder,
-        [
-            Launch(common=["--training.stop_at=2"]),
-            Launch(["--training.seed=7"]),
-            Launch(["--data.prefix=other/corpus"]),
-            Launch(["--training.seed=1234"], common=["--training.seed=7"]),
-            Launch(common=["--training.stop_at=3"]),
-        ],
-        timeout=LIMIT_SECONDS,
-    )
-    saved, seed, data, other_seed, resumed = (first[1] + second[1] for first, second in zip(*both, strict=True))
+    launches = [
+        Launch(common=["--training.stop_at=2"]),
+        Launch(["--training.seed=7"]),
+        Launch(["--data.prefix=other/corpus"]),
+        Launch(["--training.seed=1234"], common=["--training.seed=7"]),
+        Launch(common=["--training.stop_at=3"]),
+    ]
+    both = run_ranks(2, programs, folder, launches, timeout=LIMIT_SECONDS)
     assert [[status for status, _ in rank] for rank in both] == [[0, 2, 2, 2, 0]] * 2, both
+    saved, *refused, resumed = (first[1] + second[1] for first, second in zip(*both, strict=True))
     assert not saved + resumed
-    for lines, words in ((seed, "training.seed: rank 0 has 1234, rank 1 has 7"), (data, "data.prefix: rank 0 has ")):
-        assert len(lines) == 1
-        assert lines[0].startswith(f"error: the ranks do not run the same job: {words}")
-    assert other_seed[0].startswith("error: the ranks do not run the same job: training.seed: rank 0 has 7, rank 1 ")
-    events = [json.loads(line) for line in (folder / RUN / "metrics.jsonl").read_text().splitlines()]
-    assert [each["step"] for each in events if each.get("event") == "start"] == [0, 2], "refused starts write nothing"
+    differing = ("training.seed: rank 0 has 1234", "data.prefix: rank 0 has ", "training.seed: rank 0 has 7")
+    for (line,), words in zip(refused, differing, strict=True):
+        assert line.startswith(f"error: the ranks do not run the same job: {words}")
+    assert [each["step"] for each in events(folder / RUN, "start")] == [0, 2], "refused starts write nothing"
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, bytes]]:

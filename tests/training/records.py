@@ -15,6 +15,16 @@ def records(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
+def steps(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's steps."""
+    return [record for record in records(directory) if "event" not in record]
+
+
+def events(directory: Path, name: str) -> list[dict[str, Any]]:
+    """Return the records of a run's events of one name."""
+    return [record for record in records(directory) if record.get("event") == name]
+
+
 def step_record(step: int, **fields: Any) -> StepRecord:
     """A step of 4 samples of 8 tokens that took half a second; `fields` override."""
     values: dict[str, Any] = {

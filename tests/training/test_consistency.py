@@ -46,14 +46,7 @@ def compare(mesh: Mesh, config: PretrainConfig, victim: int, name: str, kind: st
     [
         ({"data": 4}, 0, MATRIX, "weights", 2, "on rank 2 against rank 0, 1, 3"),
         ({"data": 4}, 0, MATRIX, "first_moment", 3, "on rank 3 against rank 0, 1, 2"),
-        (
-            {"tensor": 2, "data": 2},
-            0,
-            "blocks.0.attention_norm.weight",
-            "weights",
-            1,
-            "on rank 1 against rank 0, 2, 3",
-        ),
+        ({"tensor": 2, "data": 2}, 0, NORM, "weights", 1, "on rank 1 against rank 0, 2, 3"),
         ({"pipeline": 2, "tensor": 2}, 0, "embedding.word.weight", "weights", 2, "(no majority)"),
         ({"data": 2, "tensor": 2}, 2, NORM, "weights", 3, "(no majority)"),
     ],

@@ -1,6 +1,5 @@
 """Models with experts in the loop: loads are evened out, checkpoints and texts go to any layout, refusals say why."""
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,6 @@ from megapipe.calibration import commands as plan_commands
 from megapipe.engine.step import StepInput
 from megapipe.layers.feed_forward import Router
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.segments import Segment
-from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import main
 from megapipe.spec.layers import load_variations, model_layers
 from megapipe.training.loop.batches import open_loader, open_samples
@@ -22,6 +19,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import validate
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.runs import run as run_with_checkpoints
+from tests.checkpoint.toy import alone
 from tests.inference.test_generate import GREEDY, grown, limits_of
 from tests.layers.bound import bind
 from tests.planner.command.plan import ROOT
@@ -31,52 +29,21 @@ from tests.support.meshes import run_mesh
 MODEL = replace(LLAMA_SHAPE, num_experts=4, ffn_hidden_size=48)
 
 
-def biases(states: Sequence[UnitState]) -> Iterator[tuple[UnitState, Segment]]:
-    for state in states:
-        for segment in state.table:
-            if segment.spec.name.endswith("router.bias"):
-                yield state, segment
+def variations(
+    mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]], steps: int = 2, favour: float = 0.0, **changes: Any
+) -> tuple[list[list[float]], list[float]]:
+    """Return the reported variations of each block in each step, and those of the last step's own choices.
 
-
-def violations(mesh: Mesh, corpus: str, rate: float) -> list[float]:
-    """Return for 40 steps by how much the most used expert of any block is above the mean (2408.15664, equation 4).
-
-    The first expert starts out favoured.
+    favour: added to the first expert's biases before the first step.
     """
-    config = make_config(corpus, replace(MODEL, expert_balance_rate=rate, init_std=0.3))
-    replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
-    for state, segment in biases(replica.states()):
-        state.in_shard(state.master, segment)[0] += 1.0
-    update, values = replica.optimizer.update, []
-    pairs = config.batch.global_size * config.data.sequence_length * MODEL.experts_per_token
-
-    def recording(states: Sequence[UnitState], version: int, learning_rate: float, coefficient: Tensor) -> None:
-        loads = [state.in_shard(state.reduced_gradient(), segment) for state, segment in biases(states)]
-        values.append(float(torch.stack(loads).max()) / pairs)
-        update(states, version, learning_rate, coefficient)
-
-    replica.optimizer.update = recording  # type: ignore[method-assign]
-    for step in range(40):
-        batch = loader.load(step * config.batch.global_size)
-        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
-    return values
-
-
-@pytest.mark.exhaustive
-def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
-    (left_alone,) = run_mesh({}, violations, corpus, 1e-9, backend="threads")
-    (evened,) = run_mesh({}, violations, corpus, 0.05, backend="threads")
-    assert evened[0] == left_alone[0]
-    assert sum(evened[-10:]) < 0.5 * sum(left_alone[-10:])
-
-
-def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tuple[list[list[float]], list[float]]:
-    """Return the reported variations of each block in two steps, and those of the last step's own choices."""
-    model = replace(MODEL, num_kv_heads=4, init_std=0.3)
+    model = replace(MODEL, num_kv_heads=4, init_std=0.3, **changes)
     config = make_config(corpus, model, batch={"global_size": 4}, **groups)
     replica = Replica(config, mesh)
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    for state in replica.states():
+        for segment in state.table:
+            if segment.spec.name.endswith("router.bias"):
+                state.in_shard(state.master, segment)[:1] += favour
     units = (unit for stage in replica.stages.values() for copies in stage.units for unit in copies)
     routers = [module for unit in units for module in unit.modules() if isinstance(module, Router)]
     counts: dict[Router, Tensor] = {}
@@ -87,7 +54,7 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
     for router in routers:
         router.register_forward_hook(count)
     reported = []
-    for step in range(2):
+    for step in range(steps):
         counts.update({router: torch.zeros(4) for router in routers})
         batch = loader.load(step * config.batch.global_size)
         scale = 128.0 if replica.loss_scaler is not None else 1.0
@@ -96,6 +63,16 @@ def variations(mesh: Mesh, corpus: str, groups: dict[str, dict[str, Any]]) -> tu
         tokens = config.batch.global_size * config.data.sequence_length
         reported.append(load_variations(config.model, result.squared_loads, tokens))
     return reported, [float(each.std(correction=0) / each.mean()) for each in counts.values()]
+
+
+@pytest.mark.exhaustive
+def test_biases_even_out_how_often_experts_are_chosen(corpus: str) -> None:
+    left_alone, evened = (
+        [max(blocks) for blocks in variations(alone(), corpus, {}, 40, 1.0, expert_balance_rate=rate)[0]]
+        for rate in (1e-9, 0.05)
+    )
+    assert evened[0] == left_alone[0]
+    assert sum(evened[-10:]) < 0.5 * sum(left_alone[-10:])
 
 
 def test_load_variations_follow_the_choices_on_every_layout(corpus: str) -> None:

@@ -18,7 +18,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.failures import OutOfMemory
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
-from tests.training.records import TIMES, records
+from tests.training.records import TIMES, events, records, steps
 
 RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
 SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
@@ -50,14 +50,6 @@ def run(config: PretrainConfig) -> int:
     return pretrain(config, LaunchEnvironment())
 
 
-def steps(directory: Path) -> list[dict[str, Any]]:
-    return [record for record in records(directory) if "event" not in record]
-
-
-def evaluations(directory: Path) -> list[dict[str, Any]]:
-    return [record for record in records(directory) if record.get("event") == "evaluation"]
-
-
 def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
 
@@ -75,8 +67,8 @@ def test_a_whole_run_reports_all_it_did(whole: tuple[Path, str]) -> None:
     directory, output = whole
     assert [record["samples"] for record in steps(directory)] == SIZES
     assert [record["consumed_samples"] for record in steps(directory)] == [sum(SIZES[: n + 1]) for n in range(8)]
-    assert [record["step"] for record in evaluations(directory)] == [3, 6, 8]
-    saved = [record["path"] for record in records(directory) if record.get("event") == "checkpoint"]
+    assert [record["step"] for record in events(directory, "evaluation")] == [3, 6, 8]
+    saved = [record["path"] for record in events(directory, "checkpoint")]
     assert saved == [str(directory / f"checkpoints/step-{step:08d}") for step in (2, 4, 6, 8)]
     assert all(Path(path).is_dir() for path in saved)
     assert (directory / "loss_curve.png").stat().st_size > 10_000
@@ -97,8 +89,8 @@ def test_a_run_in_two_parts_equals_one_run(
     run(configuration(corpus, tmp_path))
     assert "resumed from" in capsys.readouterr().out
     assert without_times(steps(tmp_path)) == without_times(steps(whole[0]))
-    losses = {record["step"]: record["loss"] for record in evaluations(tmp_path)}
-    expected = {record["step"]: record["loss"] for record in evaluations(whole[0])}
+    losses = {record["step"]: record["loss"] for record in events(tmp_path, "evaluation")}
+    expected = {record["step"]: record["loss"] for record in events(whole[0], "evaluation")}
     assert {step: losses[step] for step in expected} == expected
 
 
@@ -112,8 +104,8 @@ def test_auto_precision_is_decided_once(
     monkeypatch.setattr("megapipe.training.device.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
     run(configuration(corpus, tmp_path, precision="auto", stop_at=3))
     assert "precision: bf16, as in the checkpoint" in capsys.readouterr().out
-    starts = [record for record in records(tmp_path) if record.get("event") == "start"]
-    assert [start["config"]["training"]["precision"] for start in starts] == ["bf16", "bf16"]
+    precisions = [start["config"]["training"]["precision"] for start in events(tmp_path, "start")]
+    assert precisions == ["bf16", "bf16"]
 
 
 def test_only_what_is_configured_is_done(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:

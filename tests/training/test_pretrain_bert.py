@@ -15,7 +15,7 @@ from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
 from megapipe.training.validation import kernel_choices
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
-from tests.training.records import records
+from tests.training.records import events, steps
 
 
 @pytest.fixture(scope="module")
@@ -49,22 +49,20 @@ def test_a_run_reports_both_terms_and_accuracies_and_resumes(
     assert "of sentence pairs 0.693" in output
     assert "kernels: reference for" in output
     assert (tmp_path / "whole/loss_curve.png").is_file()
-    steps = [record for record in records(tmp_path / "whole") if "event" not in record]
-    assert len(steps) == 4
-    for record in steps:
+    whole = steps(tmp_path / "whole")
+    assert len(whole) == 4
+    for record in whole:
         assert set(record["terms"]) == {"mlm", "sop"}
         assert record["loss"] == pytest.approx(sum(record["terms"].values()))
         assert f"(mlm {record['terms']['mlm']:.4f}, sop {record['terms']['sop']:.4f})" in output
-    evaluations = [record for record in records(tmp_path / "whole") if record.get("event") == "evaluation"]
+    evaluations = events(tmp_path / "whole", "evaluation")
     assert len(evaluations) == 2
     for record in evaluations:
         assert set(record["accuracies"]) == {"mlm", "sop"}
         assert f"mlm accuracy {record['accuracies']['mlm']:.1%}, sop accuracy" in output
-    config = configuration(corpus, tmp_path / "parts")
-    assert run(replace(config, training=replace(config.training, stop_at=2))) == 0
-    assert run(config) == 0
-    again = [record for record in records(tmp_path / "parts") if "event" not in record]
-    assert [record["terms"] for record in again] == [record["terms"] for record in steps]
+    assert run(configuration(corpus, tmp_path / "parts", stop_at=2)) == 0
+    assert run(configuration(corpus, tmp_path / "parts")) == 0
+    assert [record["terms"] for record in steps(tmp_path / "parts")] == [record["terms"] for record in whole]
 
 
 @pytest.mark.exhaustive
@@ -73,12 +71,9 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
     other = write_corpus(tmp_path / "other", documents=30)
     data = replace(corpus, prefix="", blend={corpus.prefix: 0.7, other.prefix: 0.3})
     assert run(configuration(data, tmp_path / "whole")) == 0
-    config = configuration(data, tmp_path / "parts")
-    assert run(replace(config, training=replace(config.training, stop_at=2))) == 0
-    assert run(config) == 0
-    whole, parts = (
-        [record["terms"] for record in records(tmp_path / name) if "terms" in record] for name in ("whole", "parts")
-    )
+    assert run(configuration(data, tmp_path / "parts", stop_at=2)) == 0
+    assert run(configuration(data, tmp_path / "parts")) == 0
+    whole, parts = ([record["terms"] for record in steps(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == whole
     data.blend[other.prefix] = 0.4
     with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.7, 0\.4\]"):

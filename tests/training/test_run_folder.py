@@ -18,6 +18,7 @@ from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.guards import NonFiniteError
 from megapipe.training.resilience.run_identity import RunFolder
 from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.training.records import events
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -58,8 +59,7 @@ def test_three_starts_explain_themselves(tmp_path: Path, corpus: str, monkeypatc
         assert {"python", "megapipe", "torch", "numpy"} <= entry["versions"].keys()
         assert (len(entry["hosts"]), entry["devices"], entry["layout"]["data"]) == (1, {"cpu": 1}, 1)
         assert entry["git"] is None or len(entry["git"].removesuffix("-dirty")) == 40
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [line["run"] for line in lines if line.get("event") == "start"] == [each["id"] for each in entries]
+    assert [line["run"] for line in events(tmp_path, "start")] == [each["id"] for each in entries]
     assert (tmp_path / "log.txt").read_text().startswith(log), "nothing is overwritten"
     assert (tmp_path / "log.txt").read_text().count("===== start ") == 3
     history = read_losses(tmp_path / "metrics.jsonl")

@@ -1,4 +1,4 @@
-"""Ranks that do not run the same job are refused with one line, for every field; so are folders not to be written to."""
+"""Ranks that do not run the same job are refused with one line, for every field; and folders that are not writable."""
 
 import shutil
 from collections.abc import Iterator
