@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import ROOT, rest_of, start
-from tests.training.records import TIMES
+from tests.training.records import comparable_steps
 
 LIMIT_SECONDS = 180
 """For what takes a few seconds on a machine with nothing else to do."""
@@ -41,7 +41,7 @@ def children_of(parent: int) -> list[int]:
 
 def children(pid: int) -> dict[int, int]:
     """Rank -> process of the workers that a torchrun process has started."""
-    pids = {}
+    pids: dict[int, int] = {}
     for child in children_of(pid):
         with suppress(FileNotFoundError, PermissionError, ProcessLookupError):
             variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
@@ -67,9 +67,7 @@ def wait_for_the_end(processes: list[int]) -> None:
 
 def metrics_of_steps(run: Path) -> dict[int, dict[str, Any]]:
     """Return the last metrics of every step in a run's metrics.jsonl, without times."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    steps = {line["step"]: line for line in lines if "event" not in line}
-    return {n: {k: v for k, v in line.items() if k not in TIMES} for n, line in steps.items()}
+    return {step["step"]: step for step in comparable_steps(run)}
 
 
 def saved_steps(run: Path) -> list[int]:

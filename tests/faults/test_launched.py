@@ -20,7 +20,7 @@ from tests.faults.jobs import (
     wait_for_the_end,
 )
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import command, environment, launch
+from tests.support.launch import command, environment, launch, start
 from tests.support.patience import wait_until
 from tests.training.records import events
 
@@ -98,17 +98,8 @@ def test_killed_ranks_cost_nothing_under_torchrun_restarts(tmp_path: Path) -> No
     disturbed, whole = tmp_path / "disturbed", tmp_path / "whole"
     for folder in (disturbed, whole):
         folder.mkdir()
-    line = command(2, *arguments)
-    line[line.index("--standalone") + 1 : line.index("--standalone") + 1] = ["--max-restarts", "2"]
-    process = subprocess.Popen(
-        line,
-        cwd=disturbed,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=(disturbed / "errors").open("w"),
-        text=True,
-        start_new_session=True,
-    )
+    with (disturbed / "errors").open("w") as errors:
+        process = start(2, *arguments, folder=disturbed, errors=errors.fileno(), PET_MAX_RESTARTS="2")
     assert process.stdout is not None
     kills, resumed = {4: 1, 8: 0}, []
     try:

@@ -26,7 +26,7 @@ from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.pretrain import pretrain
 from tests.checkpoint.disks import no_larger_files
 from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
-from tests.training.records import TIMES, steps
+from tests.training.records import comparable_steps
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
 
@@ -67,11 +67,6 @@ def run(config: PretrainConfig) -> None:
     assert pretrain(config, LaunchEnvironment()) == 0
 
 
-def metrics(directory: Path) -> list[dict[str, Any]]:
-    """Return the metrics of the steps, without times."""
-    return [{name: value for name, value in step.items() if name not in TIMES} for step in steps(directory)]
-
-
 def saved(directory: Path) -> dict[str, bytes]:
     """The last checkpoint's files, its manifest without the folder's name, which its configuration has."""
     folder = directory / f"checkpoints/step-{STEPS:08d}"
@@ -86,7 +81,7 @@ def whole(corpora: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that nothing disturbed, with a checkpoint of every step."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     run(configuration(corpora, directory))
-    assert [record["consumed_samples"] for record in metrics(directory)] == list(CONSUMED[1:])
+    assert [record["consumed_samples"] for record in comparable_steps(directory)] == list(CONSUMED[1:])
     where = {"split": "train", "shares": "100,0,0", "sequence_length": 16, "seed": 0}
     assert tuple(len(GptSamples(prefix, **where)) for prefix in corpora) == EPOCHS
     assert CONSUMED[4] == sum(EPOCHS)
@@ -104,7 +99,7 @@ def test_resumed_after_any_step(corpora: list[str], whole: Path, tmp_path: Path,
     else:
         shutil.copytree(whole / name, tmp_path / name)
     run(configuration(corpora, tmp_path))
-    assert metrics(tmp_path) == metrics(whole)[step:]
+    assert comparable_steps(tmp_path) == comparable_steps(whole)[step:]
     assert saved(tmp_path) == saved(whole)
     assert not list((tmp_path / "checkpoints").glob(".step-*"))
 
@@ -136,7 +131,7 @@ def test_a_clock_that_jumps_changes_nothing(
     run(replace(config, training=replace(config.training, stop_at=3)))
     run(config)
     assert next(looks) > STEPS, "metrics read the clock"
-    assert metrics(tmp_path) == metrics(whole)
+    assert comparable_steps(tmp_path) == comparable_steps(whole)
     assert saved(tmp_path) == saved(whole)
 
 
@@ -168,5 +163,5 @@ def test_refused_saves_cost_that_checkpoint_alone(
         assert output.count(f"warning: no checkpoint after step {step}: ") == 1
     assert os.strerror(errno.EFBIG) in output
     assert seen == [["step-00000001"]] * 2, "what was written of a refused save is removed"
-    assert metrics(tmp_path) == metrics(whole)
+    assert comparable_steps(tmp_path) == comparable_steps(whole)
     assert saved(tmp_path) == saved(whole)

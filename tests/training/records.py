@@ -20,6 +20,11 @@ def steps(directory: Path) -> list[dict[str, Any]]:
     return [record for record in records(directory) if "event" not in record]
 
 
+def comparable_steps(directory: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's steps without the fields that differ between two equal runs."""
+    return [{name: value for name, value in step.items() if name not in TIMES} for step in steps(directory)]
+
+
 def events(directory: Path, name: str) -> list[dict[str, Any]]:
     """Return the records of a run's events of one name."""
     return [record for record in records(directory) if record.get("event") == name]

@@ -18,7 +18,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.failures import OutOfMemory
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
-from tests.training.records import TIMES, events, records, steps
+from tests.training.records import comparable_steps, events, records, steps
 
 RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
 SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
@@ -48,10 +48,6 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
 
 def run(config: PretrainConfig) -> int:
     return pretrain(config, LaunchEnvironment())
-
-
-def without_times(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in record.items() if k not in TIMES} for record in records]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +84,7 @@ def test_a_run_in_two_parts_equals_one_run(
     capsys.readouterr()
     run(configuration(corpus, tmp_path))
     assert "resumed from" in capsys.readouterr().out
-    assert without_times(steps(tmp_path)) == without_times(steps(whole[0]))
+    assert comparable_steps(tmp_path) == comparable_steps(whole[0])
     losses = {record["step"]: record["loss"] for record in events(tmp_path, "evaluation")}
     expected = {record["step"]: record["loss"] for record in events(whole[0], "evaluation")}
     assert {step: losses[step] for step in expected} == expected
@@ -174,7 +170,7 @@ def test_a_stopped_blend_goes_on_with_the_same_samples(blended: PretrainConfig, 
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for config in (in_folder(blended, whole), in_folder(blended, parts, stop_at=4), in_folder(blended, parts)):
         assert run(config) == 0
-    assert without_times(steps(parts)) == without_times(steps(whole))
+    assert comparable_steps(parts) == comparable_steps(whole)
     assert [record["step"] for record in steps(whole)] == list(range(1, 9))
 
 

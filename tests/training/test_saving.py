@@ -297,7 +297,7 @@ def test_a_save_that_a_signal_ends_has_a_deadline(
 ) -> None:
     released = threading.Event()
     on(monkeypatch, lambda step: step in durable or released.wait(30))
-    clock, sent = time.perf_counter, []
+    clock, sent = time.perf_counter, list[signal.Signals]()
 
     def stopping() -> float:
         """In step 3 or later, as soon as the save after step 2 was seen to be durable."""
@@ -354,7 +354,7 @@ def test_a_signal_during_an_evaluation_gives_that_up(
         return sums(result, token_counts)
 
     monkeypatch.setattr(steps, "batch_sums", signalled)
-    groups = {"data": {"split": "50,50,0"}, "evaluation": {"every": 3, "samples": 12}}
+    groups: dict[str, Any] = {"data": {"split": "50,50,0"}, "evaluation": {"every": 3, "samples": 12}}
     assert run(every=1000, groups=groups) == 128 + signal.SIGTERM
     assert len(batches) == 3, "of six: the answer to the second comes after the third"
     assert saved_steps(tmp_path) == [3]
