@@ -36,11 +36,11 @@ LATE = 30_000_000
 
 
 def recorded(
-    mesh: Mesh, name: str, per_stage: list[int], records: bool = True
+    mesh: Mesh, layers: list[torch.nn.Module], name: str, per_stage: list[int], records: bool = True
 ) -> tuple[list[Event], list[str], list[float], Any]:
     """Events of the second and third step; the words of the schedule's actions; losses; final weights."""
     pipeline = Pipeline(
-        adoptable(2), mesh, loss=loss, sample=SAMPLE, microbatches=MICROBATCHES, schedule=name, optimizer=SGD,
+        layers, mesh, loss=loss, sample=SAMPLE, microbatches=MICROBATCHES, schedule=name, optimizer=SGD,
         layers_per_stage=per_stage,
     )  # fmt: skip
     rank = mesh.coordinate("pipeline")
@@ -58,8 +58,9 @@ def recorded(
     ("backend", "name", "per_stage"), [("threads", "1f1b", [2, 2]), ("processes", "zb_v", [1, 1, 1, 1])]
 )
 def test_actions_are_recorded_in_order_without_side_effects(backend: Backend, name: str, per_stage: list[int]) -> None:
-    ranks = run_mesh({"pipeline": 2}, recorded, name, per_stage, backend=backend)
-    expected = run_mesh({"pipeline": 2}, recorded, name, per_stage, False, backend=backend)
+    layers = adoptable(2)  # ranks that are threads share torch's random numbers
+    ranks = run_mesh({"pipeline": 2}, recorded, layers, name, per_stage, backend=backend)
+    expected = run_mesh({"pipeline": 2}, recorded, layers, name, per_stage, False, backend=backend)
     for (events, words, losses, weights), (_, _, plain_losses, plain_weights) in zip(ranks, expected, strict=True):
         assert {event.step for event in events} == {1, 2}
         done = [event.action for event in events]
@@ -188,7 +189,7 @@ def test_a_wait_for_a_copy_is_a_wait(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 def test_forwards_of_a_single_rank_do_not_wait() -> None:
-    events, *_ = recorded(solo(), "1f1b", [4])
+    events, *_ = recorded(solo(), adoptable(2), "1f1b", [4])
     assert {event.wait for event in events if event.action[0] == "F"} == {0}
 
 
