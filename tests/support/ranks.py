@@ -27,7 +27,17 @@ import torch.distributed as dist
 FORK_SERVER = multiprocessing.get_context("forkserver")
 # Imports alone: an operation in the server would start threads that a fork does not carry over.
 FORK_SERVER.set_forkserver_preload(
-    ["pytest", "hypothesis", "tests.support.ranks", "tests.support.meshes", "megapipe.training.pretrain"]
+    [
+        "pytest",
+        "hypothesis",
+        "tests.support.ranks",
+        "tests.support.meshes",
+        "megapipe.training.pretrain",
+        "megapipe.engine.pipeline",
+        # What torch imports for its first operation on the meta device, such as a Pipeline's: 900 modules in 2 s.
+        "torch.fx.experimental.symbolic_shapes",
+        "torch._dynamo",
+    ]
 )
 
 _START_SECONDS = 120.0
