@@ -69,7 +69,8 @@ def fingerprint(schedule_text: str) -> str:
 def write_rank(directory: Path, trace: RankTrace) -> None:
     """Write a rank's file, whole or not at all."""
     document = {"format": FORMAT, **vars(trace), "event_fields": Event._fields}
-    write_whole(directory / f"rank-{trace.rank}.json", json.dumps(document, separators=(",", ":")).encode() + b"\n")
+    text = json.dumps(document, separators=(",", ":")) + "\n"
+    write_whole(directory / f"rank-{trace.rank}.json", text.encode())
 
 
 def rank_files(directory: Path) -> dict[int, Path]:
