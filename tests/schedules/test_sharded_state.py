@@ -2,14 +2,17 @@
 
 import itertools
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megapipe.schedules import Kind, Offload, ScheduleError, build, dumps, loads, rank_costs, simulate, validate
+from megapipe.schedules.actions import KIND, STAGE, UNIT, VERSION
 from megapipe.schedules.build import fit_for_training
 from megapipe.schedules.schedule import SECTIONS
 from megapipe.schedules.states import WHOLE_STATES
-from tests.schedules.support import in_host, one_unit_a_layer, schedules, sharded, words
+from tests.schedules.support import in_host, one_unit_a_layer, schedules, sharded, with_rank_rows, words
 
 BODIES = 3
 """Bodies of a schedule that never flushes, between its prologue and its epilogue; the middle one is the steady one."""
@@ -50,6 +53,34 @@ def test_gathers_are_those_of_the_next_units(schedule):
         gathers = fewest_gathers(schedule, section, rank) if schedule.header.gathered_weights.any() else 0
         assert counted(schedule, Kind.GATHER_WEIGHTS, rank, section) == gathers
         assert counted(schedule, Kind.RELEASE_WEIGHTS, rank, section) == gathers
+
+
+EXCHANGES = (Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS, Kind.REDUCE_GRADIENTS)
+USES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT)
+SUMS = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data(), schedules().filter(lambda schedule: schedule.header.sharded_gradients.any()))
+def test_dropped_or_misplaced_exchanges_are_refused(data, schedule):
+    """Gathers are moved after a compute that needs them, releases before their last use, reductions before a sum."""
+    rank = data.draw(st.integers(0, schedule.header.num_ranks - 1))
+    rows = schedule.sections.body[rank]
+    at = data.draw(st.sampled_from(np.flatnonzero(np.isin(rows[:, KIND], EXCHANGES)).tolist()))
+    order = [index for index in range(len(rows)) if index != at]
+    kind, stage, unit = rows[at, [KIND, STAGE, UNIT]].tolist()
+    reduces, gathers = kind == Kind.REDUCE_GRADIENTS, kind == Kind.GATHER_WEIGHTS
+    reduced_later = (rows[at + 1 :, :3] == rows[at, :3]).all(axis=1).any()
+    # Without a reduction, gradients may wait in a buffer for a later one.
+    if (reduces and (reduced_later or not schedule.flushes)) or data.draw(st.booleans()):
+        place = [STAGE, UNIT] if reduces else [STAGE, UNIT, VERSION]
+        used = rows[at].copy()
+        used[UNIT] = schedule.header.stage_states[stage][unit].layer
+        computes = np.isin(rows[:, KIND], SUMS if reduces else USES) & (rows[:, place] == used[place]).all(axis=1)
+        crossed = next(index for index in (order[at:] if gathers else order[:at][::-1]) if computes[index])
+        order.insert(order.index(crossed) + gathers, at)
+    with pytest.raises(ScheduleError, match=r"rank|gathered"):
+        validate(with_rank_rows(schedule, "body", rank, rows[order]))
 
 
 def room(schedule, places):
