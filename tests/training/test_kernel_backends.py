@@ -25,6 +25,7 @@ from megapipe.training.loop import replica
 from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import described_choices, document_attention, kernel_choices, kernel_problems
 from tests.kernels import apex_stand_in, emulated
+from tests.kernels.interpreter import interpret
 from tests.support import gpt_runs
 from tests.support.equality import check_bits, check_gradients
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt
@@ -57,7 +58,8 @@ def on_backend(
             registries.append(self.kernels)
 
     if backend == "triton":
-        os.environ["TRITON_INTERPRET"] = "1"
+        interpret()
+        os.environ["TRITON_INTERPRET"] = "1"  # for the registry
     if library is not None:
         replica.OPS = on_emulated_gpu(library)  # type: ignore[attr-defined]
     gpt_runs.Replica = Recorded  # type: ignore[misc]
