@@ -161,7 +161,7 @@ def test_a_gguf_converter_reads_an_exported_llama(tmp_path: Path, monkeypatch: p
 
 
 def test_text_generation_ends_with_the_document(gpt: Path) -> None:
-    """Of single texts, and of a padded batch."""
+    """Single texts and a padded batch are continued."""
     writer: Any = transformers.pipeline("text-generation", model=str(gpt))
     for text, (first, *_) in zip(TEXTS, WORDS, strict=True):
         (generated,) = writer(first, max_new_tokens=28, do_sample=False)

@@ -18,7 +18,7 @@ TOOL = [sys.executable, str(ROOT / "tools" / "preprocess.py")]
 
 
 class Printed(NamedTuple):
-    """What a command wrote to standard output and standard error."""
+    """The text that a command wrote to standard output and standard error."""
 
     out: str
     err: str

@@ -98,7 +98,7 @@ def test_impossible_weights_are_refused(weight: float) -> None:
 
 
 def test_an_unrepeated_blend_ends_with_its_first_corpus(tmp_path: Path) -> None:
-    """Of a corpus of 10 tokens, which are samples of 4, 4 and 1 labels; token k of corpus c is 1000 c + k."""
+    """The first corpus has 10 tokens in samples of 4, 4 and 1 labels; token k of corpus c is 1000 c + k."""
     corpora = []
     for index, size in enumerate((10, 100)):
         prefix = write_shard(tmp_path / f"corpus{index}", numbered_documents([size], 1000 * index))

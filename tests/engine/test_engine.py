@@ -1,4 +1,4 @@
-"""What an engine does when ranks fail or want to stop, and when it sums gradients. test_library.py has its numbers."""
+"""Engines whose ranks fail or stop, and the moments of their gradient sums. test_library.py checks the numbers."""
 
 import os
 from collections.abc import Callable

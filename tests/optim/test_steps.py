@@ -90,7 +90,7 @@ def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> 
     ],
 )
 def test_steps_have_the_bits_of_torch(device: str, config: OptimizerConfig, dtype: torch.dtype, count: int) -> None:
-    """Of torch's fused AdamW, except for less elements than a register may straddle."""
+    """AdamW is compared with torch's fused one, except for fewer than SEGMENT_ALIGNMENT elements."""
     tensors = random_tensors(count, device, dtype)
     expected, _ = trained_by_torch(config, tensors, fused=count >= SEGMENT_ALIGNMENT)
     assert_same_bits(train(config, tensors, [count], [torch.ones((), device=device)] * len(RATES)), expected)

@@ -142,7 +142,7 @@ def logits(model: GPTModel | BertModel, folder: Path) -> tuple[torch.Tensor, ...
 
 
 COMMON = {"checkpoint_version": 3.0, "iteration": 7}
-"""What Megatron-LM's own save adds to the model's state and arguments."""
+"""Values that Megatron-LM's own save adds to the model's state and arguments."""
 
 
 def loaded(
