@@ -119,7 +119,7 @@ class LayoutCosts:
         predictions: maximum number of masked tokens per sample on this rank, if context ranks shard a BERT's samples;
         the data decides which these are.
         """
-        base, config = self._plain_shape(layer.variant), self.config
+        base, config = self._plain_shape(layer.variant, layer.kind == "block"), self.config
         if layer.kind in ("output", "words"):
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
             splits = config.parallel.vocabulary_variant == 2
@@ -140,8 +140,8 @@ class LayoutCosts:
         return _ops(layer.kind, self.shape(layer, predictions))
 
     @cached_method
-    def _plain_shape(self, variant: str) -> MicrobatchShape:
-        """Return the shape for a layer of a variant without products in fp8."""
+    def _plain_shape(self, variant: str, is_block: bool) -> MicrobatchShape:
+        """Return the shape for a layer of a variant without products in fp8. Only blocks have parts to recompute."""
         config, model = self.config, self.config.model.of_kind(variant)
         parallel, recompute = config.parallel, config.recompute
         isolates, in_slices = config.data.isolate_documents, bool(self.slices)
@@ -162,7 +162,7 @@ class LayoutCosts:
             sequence_chunks=parallel.sequence_chunks,
             context=self.context,
             context_attention=parallel.context_attention,
-            recompute=frozenset(recompute.parts if recompute.method == "selective" else ()),
+            recompute=frozenset(recompute.parts if is_block and recompute.method == "selective" else ()),
             predictions=self.config.predictions,
             recompute_logits=recompute.logits,
             isolate_documents=isolates,

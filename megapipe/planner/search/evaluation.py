@@ -35,6 +35,7 @@ class Evaluation:
         self, base: PretrainConfig, hardware: Hardware, times: LayerTimes, assumptions: Assumptions = ENGINE
     ) -> None:
         self.base, self.hardware, self.times, self.assumptions = base, hardware, times, assumptions.on(hardware)
+        self.measured = not isinstance(times, SharedRoofline)
         self._configurations = Configurations(base)
         self._known: dict[tuple[object, ...], Any] = {}
 
@@ -142,7 +143,7 @@ class Evaluation:
     def _apart(self, layout: Layout) -> Layout | None:
         """Return a layout with which no other layout shares seconds, because measured times may depend on all its
         fields; None if times follow from the roofline."""
-        return None if isinstance(self.times, SharedRoofline) else layout
+        return layout if self.measured else None
 
     @cached_method
     def _step(self, layout: Layout) -> StepTimer:

@@ -72,7 +72,8 @@ def check_bounds(base: PretrainConfig, hardware: Hardware, devices: int, layouts
         seconds, num_bytes = (each[0] for each in bounds.of(layout.shape, (layout[1:],)))
         exact = estimate(layout.applied(base), hardware)
         branch = Branch(*layout.shape[:5])
-        of_mesh = bounds.of_mesh(branch._replace(micro_size=None), [branch.micro_size], [layout[1:]])
+        sizes = [size * branch.micro_size for size in (1, 2, 5)]
+        of_mesh = bounds.of_mesh(branch._replace(micro_size=None), sizes, [layout[1:]])
         of_branch = bounds.of_branch(branch, [layout.shape], [layout[1:]])
         for least in (of_mesh, of_branch):
             assert 0 <= least[0] <= exact.step_seconds * (1 + 1e-9)
