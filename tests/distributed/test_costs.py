@@ -1,19 +1,20 @@
 """Costs that the covering array does not show: peaks of whole steps, sums of a step, what auto decides, traces."""
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from megapipe.config.memory import OffloadConfig, RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.walk import ACTING
-from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import KIND, Kind, kind_mask
 from megapipe.schedules.command.main import main
@@ -36,8 +37,8 @@ from tests.distributed.layout_cases import (
     sequence,
 )
 from tests.distributed.test_covering import NUMBERS
-from tests.layers.test_sequence_products import WatchedGroup
 from tests.spec.sizes import message_bytes, predicted_bytes
+from tests.support.counting_groups import Place, Traffic, counted
 from tests.support.equality import check_bits
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt
 from tests.support.launch import launch
@@ -93,18 +94,12 @@ def sums_of_a_step(mesh: Mesh, config: PretrainConfig) -> list[int]:
     """Return the elements of each all-reduce of one step in the tensor group."""
     sums: list[int] = []
 
-    class Watched(WatchedGroup):
-        def count(self, operation: str, elements: float) -> None:
-            if operation == "all_reduce":
-                sums.append(round(elements / 2))
+    class Sums(Traffic):
+        def note(self, place: Place, tensors: Sequence[Tensor]) -> None:
+            if place == ("tensor", "all_reduce"):
+                sums.append(tensors[0].numel())
 
-    group = mesh.group
-
-    def watched(*names: str) -> Group:
-        return Watched(group(*names)) if names == ("tensor",) else group(*names)
-
-    mesh.group = watched  # type: ignore[method-assign]
-    run_gpt(mesh, config, 1)
+    run_gpt(counted(mesh, Sums()), config, 1)
     return sums
 
 

@@ -13,52 +13,20 @@ from megapipe.layers.linear import ColumnParallelLinear, RowParallelLinear, own_
 from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.collectives import by_rank
-from megapipe.parallel.groups import Group, ReduceOperation, Work
+from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, small_model
+from tests.support.counting_groups import CountingGroup, Traffic
 from tests.support.meshes import run_threads
 from tests.support.partial_groups import PartialGroup
 
 SHAPES = {"gpt2": {**GPT2, **DROPOUT}, "llama": {**LLAMA, "num_kv_heads": 4}, "qwen3": QWEN3}
 
 
-class WatchedGroup(PartialGroup):
-    """Another's group. sent: elements that a rank of a ring sends, by operation; an all-reduce is a reduce-scatter and
-    an all-gather."""
-
-    def __init__(self, group: Group) -> None:
-        super().__init__(group.name, group.ranks, group.rank)
-        self.inner = group
-        self.sent: dict[str, float] = {}
-
-    def count(self, operation: str, elements: float) -> None:
-        self.sent[operation] = self.sent.get(operation, 0.0) + elements * (self.size - 1) / self.size
-
-    def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        self.count("all_reduce", 2 * tensor.numel())
-        return self.inner.all_reduce(tensor, op, async_op)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        self.count("all_gather", self.size * tensor.numel())
-        return self.inner.all_gather(tensor)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        self.count("reduce_scatter", tensor.numel())
-        return self.inner.reduce_scatter(tensor)
-
-    def broadcast(self, tensor: Tensor, source: int) -> None:
-        self.inner.broadcast(tensor, source)
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        return self.inner.all_gather_object(value)
-
-    def barrier(self) -> None:
-        self.inner.barrier()
-
-
 def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) -> dict[str, float]:
     """Elements that a rank sends for one block and one micro-batch, in units of b s h (t - 1) / t."""
-    group = WatchedGroup(mesh.group("tensor"))
+    traffic = Traffic()
+    group = CountingGroup(mesh.group("tensor"), traffic)
     model = small_model(**SHAPES[shape])
     block = bind_model(model, group=group)[1]
     context = make_context(model)
@@ -75,8 +43,10 @@ def traffic_of_a_block(mesh: Mesh, shape: str, split: bool, chunks: int | None) 
     else:
         context.tape.backward_input([output], [torch.ones_like(output)], [hidden])
         context.tape.backward_weight()
-    whole = batch * length * model.hidden_size * (group.size - 1) / group.size
-    return {operation: elements / whole for operation, elements in group.sent.items()}
+    # A ring's all-reduce is a reduce-scatter and an all-gather.
+    whole, passes = batch * length * model.hidden_size, {"all_reduce": 2}
+    sent = traffic.elements.items()
+    return {operation: passes.get(operation, 1) * elements / whole for (_, operation), elements in sent}
 
 
 @pytest.mark.parametrize("size", [2, 4])
