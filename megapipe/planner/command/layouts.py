@@ -42,7 +42,7 @@ from megapipe.planner.fitting import FitResult, find_table, fit_rows, fit_table,
 from megapipe.planner.papers.galvatron import per_layer
 from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.recompute import limited, resolved
-from megapipe.planner.search.findings import Findings, Found
+from megapipe.planner.search.findings import Findings, PlannedLayout
 from megapipe.planner.search.plan import Effort, search
 from megapipe.planner.search.space import SearchSpace
 from megapipe.spec.model_folder import with_model_folders
@@ -247,7 +247,7 @@ def print_findings(findings: Findings, top: int) -> None:
         print("(*: time from a simulation of the schedule, others: estimates)")
     if findings.trials:
         print()
-        trials = [[each.name, "-" if each.found is None else f"{each.value:,.4g}"] for each in findings.trials]
+        trials = [[each.name, "-" if each.layout is None else f"{each.value:,.4g}"] for each in findings.trials]
         print_table(["compared", _COMPARED[findings.objective]], trials)
     hints = (f"hint: {hint}" for hint in findings.hints)
     print(f"not searched: {'; '.join(findings.not_searched)}", *hints, sep="\n")
@@ -259,7 +259,7 @@ def print_findings(findings: Findings, top: int) -> None:
 _COMPARED = {"speed": "tokens per second", "cost": "price of a million tokens", "time": "days", "size": "parameters"}
 
 
-def _figures(layout: Found) -> dict[str, str]:
+def _figures(layout: PlannedLayout) -> dict[str, str]:
     cells = figures_cells(layout.estimate)
     if layout.simulated:
         cells["step"] += " *"
@@ -295,7 +295,7 @@ def _models(request: Request) -> list[tuple[str, ModelConfig]]:
         raise ConfigError([problem.replace("--model ", "--models ", 1) for problem in error.problems]) from None
 
 
-def _config_text(hardware: Hardware, best: Found, command: str) -> str:
+def _config_text(hardware: Hardware, best: PlannedLayout, command: str) -> str:
     """Return the configuration file of a layout, with comments on its origin and on the command that starts it."""
     estimate, step = best.estimate, seconds_text(best.estimate.step_seconds)
     return (
@@ -316,7 +316,7 @@ def _start_command(config: PretrainConfig, hardware: Hardware, devices: int, fil
     return f"megapipe train {where}{kind} --config {file}{data}"
 
 
-def _print_start(request: Request, hardware: Hardware, best: Found, command: str) -> None:
+def _print_start(request: Request, hardware: Hardware, best: PlannedLayout, command: str) -> None:
     file = request.flags["write_config"]
     wrote, add = (f"wrote {file}; ", "") if file else ("", f"add --write_config {OUTPUT_NAME}, then ")
     print(f"\n{wrote}to train with it, {add}run on every node\n  {command}")

@@ -31,7 +31,7 @@ BATCH_CHANGE = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class PlannedLayout:
     """A layout with its cost; `estimate.config` is the whole configuration, including parallel.data.
 
     simulated: whether its numbers come from a simulation of its lowered schedule instead of an estimate. node_order:
@@ -77,11 +77,11 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Trial:
-    """One number of devices, or one model, if the objective compares several. found: the best layout; None if nothing
+    """One number of devices, or one model, if the objective compares several. layout: the best one; None if nothing
     fits. value: price of a million tokens, days, or number of parameters."""
 
     name: str
-    found: Found | None
+    layout: PlannedLayout | None
     value: float | None
 
 
@@ -98,8 +98,8 @@ class Findings:
 
     objective: Objective
     devices: int
-    ranked: tuple[Found, ...]
-    pareto: tuple[Found, ...]
+    ranked: tuple[PlannedLayout, ...]
+    pareto: tuple[PlannedLayout, ...]
     alternatives: tuple[Alternative, ...]
     trials: tuple[Trial, ...]
     hints: tuple[str, ...]
@@ -110,7 +110,7 @@ class Findings:
     seconds: float
 
     @property
-    def best(self) -> Found:
+    def best(self) -> PlannedLayout:
         """Return the first layout."""
         return self.ranked[0]
 

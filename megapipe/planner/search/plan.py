@@ -26,7 +26,7 @@ from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, order
-from megapipe.planner.search.findings import Findings, Found, NothingFits, Trial, alternatives, hints
+from megapipe.planner.search.findings import Findings, NothingFits, PlannedLayout, Trial, alternatives, hints
 from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
 from megapipe.schedules.building_blocks import balance_layers
 from megapipe.spec.ops import FULL_BYTES
@@ -132,8 +132,8 @@ def search_speed(
     report(0.9)
 
     def quickly(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
-        found = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
-        return found.best.estimate
+        findings = search_speed(config, machine, count, pinned, space=space, effort=QUICK, assumptions=assumptions)
+        return findings.best.estimate
 
     hinted = effort.hints and hardware.measured is None and "parallel.data" not in pinned
     near = tuple(hints(base, hardware, devices, ranked[0].estimate, quickly)) if hinted else ()
@@ -143,7 +143,7 @@ def search_speed(
         objective="speed",
         devices=devices,
         ranked=tuple(_priced(each, price) for each in ranked[: effort.keep]),
-        pareto=tuple(_priced(Found(each), price) for each in front),
+        pareto=tuple(_priced(PlannedLayout(each), price) for each in front),
         alternatives=others,
         trials=(),
         hints=near,
@@ -163,7 +163,7 @@ def slowest_times(
     return slowest_roofline(used_devices, base.training.precision, assumptions.megatron_kernels)
 
 
-def _priced(entry: Found, per_hour: float | None) -> Found:
+def _priced(entry: PlannedLayout, per_hour: float | None) -> PlannedLayout:
     """Fill in the price of a million tokens, in the currency of the hardware file."""
     return (
         entry if per_hour is None else replace(entry, price=per_hour / 3600.0 / entry.estimate.tokens_per_second * 1e6)
@@ -195,7 +195,9 @@ class Refiner:
     actions: int
     assumptions: Assumptions = ENGINE
 
-    def refined(self, found: Sequence[Estimate], known: Sequence[Found] = (), *, stages: bool) -> tuple[Found, ...]:
+    def refined(
+        self, estimates: Sequence[Estimate], known: Sequence[PlannedLayout] = (), *, stages: bool
+    ) -> tuple[PlannedLayout, ...]:
         """Return the improved layouts together with the `known` ones, the fastest first.
 
         The first layout without a simulation is simulated and sorted in again, until all are simulated or the next one
@@ -203,10 +205,10 @@ class Refiner:
         whose simulation does not fit are removed. stages: whether layers may move between stages.
         """
 
-        def by_estimate(each: Found) -> tuple[float, int]:
+        def by_estimate(each: PlannedLayout) -> tuple[float, int]:
             return order(each.estimate)
 
-        new = (self._ordered(self._by_time(each) if stages else each) for each in found)
+        new = (self._ordered(self._by_time(each) if stages else each) for each in estimates)
         ranked = sorted([*known, *new], key=by_estimate)
         while (at := next((at for at, each in enumerate(ranked) if not each.simulated), None)) is not None:
             config, nodes = ranked[at].config, ranked[at].node_order
@@ -239,10 +241,10 @@ class Refiner:
         after = estimate(moved, self.hardware, times=self.times, assumptions=self.assumptions)
         return after if after.fits and after.step_seconds < before.step_seconds else before
 
-    def _ordered(self, before: Estimate) -> Found:
+    def _ordered(self, before: Estimate) -> PlannedLayout:
         """Put the nodes in the best order, if their links were measured and that is faster."""
         if self.hardware.link_matrix is None:
-            return Found(before)
+            return PlannedLayout(before)
         config, parallel = before.config, before.config.parallel
         sizes, message = MeshShape.of(parallel).sizes, layout_costs(config).stream
         elements = sum(spec.num_elements for layer in layers_of(config) for spec in layer.parameters.values())
@@ -250,9 +252,13 @@ class Refiner:
         try:
             order = best_node_order(OrderCost(self.hardware, sizes, message, gradients))
         except ConfigError:  # a mesh that does not cut the nodes evenly has no other order
-            return Found(before)
+            return PlannedLayout(before)
         after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
-        return Found(after, node_order=order) if after.step_seconds < before.step_seconds else Found(before)
+        return (
+            PlannedLayout(after, node_order=order)
+            if after.step_seconds < before.step_seconds
+            else PlannedLayout(before)
+        )
 
 
 class Member(NamedTuple):
@@ -307,7 +313,7 @@ def search(
     if objective == "speed":
         return speed(base, devices=devices, effort=effort, report=report)
     if objective == "size":
-        members = given(base, models) if models else family(base)
+        members = sorted_members(base, models) if models else family(base)
         base, trials = _largest(base, members, partial(speed, devices=devices, effort=QUICK))
     else:
         wanted, counts = tokens if objective == "time" else None, device_counts(devices, hardware)
@@ -324,7 +330,7 @@ def device_counts(devices: int, hardware: Hardware) -> tuple[int, ...]:
     return tuple(sorted({each for each in tried if each <= devices and (each <= node or not each % node)} | {devices}))
 
 
-def _best_of(speed: Speed, **request: Any) -> tuple[Found | None, ConfigError | None]:
+def _best_of(speed: Speed, **request: Any) -> tuple[PlannedLayout | None, ConfigError | None]:
     """Return the best layout of a request, or the reason why there is none."""
     try:
         return speed(**request).best, None
@@ -382,10 +388,10 @@ def family(base: PretrainConfig) -> tuple[Member, ...]:
         )
     models = [_scaled(base.model, 2.0 ** (step / STEPS)) for step in range(SMALLEST * STEPS, LARGEST * STEPS + 1)]
     different = {(each.num_heads, each.num_layers): each for each in models}.values()
-    return given(base, [(f"{each.num_layers} layers of {each.hidden_size}", each) for each in different])
+    return sorted_members(base, [(f"{each.num_layers} layers of {each.hidden_size}", each) for each in different])
 
 
-def given(base: PretrainConfig, models: Iterable[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
+def sorted_members(base: PretrainConfig, models: Iterable[tuple[str, ModelConfig]]) -> tuple[Member, ...]:
     """Return named models as a family, in ascending order of parameters."""
     members = [Member(name, model, num_parameters(replace(base, model=model))) for name, model in models]
     return tuple(sorted(members, key=lambda each: each.parameters))

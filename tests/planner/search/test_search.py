@@ -43,7 +43,7 @@ def test_cost_and_time_are_best_over_device_counts() -> None:
         count: (hardware.price_per_hour(count) or 0) / 3600 / speed * 1e6 for count, speed in speeds.items() if speed
     }
     assert cost.devices == min(prices, key=lambda count: (prices[count], count))
-    assert {each.name: each.value for each in cost.trials if each.found} == {
+    assert {each.name: each.value for each in cost.trials if each.layout} == {
         f"{count} devices": pytest.approx(price) for count, price in prices.items()
     }
     assert cost.best.price == pytest.approx(min(prices.values()))
