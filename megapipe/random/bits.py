@@ -266,8 +266,8 @@ def _fill_normal(values: NDArray[Any], runs: Iterator[tuple[int, int]], key: Lon
         generator.advance((first - counter) % COUNTERS)
         words.append(generator.random_raw(WORDS_PER_COUNTER * (last - first)))
         counter = last
-        begin = gathered + start - WORDS_PER_COUNTER * first
-        spans.append((begin, begin + stop - start))
+        span_start = gathered + start - WORDS_PER_COUNTER * first
+        spans.append((span_start, span_start + stop - start))
         gathered += len(words[-1])
         if gathered >= BLOCK:
             position = _write(values, position, words, spans, std)

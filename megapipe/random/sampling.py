@@ -141,8 +141,8 @@ class Draws:
 
     def words(self, count: int) -> Words:
         """Return uniform 64-bit words, uint64 [count]."""
-        found: Words = self._philox.random_raw(count)
-        return found
+        words: Words = self._philox.random_raw(count)
+        return words
 
     def below(self, bound: int) -> int:
         """Return a whole number from 0 to bound - 1; their probabilities differ by at most one part in 2**64 /

@@ -189,13 +189,13 @@ def pairs_of(actions: Sequence[Action]) -> list[int]:
 
     actions: of one rank and section, in order.
     """
-    found = []
+    pair_starts = []
     for group, members in groupby(range(len(actions)), key=lambda index: actions[index].group):
         rows = list(members)
         kinds = {actions[row].kind for row in rows}
         if group >= 0 and len(rows) == 2 and Kind.FORWARD in kinds and not kinds.isdisjoint(BACKWARDS):
-            found.append(rows[0])
-    return found
+            pair_starts.append(rows[0])
+    return pair_starts
 
 
 def on_side_stream(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
@@ -208,6 +208,6 @@ def on_side_stream(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
     side: dict[tuple[int, int], bool] = {}
     for first in pairs_of(actions):
         forward, backward = sorted(actions[first : first + 2], key=lambda action: action.kind != Kind.FORWARD)
-        other = side.get((backward.stage, backward.microbatch), False)
-        side.setdefault((forward.stage, forward.microbatch), not other)
+        backward_on_side = side.get((backward.stage, backward.microbatch), False)
+        side.setdefault((forward.stage, forward.microbatch), not backward_on_side)
     return frozenset(place for place, is_side in side.items() if is_side)

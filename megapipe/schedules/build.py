@@ -289,7 +289,7 @@ def fit_for_training(
     units, tied = tuple(units_per_stage), tuple(tuple(group) for group in tied_groups)
     states = states.checked(header.name, units)
     _check_equal(header, "stages", len(header.stages), len(units))
-    for name, said, wanted, unsaid in (
+    for name, stated, wanted, default in (
         ("units (layers) by stage", header.units_per_stage, units, (1,) * len(units)),
         ("tied groups", header.tied_groups, tied, ()),
         ("sums of gradients over shards of the tokens or replicas", header.data_parallel, data_parallel, False),
@@ -297,8 +297,8 @@ def fit_for_training(
         ("gradient_pool", header.states.gradient_pool, states.gradient_pool, 0),
         ("state units", header.states.units, states.units, ()),
     ):
-        if header.lowered or said != unsaid:
-            _check_equal(header, name, said, wanted)
+        if header.lowered or stated != default:
+            _check_equal(header, name, stated, wanted)
     if mode == "forward":
         schedule = forward_only(schedule)
     if not schedule.header.lowered:
@@ -350,9 +350,9 @@ def _check_route(header: Header) -> None:
         )
 
 
-def _check_equal(header: Header, name: str, said: object, wanted: object) -> None:
-    if said != wanted:
-        raise _mismatch(header, f"it was made for {name} {_shown(said)}", f"this run has {_shown(wanted)}")
+def _check_equal(header: Header, name: str, stated: object, wanted: object) -> None:
+    if stated != wanted:
+        raise _mismatch(header, f"it was made for {name} {_shown(stated)}", f"this run has {_shown(wanted)}")
 
 
 def _shown(value: object) -> str:

@@ -133,8 +133,8 @@ def held_after_warmup(num_ranks: int, num_microbatches: int, chunks: int, option
 
     For one chunk per rank, where rank r runs p - r forwards before its first backward.
     """
-    ahead = num_ranks - np.arange(num_ranks)
-    return np.minimum(ahead, num_microbatches).astype(np.float64)[:, None]
+    warmup = num_ranks - np.arange(num_ranks)
+    return np.minimum(warmup, num_microbatches).astype(np.float64)[:, None]
 
 
 def held_after_all_forwards(num_ranks: int, num_microbatches: int, chunks: int, options: Mapping[str, Any]) -> Floats:
@@ -242,7 +242,7 @@ class _Filler:
 
     def advance(self, rank: int) -> bool:
         """Run a rank's program until it waits for another rank."""
-        begin = self._next[rank]
+        before = self._next[rank]
         program = self._programs[rank]
         while self._next[rank] < len(program):
             step = program[self._next[rank]]
@@ -252,7 +252,7 @@ class _Filler:
             self._fill(rank, step, ready)
             self._run(rank, step, ready)
             self._next[rank] += 1
-        return self._next[rank] > begin
+        return self._next[rank] > before
 
     def finish(self, rank: int) -> float:
         """Run the weight halves that are left, and return the rank's time from its first start to its end."""

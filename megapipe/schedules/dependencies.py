@@ -88,8 +88,8 @@ class Needs(NamedTuple):
 
     def where_known(self) -> "Needs":
         """Only the entries that have both rows (-1 marks none)."""
-        known = (self.row >= 0) & (self.needed >= 0)
-        return Needs(self.row[known], self.needed[known])
+        has_both = (self.row >= 0) & (self.needed >= 0)
+        return Needs(self.row[has_both], self.needed[has_both])
 
 
 NO_NEEDS = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
@@ -288,10 +288,10 @@ class Dependencies:
     def _recompute_needs(self) -> Iterator[Needs]:
         """Let a recomputed forward wait for its forward, and its backward wait for the recomputed one."""
         table, place = self.table, unit_places(self.table)
-        again = table.rows_with(Kind.RECOMPUTE)
+        recomputed = table.rows_with(Kind.RECOMPUTE)
         backwards = table.rows_with(*BACKWARDS)
-        yield Needs(*matched(again[np.argsort(place[again])], table.rows_with(Kind.FORWARD), place))
-        yield Needs(*matched(backwards[np.argsort(place[backwards])], again, place))
+        yield Needs(*matched(recomputed[np.argsort(place[recomputed])], table.rows_with(Kind.FORWARD), place))
+        yield Needs(*matched(backwards[np.argsort(place[backwards])], recomputed, place))
 
     @cached_property
     def reloads(self) -> Needs:
@@ -316,8 +316,8 @@ class Dependencies:
         # If a chunk is whole, each unit's reduction needs the chunk's last row; if it is cut into units, the row of
         # its own layer.
         cut = table.unit[adding] >= 0
-        own = of_states(table, adding[cut], ~header.sharded_gradients)
-        by_unit = last_row_per(own.places(table), own.row, num_places(table))
+        added_states = of_states(table, adding[cut], ~header.sharded_gradients)
+        by_unit = last_row_per(added_states.places(table), added_states.row, num_places(table))
         unsharded = of_states(table, reductions, ~header.sharded_gradients)
         yield Needs(unsharded.row, by_unit[unsharded.places(table)]).where_known()
         whole, place = adding[~cut], table.stage * table.num_updates + table.update
@@ -347,8 +347,8 @@ class Dependencies:
     def _updates_after_reductions(self, updates: Ints) -> Needs:
         """Let each update wait for the reduction of its own unit, if a step has several updates."""
         rows, place = self.table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED), state_places(self.table)
-        found = last_row_per(place[rows], rows, int(place.max()) + 1)
-        return Needs(updates, found[place[updates]]).where_known()
+        last_reduction = last_row_per(place[rows], rows, int(place.max()) + 1)
+        return Needs(updates, last_reduction[place[updates]]).where_known()
 
     def _version_needs(self) -> Iterator[Needs]:
         """A forward or gather needs the update that wrote its version. The first backward that adds to a gradient
@@ -374,10 +374,10 @@ class Dependencies:
         """The row of a whole-pipeline collective for each rank and step or update; shape [ranks, count]."""
         table = self.table
         count = table.num_microbatches // every
-        found = np.full((table.header.num_ranks, count), -1, dtype=np.int64)
+        collective_rows = np.full((table.header.num_ranks, count), -1, dtype=np.int64)
         rows = table.rows_with(kind)
-        found[table.rank[rows], table.microbatch[rows] // every] = rows
-        return found
+        collective_rows[table.rank[rows], table.microbatch[rows] // every] = rows
+        return collective_rows
 
     def collective_needs(self) -> Needs:
         """Rows that need a collective's result, each with the starts of the collective on all ranks that take part.

@@ -100,8 +100,8 @@ def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
     count = np.where(names_state, 1, header.first_states[stage, unit + 1] - first)
     source = np.repeat(np.arange(len(rows)), count)
     states = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
-    found = StateRows(rows[source], states)
-    return found.where(chosen[stage[source], states])
+    entries = StateRows(rows[source], states)
+    return entries.where(chosen[stage[source], states])
 
 
 def num_places(table: Table) -> int:
@@ -112,12 +112,12 @@ def num_places(table: Table) -> int:
 class Runs(NamedTuple):
     """Runs of compute rows that use the same layer, or of a group, and every use of a state unit by one of them.
 
-    begin, part: of each run, its first row and the part of the rows that it is in. run, place, size: of each use, its
-    run, and the unit's place and size. first, last: the first and last row that uses the unit; in a group, not every
-    row uses every unit.
+    run_start, part: of each run, its first row and the part of the rows that it is in. run, place, size: of each use,
+    its run, and the unit's place and size. first, last: the first and last row that uses the unit; in a group, not
+    every row uses every unit.
     """
 
-    begin: Ints
+    run_start: Ints
     part: Ints
     run: Ints
     place: Ints
@@ -127,9 +127,9 @@ class Runs(NamedTuple):
 
     def reverse(self) -> "Runs":
         """Return the runs from last to first; uses of one run keep their order."""
-        count, order = len(self.begin), np.argsort(-self.run, kind="stable")
+        count, order = len(self.run_start), np.argsort(-self.run, kind="stable")
         uses = (each[order] for each in self[3:])
-        return Runs(self.begin[::-1], self.part[::-1], count - 1 - self.run[order], *uses)
+        return Runs(self.run_start[::-1], self.part[::-1], count - 1 - self.run[order], *uses)
 
 
 def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Runs:
@@ -141,7 +141,7 @@ def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Ru
     layer = np.where(table.group[rows] >= 0, -1 - table.action_first[rows], places[opens])
     changes = (np.diff(layer, prepend=-1) != 0) | (np.diff(part[rows], prepend=-1) != 0)
     changes[:1] = True
-    begin = rows[changes]
+    run_start = rows[changes]
     run = (np.cumsum(changes) - 1)[np.cumsum(opens) - 1]
     key = run * num_places(table) + places
     order = np.argsort(key, kind="stable")
@@ -150,7 +150,7 @@ def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Ru
     in_turn = np.argsort(order[starts])
     first, last = order[starts][in_turn], order[ends][in_turn]
     size = table.header.state_sizes[table.stage[every.row[first]], every.unit[first]]
-    return Runs(begin, part[begin], run[first], places[first], size, every.row[first], every.row[last])
+    return Runs(run_start, part[run_start], run[first], places[first], size, every.row[first], every.row[last])
 
 
 def residences(table: Table, written: Ints) -> Residence:
@@ -163,7 +163,7 @@ def residences(table: Table, written: Ints) -> Residence:
     stays = stays_of(runs, header.states.weight_pool)
     first_use, last_use = runs.first[stays.first_use], runs.last[stays.last_use]
     after_update = written[table.stage[first_use], table.version[first_use]]
-    start = np.maximum(runs.begin[stays.start], after_update)
+    start = np.maximum(runs.run_start[stays.start], after_update)
     return Residence(first_use, last_use, runs.place[stays.first_use] % header.most_states, start)
 
 
@@ -231,7 +231,7 @@ def stays_of(runs: Runs, pool: int) -> Stays:
     size = int(runs.size.max(initial=1))
     if (runs.size == size).all() and 1 <= pool // size <= 2:
         alike = (runs.place[1:] == runs.place[:-1]) & (runs.part[runs.run[1:]] == runs.part[runs.run[:-1]])
-        if len(runs.run) == len(runs.begin) and not alike.any():
+        if len(runs.run) == len(runs.run_start) and not alike.any():
             return _stays_of_last(runs, pool // size)
     return _stays_by_size(runs, pool)
 

@@ -44,11 +44,11 @@ def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
 
 def activations_made(table: Table) -> Mask:
     """Mark rows after which the activations of a backward are kept: forwards or their recomputation, and reloads."""
-    again = table.rows_with(Kind.RECOMPUTE)
+    recomputed = table.rows_with(Kind.RECOMPUTE)
     forwards = table.rows_with(Kind.FORWARD)
     place = unit_places(table)
     made = table.is_kind(Kind.RECOMPUTE)
-    made[forwards] = ~np.isin(place[forwards], place[again])
+    made[forwards] = ~np.isin(place[forwards], place[recomputed])
     made[activations_moved(table, Kind.RELOAD)] = True
     return made
 
@@ -118,13 +118,13 @@ class Offload:
                 "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
                 "offload both"
             )
-        for stage, (count, own) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
-            if len(set(own)) < len(own) or not set(own) <= set(range(count)):
+        for stage, (count, offloaded) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
+            if len(set(offloaded)) < len(offloaded) or not set(offloaded) <= set(range(count)):
                 raise ScheduleError(
-                    f"offload of stage {stage}: units {list(own)} must be distinct and from 0 to {count - 1}"
+                    f"offload of stage {stage}: units {list(offloaded)} must be distinct and from 0 to {count - 1}"
                 )
-        for stage, (own, spans) in enumerate(zip(self.units, recompute, strict=False)):
-            twice = sorted(unit for span in spans for unit in span if unit in own)
+        for stage, (offloaded, spans) in enumerate(zip(self.units, recompute, strict=False)):
+            twice = sorted(unit for span in spans for unit in span if unit in offloaded)
             if twice:
                 raise ScheduleError(
                     f"stage {stage}: units {twice} are both recomputed and offloaded; choose one of the two"
@@ -225,6 +225,6 @@ def matched(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
         return needed, needed
     order = np.argsort(places[needed], kind="stable")
     wanted = places[needed][order]
-    found = np.minimum(np.searchsorted(wanted, places[rows]), len(needed) - 1)
-    known = wanted[found] == places[rows]
-    return rows[known], needed[order][found[known]]
+    index = np.minimum(np.searchsorted(wanted, places[rows]), len(needed) - 1)
+    has_match = wanted[index] == places[rows]
+    return rows[has_match], needed[order][index[has_match]]

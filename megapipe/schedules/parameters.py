@@ -96,8 +96,8 @@ class Scanner:
     def expect(self, wanted: str, after: str) -> None:
         """Move past a token. Raises ScheduleError if it is not the next one."""
         if not self.take(wanted):
-            found = repr(self.peek()) if self.peek() else "the end of the line"
-            raise self.error(f"expected {wanted!r} after {after}, but found {found}")
+            actual = repr(self.peek()) if self.peek() else "the end of the line"
+            raise self.error(f"expected {wanted!r} after {after}, but found {actual}")
 
     def new_name(self) -> str:
         """Return the next token, which must be a name that is not in use."""
@@ -193,8 +193,8 @@ class Scanner:
 
     def _not_a_number(self, token: str) -> str:
         if not _NAME.fullmatch(token) or token in _KEYWORDS:
-            found = repr(token) if token else "the end"
-            return f"expected a number, a name or an expression in parentheses, but found {found}"
+            actual = repr(token) if token else "the end"
+            return f"expected a number, a name or an expression in parentheses, but found {actual}"
         nearest = difflib.get_close_matches(token, self.names, n=1)
         hint = (
             f"; did you mean {nearest[0]!r}?" if nearest else f"; the names here are {', '.join(sorted(self.names))}"
@@ -203,7 +203,7 @@ class Scanner:
 
     def words(self) -> list[tuple[int, list[str | Expression]]]:
         """Return the rest of the line as words: the place of each, and its texts and expressions."""
-        found = []
+        words = []
         for match in _WORD.finditer(self.content, self.at):
             parts: list[str | Expression] = []
             for piece in re.finditer(r"\{([^{}]*)\}|[^{}]+|.", match[0]):
@@ -217,9 +217,9 @@ class Scanner:
                 parts.append(self._not_negative(inner.expression(), piece[0], at))
                 if inner.peek():
                     raise inner.error(f"unexpected {inner.peek()!r} in the expression {piece[0]}")
-            found.append((match.start(), parts))
+            words.append((match.start(), parts))
         self.at = len(self.content)
-        return found
+        return words
 
     def _not_negative(self, expression: Expression, text: str, at: int) -> Expression:
         def value(values: Values) -> int:
@@ -419,26 +419,26 @@ def expand(lines: Sequence[TextLine], source: str, sizes: FileParameters, header
     run = f"{source}{_with(values)}"
     num_ranks, num_microbatches = (values[name] for name in places)
 
-    def made(line: TextLine, words: Sequence[Word]) -> TextLine:
+    def fixed_line(line: TextLine, words: Sequence[Word]) -> TextLine:
         text = " ".join(word.text for word in words)
         return TextLine(run, words[0].line or line.number, tuple(words), text, line.file)
 
     line = declared["microbatches"]
-    found = [lines[0], made(line, [line.words[0], line.words[1]._replace(text=str(num_microbatches))])]
+    fixed_lines = [lines[0], fixed_line(line, [line.words[0], line.words[1]._replace(text=str(num_microbatches))])]
     header = BlockReader([each for each in lines[1:end] if each not in declared.values()], not header_only)
     for statement in header.block(names):
-        found += [made(lines[0], words) for words in statement(values)]
+        fixed_lines += [fixed_line(lines[0], words) for words in statement(values)]
     for start, stop in pairwise([*starts, len(lines)]) if not header_only else ():
-        found.append(made(lines[start], lines[start].words))
+        fixed_lines.append(fixed_line(lines[start], lines[start].words))
         if start + 1 < stop:
             rows = BlockReader(lines[start + 1 : stop]).rows(set(names), num_ranks, values)
-            found += [made(line, words) for line, words in rows]
-    return Expanded(found, declared["ranks"], num_ranks)
+            fixed_lines += [fixed_line(line, words) for line, words in rows]
+    return Expanded(fixed_lines, declared["ranks"], num_ranks)
 
 
 def _declarations(header: Sequence[TextLine], source: str) -> dict[str, TextLine]:
     """Return the lines that declare parameters, by their keys; those of options by the options' names."""
-    found: dict[str, TextLine] = {}
+    declarations: dict[str, TextLine] = {}
     for line in header:
         key = line.words[0].text
         if key not in ("ranks", "microbatches", "option"):
@@ -453,13 +453,13 @@ def _declarations(header: Sequence[TextLine], source: str) -> dict[str, TextLine
                 line.words[1],
                 f"{name!r} is not a name for a number of the run; write '{key} n', or make a fixed file of format 2",
             )
-        if key in found or name in (each.words[1].text for each in found.values()):
+        if key in declarations or name in (each.words[1].text for each in declarations.values()):
             raise line.error(line.words[1], f"{key!r} or {name!r} appears twice; remove one of the two lines")
-        found[key] = line
+        declarations[key] = line
     for key, usual in (("ranks", "p"), ("microbatches", "m")):
-        if key not in found:
+        if key not in declarations:
             raise ScheduleError(f"{source}: the header lacks {key!r}; add the line '{key} {usual}'")
-    return found
+    return declarations
 
 
 def _values(declared: Mapping[str, TextLine], source: str, sizes: FileParameters) -> Values:

@@ -160,11 +160,11 @@ class Generator:
 
     def check_options(self, options: Options) -> None:
         """Raise ScheduleError for an option that this schedule does not take."""
-        known = {"chunks", *self.order_options, *self.policy_options, *(TWO_BP_OPTIONS if self.takes_two_bp else ())}
+        allowed = {"chunks", *self.order_options, *self.policy_options, *(TWO_BP_OPTIONS if self.takes_two_bp else ())}
         for name in options:
-            if name not in known:
+            if name not in allowed:
                 raise ScheduleError(
-                    f"{self.name} does not accept the option {name!r}; it accepts {', '.join(sorted(known))}"
+                    f"{self.name} does not accept the option {name!r}; it accepts {', '.join(sorted(allowed))}"
                 )
         if ("max_pending" in options or "times" in options) and self.takes_two_bp and not options.get("two_bp", False):
             raise ScheduleError(f"{self.name} accepts 'max_pending' and 'times' only with two_bp")
@@ -207,8 +207,8 @@ class Generator:
 
     def arguments(self, names: tuple[str, ...], options: Options) -> dict[str, Any]:
         """Return the given options that have one of the names; the number of chunks is always given."""
-        given: dict[str, Any] = {**options, "chunks": self.number_of_chunks(options)}
-        return {name: given[name] for name in names if name in given}
+        values: dict[str, Any] = {**options, "chunks": self.number_of_chunks(options)}
+        return {name: values[name] for name in names if name in values}
 
 
 schedule = Generator
@@ -242,10 +242,10 @@ class ScheduleRegistry(Mapping[str, Generator]):
                 f"{generator.source} registers the schedule {generator.name} with class "
                 f"{generator.numerical_class!r}; use A, B or C"
             )
-        known = self._registered.get(generator.name)
-        if known is not None and _place(known) != _place(generator):
+        existing = self._registered.get(generator.name)
+        if existing is not None and _definition(existing) != _definition(generator):
             raise ScheduleError(
-                f"schedule {generator.name!r} is registered twice, by {known.source} and by {generator.source}; "
+                f"schedule {generator.name!r} is registered twice, by {existing.source} and by {generator.source}; "
                 "rename one of them, or uninstall its package"
             )
         self._registered[generator.name] = generator
@@ -301,14 +301,14 @@ class ScheduleRegistry(Mapping[str, Generator]):
             for module in pkgutil.iter_modules(import_module(BUILT_IN).__path__):
                 if not module.name.startswith("_"):
                     import_module(f"{BUILT_IN}.{module.name}")
-            found = defaultdict(list)
+            by_name = defaultdict(list)
             for each in entry_points(group=GROUP):
-                found[each.name].append(each)
-            self._entry_points = dict(found)
+                by_name[each.name].append(each)
+            self._entry_points = dict(by_name)
         return self._entry_points
 
 
-def _place(generator: Generator) -> tuple[str, str]:
+def _definition(generator: Generator) -> tuple[str, str]:
     return generator.order.__code__.co_filename, generator.order.__qualname__
 
 

@@ -113,11 +113,11 @@ class Header:
     def weight_versions(self) -> tuple[int, ...]:
         """Copies of weights that each rank keeps: its number of versions, times the copies of the model that it works
         on."""
-        own = [self.stages_on(rank) for rank in range(self.num_ranks)]
+        stages_by_rank = [self.stages_on(rank) for rank in range(self.num_ranks)]
         return tuple(
             max(self.versions_per_stage[stage] for stage in stages)
             * len({self.stages[stage].replica for stage in stages})
-            for stages in own
+            for stages in stages_by_rank
         )
 
     @property
@@ -207,19 +207,19 @@ class Header:
         layers = np.arange(self.most_states + 1)
         return np.array([np.searchsorted([unit.layer for unit in units], layers) for units in self.stage_states])
 
-    def _of_states(self, of: Callable[[StateUnit], Any], dtype: type) -> npt.NDArray[Any]:
-        found: npt.NDArray[Any] = np.zeros((len(self.stages), self.most_states), dtype=dtype)
+    def _of_states(self, value_of: Callable[[StateUnit], Any], dtype: type) -> npt.NDArray[Any]:
+        values: npt.NDArray[Any] = np.zeros((len(self.stages), self.most_states), dtype=dtype)
         for stage, units in enumerate(self.stage_states):
-            found[stage, : len(units)] = [of(unit) for unit in units]
-        return found
+            values[stage, : len(units)] = [value_of(unit) for unit in units]
+        return values
 
     @cached_property
     def holders(self) -> tuple[tuple[int, ...], ...]:
         """Per stage, the stages that hold its part of the model, ascending."""
-        found: dict[int, list[int]] = {}
+        stages_by_part: dict[int, list[int]] = {}
         for stage, place in enumerate(self.stages):
-            found.setdefault(place.part, []).append(stage)
-        return tuple(tuple(found[place.part]) for place in self.stages)
+            stages_by_part.setdefault(place.part, []).append(stage)
+        return tuple(tuple(stages_by_part[place.part]) for place in self.stages)
 
     @cached_property
     def shared(self) -> Mask:
@@ -250,14 +250,14 @@ class Header:
     def connections(self) -> tuple[Connection, ...]:
         """Every link between ranks, in the order in which all ranks connect them: along each route from stage to
         stage, activations forward, then gradients back."""
-        found: dict[Connection, None] = {}
+        connections: dict[Connection, None] = {}
         for route in self.routes:
             for source, destination in pairwise(self.stages[stage].rank for stage in route):
                 if source != destination:
-                    found[source, destination] = None
+                    connections[source, destination] = None
                     if self.mode == "train":
-                        found[destination, source] = None
-        return tuple(found)
+                        connections[destination, source] = None
+        return tuple(connections)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
         """Stages that live on a pipeline rank, ascending."""
@@ -320,10 +320,10 @@ class Origin(NamedTuple):
         same = (rows[:, [KIND, STAGE]] == row[[KIND, STAGE]]).all(axis=1)
         same &= (rows[:, UNIT] == -1) | (rows[:, UNIT] == row[UNIT])
         same &= (row[MICROBATCH] - rows[:, MICROBATCH]) % period == 0
-        found = places[same]
-        if not len(found):
+        matches = places[same]
+        if not len(matches):
             return number, 0
-        line, column = found[min(earlier, len(found) - 1)].tolist()
+        line, column = matches[min(earlier, len(matches) - 1)].tolist()
         return line, column
 
 

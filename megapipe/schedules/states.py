@@ -77,9 +77,9 @@ class StateTable:
                     weights=unit.weights if zero >= 3 else "whole",
                     sharded_gradients=unit.sharded_gradients and zero >= 2,
                 )
-                for unit, zero in zip(own, stages, strict=True)
+                for unit, zero in zip(stage_units, stage_zeros, strict=True)
             )
-            for own, stages in zip(self.units, zero_stages, strict=True)
+            for stage_units, stage_zeros in zip(self.units, zero_stages, strict=True)
         )
         return replace(self, units=units)
 
@@ -103,8 +103,8 @@ class StateTable:
                     f"{name}: the state units of stage {stage} are of layers {used}; they must be in the order of its "
                     f"{layers} layers and leave none out"
                 )
-            for layer, own in groupby(units, lambda unit: unit.layer):
-                self._check_room(f"{name}: layer {layer} of stage {stage}", list(own))
+            for layer, layer_units in groupby(units, lambda unit: unit.layer):
+                self._check_room(f"{name}: layer {layer} of stage {stage}", list(layer_units))
         return self if self.units != whole_units(layers_per_stage) else replace(self, units=())
 
     def _check_room(self, what: str, units: Sequence[StateUnit]) -> None:

@@ -261,8 +261,8 @@ def refuse(table: Table, rows: Ints, wrong: Mask, problem: str | Callable[[int],
 def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") -> None:
     """Raise at the second of two rows that have the same place. places: of each of the rows."""
     order = np.argsort(places, kind="stable")
-    again = np.append(False, places[order][1:] == places[order][:-1])
-    refuse(table, rows[order], again, f"it appears a second time{remedy}")
+    repeated = np.append(False, places[order][1:] == places[order][:-1])
+    refuse(table, rows[order], repeated, f"it appears a second time{remedy}")
 
 
 def missing(table: Table, rank: int, action: Action) -> ScheduleError:

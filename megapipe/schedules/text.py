@@ -97,7 +97,7 @@ def write_header(header: Header) -> list[str]:
             lines.append(f"{key} {value}")
     lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
     for stage, place in enumerate(header.stages):
-        said = {
+        values = {
             "rank": place.rank,
             "part": place.part,
             "replica": place.replica,
@@ -107,7 +107,7 @@ def write_header(header: Header) -> list[str]:
             "gradient_slots": header.gradient_slots[stage] if header.gradient_slots else 0,
         }
         usual = _STAGE_FIELDS | {"part": stage}
-        words = (f"{key} {value}" for key, value in said.items() if value != usual[key])
+        words = (f"{key} {value}" for key, value in values.items() if value != usual[key])
         lines.append(" ".join([f"stage {stage}", *words]))
     if header.routes != (tuple(range(header.num_routed)),):
         lines += ["route " + " ".join(map(str, route)) for route in header.routes]
@@ -266,13 +266,13 @@ class HeaderReader:
         number = len(self._stages)
         if line.number_at(1) != number:
             raise line.error(line.words[1], f"stages must be numbered from 0 in order: expected stage {number}")
-        given = {
+        values = {
             key: line.number_at(at, least=1 if key in _AT_LEAST_ONE else 0) for key, at in _pairs(line, _STAGE_FIELDS)
         }
-        if "rank" not in given:
+        if "rank" not in values:
             raise line.error(line.words[1], f"stage {number} has no rank; write 'stage {number} rank R'")
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
-        self._stages.append(defaults | given)
+        self._stages.append(defaults | values)
 
     def _read_states(self, line: TextLine) -> None:
         """Read ``state S/L`` or ``state S/L-L``, then the values of the unit of each of these layers that are not
@@ -286,13 +286,13 @@ class HeaderReader:
         )
         if stage >= len(self._stages) or not first <= last < self._stages[stage]["units"]:
             raise line.error(line.words[1], f"{line.words[1].text!r} does not name layers of a stage defined above")
-        given: dict[str, Any] = {
+        values: dict[str, Any] = {
             key: line.number_at(at) if key in _STATE_NUMBERS else line.one_of(at, _STATE_CHOICES[key])
             for key, at in _pairs(line, (*_STATE_CHOICES, *_STATE_NUMBERS))
         }
-        sharded = given.pop("gradients", "whole") == "sharded"
+        sharded = values.pop("gradients", "whole") == "sharded"
         self._states[stage] += [
-            StateUnit(layer, sharded_gradients=sharded, **given) for layer in range(first, last + 1)
+            StateUnit(layer, sharded_gradients=sharded, **values) for layer in range(first, last + 1)
         ]
 
     def _stage_list(self, line: TextLine) -> tuple[int, ...]:
@@ -351,18 +351,18 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     """
     lines, reader, header = _read_header(text, source, sizes)
     starts = [index for index, line in enumerate(lines) if line.words[0].text in SECTIONS]
-    found: dict[SectionName, list[RankLine]] = {}
+    sections_read: dict[SectionName, list[RankLine]] = {}
     for start, end in pairwise([*starts, len(lines)]):
-        name = _section_name(lines[start], found)
-        found[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
-    if "body" not in found:
+        name = _section_name(lines[start], sections_read)
+        sections_read[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
+    if "body" not in sections_read:
         raise ScheduleError(
             f"{source}: the section 'body' is missing; add a line 'body', and below it 'rank R: ...' for each rank"
         )
     empty = tuple(empty_rows() for _ in range(header.num_ranks))
-    rows = {name: tuple(each.rows for each in rows) for name, rows in found.items()}
+    rows = {name: tuple(each.rows for each in rows) for name, rows in sections_read.items()}
     sections = Sections(rows.get("prologue", empty), rows["body"], rows.get("epilogue", empty))
-    placed = {(name, rank): each for name, rows in found.items() for rank, each in enumerate(rows)}
+    placed = {(name, rank): each for name, rows in sections_read.items() for rank, each in enumerate(rows)}
     numbers = {key: line.number for key, line in reader.lines.items()}
     origin = Origin(lines[-1].source, lines[0].file, numbers, placed)
     schedule = Schedule(header, sections, origin)
@@ -421,10 +421,10 @@ def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:
         yield from words if group < 0 else ["+".join(words)]
 
 
-def _section_name(line: TextLine, found: Collection[SectionName]) -> SectionName:
+def _section_name(line: TextLine, earlier_sections: Collection[SectionName]) -> SectionName:
     line.expect_length(1)
     name = next(name for name in SECTIONS if name == line.words[0].text)
-    if found and SECTIONS.index(name) <= max(SECTIONS.index(earlier) for earlier in found):
+    if earlier_sections and SECTIONS.index(name) <= max(SECTIONS.index(earlier) for earlier in earlier_sections):
         raise line.error(
             line.words[0], f"section {name!r} is repeated or out of order; the order is {', '.join(SECTIONS)}"
         )

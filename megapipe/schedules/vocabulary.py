@@ -75,17 +75,17 @@ def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
             )
     kinds = (Kind.FORWARD,), PASSES[variant], (Kind.FORWARD,), (Kind.BACKWARD,)
 
-    def placed(rows: Sequence[Rows], collective: float = 0.0) -> _Placing:
-        return _Placing(Schedule(header, Sections.flushing(tuple(rows))), kinds, collective)
+    def placed(rows: Sequence[Rows], collective: float = 0.0) -> _PassPlacement:
+        return _PassPlacement(Schedule(header, Sections.flushing(tuple(rows))), kinds, collective)
 
-    def hurried(rows: Sequence[Rows]) -> float:
+    def makespan_of_first(rows: Sequence[Rows]) -> float:
         few = [each[each[:, MICROBATCH] < COMPARED * header.num_ranks] for each in rows]
         return round(placed(few, COLLECTIVE_SECONDS).makespan, 6)
 
-    *others, plainest = orders = _orders(header, body, BARRIERS[variant])
-    chosen = min(orders, key=hurried) if others else plainest
-    found = [placed(each) for each in ((chosen, plainest) if chosen is not plainest else (chosen,))]
-    best = min(found, key=lambda each: round(each.makespan, 6))
+    *ahead_orders, delayed_order = orders = _orders(header, body, BARRIERS[variant])
+    chosen = min(orders, key=makespan_of_first) if ahead_orders else delayed_order
+    placements = [placed(each) for each in ((chosen, delayed_order) if chosen is not delayed_order else (chosen,))]
+    best = min(placements, key=lambda each: round(each.makespan, 6))
     if best.makespan == inf:
         raise ScheduleError(
             f"{header.name} leaves no time for the passes of an output layer that is sharded over pipeline ranks; set "
@@ -101,9 +101,9 @@ def _orders(header: Header, body: Sequence[Rows], most: int) -> list[tuple[Rows,
     most: number of additional micro-batches that a rank may hold.
     """
     numbers = range(most + 1) if header.mode == "train" else ()
-    found = [tuple(_ahead(rows, number) for rows in body) for number in numbers]
+    orders = [tuple(_ahead(rows, number) for rows in body) for number in numbers]
     last = tuple(_delayed(rows, most * (len(header.stages_on(rank)) - 2)) for rank, rows in enumerate(body))
-    different = [each for each in found if not all(map(np.array_equal, each, last))]
+    different = [each for each in orders if not all(map(np.array_equal, each, last))]
     return [*different, last]
 
 
@@ -121,8 +121,8 @@ def _ahead(rows: Rows, number: int) -> Rows:
         microbatches = rows[forward & (rows[:, STAGE] == stage), MICROBATCH]
         kept.append(places[: len(microbatches)])
         moved[kept[-1], MICROBATCH] = microbatches
-    found: Rows = moved[np.sort(np.concatenate([*kept, np.flatnonzero(moved[:, KIND] != Kind.FORWARD)]))]
-    return found
+    reordered: Rows = moved[np.sort(np.concatenate([*kept, np.flatnonzero(moved[:, KIND] != Kind.FORWARD)]))]
+    return reordered
 
 
 def _delayed(rows: Rows, delay: int) -> Rows:
@@ -141,26 +141,26 @@ ALL_OUTPUTS, ALL_INPUTS = -1, -2
 
 
 @dataclass
-class _Line:
+class _RankState:
     """A rank on its way through its own rows.
 
     rows: each with the event that it needs, the event that it is, and its seconds. shards: the rank's own shard of the
-    output layer, and of the input embedding. found: rows that the rank has run. done: how many of `rows` are among
-    them. passed: the number of passes among them. began: start of the first of `rows`. version: number of its latest
-    offer.
+    output layer, and of the input embedding. emitted: rows that the rank has run. done: how many of `rows` are among
+    them. passed: the number of passes among them. first_start: start of the first of `rows`. version: number of its
+    latest offer.
     """
 
     rows: list[tuple[list[int], Event | None, Event, float]]
     shards: tuple[int, int]
-    found: list[list[int]] = field(default_factory=list)
+    emitted: list[list[int]] = field(default_factory=list)
     done: int = 0
     passed: int = 0
-    began: float = 0.0
+    first_start: float = 0.0
     free: float = 0.0
     version: int = 0
 
 
-class _Placing:
+class _PassPlacement:
     """Runs the ranks' rows in time, and each pass of a shard as soon as its rank is free.
 
     All ranks have one order of passes. A forward starts when all ranks have ended the pass before it, because its
@@ -182,17 +182,17 @@ class _Placing:
         self._first, self._last = header.routes[0][0], header.routes[0][-1]
         self._count = header.num_microbatches
         before, after = ({two[1 - side]: two[side] for two in pairwise(header.routes[0])} for side in (0, 1))
-        self._lines = []
+        self._states = []
         for rank, rows in enumerate(schedule.sections.body):
-            own: list[tuple[list[int], Event | None, Event, float]] = []
+            rank_rows: list[tuple[list[int], Event | None, Event, float]] = []
             for row in rows.tolist():
                 kind, stage, microbatch = Kind(row[KIND]), row[STAGE], row[MICROBATCH]
                 way = {Kind.FORWARD: 0, Kind.BACKWARD_WEIGHT: 2}.get(kind, 1)
                 neighbours = before.get(stage, ALL_INPUTS), after.get(stage, ALL_OUTPUTS)
                 needed = (way, neighbours[way], microbatch) if way < 2 else None
                 seconds = SECONDS[kind] / header.stages_sharing[stage]
-                own.append((row, needed, (way, stage, microbatch), seconds))
-            self._lines.append(_Line(own, (header.outputs[rank], header.inputs[rank])))
+                rank_rows.append((row, needed, (way, stage, microbatch), seconds))
+            self._states.append(_RankState(rank_rows, (header.outputs[rank], header.inputs[rank])))
         self._heap: list[tuple[float, bool, int, int]] = []
         self._ended: dict[Event, float] = {}
         self._waiting: dict[Event, int] = {}
@@ -203,59 +203,59 @@ class _Placing:
         self._run()
 
     def _run(self) -> None:
-        for rank in range(len(self._lines)):
+        for rank in range(len(self._states)):
             self._offer(rank)
         while self._heap:
-            start, own, rank, version = heappop(self._heap)
-            if version == self._lines[rank].version:
-                (self._run_own if own else self._run_pass)(rank, start)
+            start, is_own, rank, version = heappop(self._heap)
+            if version == self._states[rank].version:
+                (self._run_own if is_own else self._run_pass)(rank, start)
 
     @property
     def makespan(self) -> float:
         """Longest time on any one rank from the start of its first own row to its end; inf if ranks wait for one
         another."""
-        done = all(line.done == len(line.rows) for line in self._lines)
-        return max(line.free - line.began for line in self._lines) if done else inf
+        done = all(state.done == len(state.rows) for state in self._states)
+        return max(state.free - state.first_start for state in self._states) if done else inf
 
     def rows(self) -> Iterator[Rows]:
         """Yield each rank's rows with the passes."""
-        yield from (np.array(line.found, dtype=np.int32) for line in self._lines)
+        yield from (np.array(state.emitted, dtype=np.int32) for state in self._states)
 
     def _offer(self, rank: int) -> None:
         """Find what a rank runs next, and when."""
-        line = self._lines[rank]
-        line.version += 1
+        state = self._states[rank]
+        state.version += 1
         options = []
-        if (found := self._next_pass(line)) is not None:
-            options.append((found[0], False))
-        if line.done < len(line.rows):
-            needed = line.rows[line.done][1]
+        if (next_pass := self._next_pass(state)) is not None:
+            options.append((next_pass[0], False))
+        if state.done < len(state.rows):
+            needed = state.rows[state.done][1]
             ended = 0.0 if needed is None else self._ended.get(needed)
             if ended is not None:
-                options.append((max(ended, line.free), True))
+                options.append((max(ended, state.free), True))
             elif needed is not None:
                 self._waiting[needed] = rank
         if options:
-            heappush(self._heap, (*min(options), rank, line.version))
+            heappush(self._heap, (*min(options), rank, state.version))
 
-    def _next_pass(self, line: _Line) -> tuple[float, int, int] | None:
+    def _next_pass(self, state: _RankState) -> tuple[float, int, int] | None:
         """Return when a rank can start its next pass, the pass's kind and its micro-batch; None if it cannot."""
-        number, found = line.passed, []
+        number, candidates = state.passed, []
         before = self._ends[number - 1] if number else 0.0
         decided = [each[0] for each in self._passes[number : number + 1]]
-        for kind, microbatch in decided or self._startable(line):
+        for kind, microbatch in decided or self._startable(state):
             ready = self._ready(kind, microbatch)
             if ready is None or (kind == OUTPUT and number and self._left[number - 1]):
                 continue
-            found.append((max(line.free, ready, before if kind == OUTPUT else 0.0), kind, microbatch))
-        return min(found, default=None)
+            candidates.append((max(state.free, ready, before if kind == OUTPUT else 0.0), kind, microbatch))
+        return min(candidates, default=None)
 
-    def _startable(self, line: _Line) -> Iterator[tuple[int, int]]:
+    def _startable(self, state: _RankState) -> Iterator[tuple[int, int]]:
         """Yield the passes, by kind and micro-batch, that a rank may choose as the next one."""
         started = [self._started[kind] for kind in self._kinds if kind < INPUT]
         alone = max(started) == 0 or min(started) == self._count
         for kind, microbatch in self._started.items():
-            waits = line.done < len(line.rows) and line.rows[line.done][1] == (0, ALL_INPUTS, microbatch)
+            waits = state.done < len(state.rows) and state.rows[state.done][1] == (0, ALL_INPUTS, microbatch)
             if kind < INPUT or alone or (kind == INPUT and waits):
                 yield kind, microbatch
 
@@ -274,7 +274,7 @@ class _Placing:
     def _decide(self, kind: int, microbatch: int, start: float) -> None:
         """Let a pass be the next one on all ranks, together with those of the input embedding that can start too."""
         self._passes.append([(kind, microbatch)])
-        self._left.append(len(self._lines))
+        self._left.append(len(self._states))
         self._ends.append(0.0)
         self._started[kind] += 1
         for other in self._started if kind < INPUT else ():
@@ -284,42 +284,42 @@ class _Placing:
                 self._started[other] += 1
 
     def _run_pass(self, rank: int, start: float) -> None:
-        line = self._lines[rank]
-        found = self._next_pass(line)
-        if found is None or found[0] > start:  # another rank has decided on a pass that starts later
+        state = self._states[rank]
+        next_pass = self._next_pass(state)
+        if next_pass is None or next_pass[0] > start:  # another rank has decided on a pass that starts later
             self._offer(rank)
             return
-        _, kind, microbatch = found
-        number, kinds = line.passed, self._kinds[kind]
+        _, kind, microbatch = next_pass
+        number, kinds = state.passed, self._kinds[kind]
         if number == len(self._passes):
             self._decide(kind, microbatch, start)
         together = [
-            Action(self._kinds[each][0], line.shards[each >= INPUT], microbatch=of)
+            Action(self._kinds[each][0], state.shards[each >= INPUT], microbatch=of)
             for each, of in self._passes[number]
         ]
-        together += [Action(each, line.shards[0], microbatch=microbatch) for each in kinds[1:]]
-        line.found += map(list, together)
-        line.passed += 1
-        line.free = start + PASS_SECONDS * (kind < INPUT)
-        self._ends[number] = max(self._ends[number], start if len(kinds) > 1 else line.free)
+        together += [Action(each, state.shards[0], microbatch=microbatch) for each in kinds[1:]]
+        state.emitted += map(list, together)
+        state.passed += 1
+        state.free = start + PASS_SECONDS * (kind < INPUT)
+        self._ends[number] = max(self._ends[number], start if len(kinds) > 1 else state.free)
         self._left[number] -= 1
         for each, of in () if self._left[number] else self._passes[number]:
             event = each % INPUT, ALL_INPUTS if each >= INPUT else ALL_OUTPUTS, of
             self._end(event, self._ends[number] + self._collective)
-        for other in (rank,) if self._left[number] else range(len(self._lines)):
+        for other in (rank,) if self._left[number] else range(len(self._states)):
             self._offer(other)
 
     def _run_own(self, rank: int, start: float) -> None:
-        line = self._lines[rank]
-        row, _, event, seconds = line.rows[line.done]
-        line.found.append(row)
-        line.began = line.began if line.done else start
-        line.done += 1
-        line.free = start + seconds
+        state = self._states[rank]
+        row, _, event, seconds = state.rows[state.done]
+        state.emitted.append(row)
+        state.first_start = state.first_start if state.done else start
+        state.done += 1
+        state.free = start + seconds
         self._offer(rank)
-        self._end(event, line.free)
+        self._end(event, state.free)
         if event[:2] in ((0, self._last), (0, self._first), (1, self._first)):
-            for other in range(len(self._lines)):
+            for other in range(len(self._states)):
                 self._offer(other)
 
     def _end(self, event: Event, time: float) -> None:

@@ -47,7 +47,7 @@ def test_a_run_that_goes_as_predicted_parts_nowhere(tmp_path: Path, name: str, d
     overlay = overlay_of(tmp_path)
     for measured, predicted in overlay.ranks:
         assert measured == pytest.approx(predicted, abs=1e-4)
-    assert max(abs(parting.lost) for parting in overlay.partings) < 1e-4
+    assert max(abs(deviation.lost) for deviation in overlay.deviations) < 1e-4
     found = overlay.costs.costs
     if schedule.header.updates_per_step == 1:
         assert found.reduce_scalars == pytest.approx(costs.reduce_scalars, abs=1e-4)
@@ -97,11 +97,11 @@ def test_common_pauses_count_once_on_every_rank(tmp_path: Path, name: str) -> No
     overlay = overlay_of(tmp_path, 1 if schedule.flushes else None)
     for rank, (measured, predicted) in enumerate(overlay.ranks):
         assert measured.span == pytest.approx(predicted.span + 7.0, abs=1e-3)
-        mine = [each for each in overlay.partings if overlay.window.table.rank[each.row] == rank]
+        mine = [each for each in overlay.deviations if overlay.window.table.rank[each.row] == rank]
         assert mine[0].lost == pytest.approx(7.0, abs=1e-3)
         assert max(mine[0].wait, mine[0].work) == pytest.approx(7.0, abs=1e-3)
         assert overlay.lag[rank][-1][1] == pytest.approx(7.0, abs=1e-3)
-    lost = {round(each.work, 3) for each in overlay.partings}
+    lost = {round(each.work, 3) for each in overlay.deviations}
     assert lost == {0.0, 7.0}
 
 
@@ -121,7 +121,7 @@ def test_losses_of_actions_add_up_to_their_ranks(tmp_path: Path, name: str) -> N
     write_trace(tmp_path, schedule, rank_costs(schedule.header, **TIMES), steps=4, change=jitter)
     overlay = overlay_of(tmp_path)
     for rank, (measured, predicted) in enumerate(overlay.ranks):
-        mine = [each for each in overlay.partings if overlay.window.table.rank[each.row] == rank]
+        mine = [each for each in overlay.deviations if overlay.window.table.rank[each.row] == rank]
         assert sum(each.lost for each in mine) == pytest.approx(measured.span - predicted.span)
         assert sum(each.between for each in mine) == pytest.approx(measured.between)
         for each in mine:

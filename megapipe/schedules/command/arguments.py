@@ -90,8 +90,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return parser().parse_args(with_hyphens(arguments))
 
 
-def _whole(group: Any, name: str, text: str, default: int | None = None, **others: Any) -> None:
-    group.add_argument(f"--{name}", type=whole_number, default=default, help=text, **others)
+def _whole(group: Any, name: str, text: str, default: int | None = None, **keywords: Any) -> None:
+    group.add_argument(f"--{name}", type=whole_number, default=default, help=text, **keywords)
 
 
 def _finite(group: Any, name: str, text: str | None = None, default: float | None = None) -> None:
@@ -218,8 +218,8 @@ def is_short(flags: argparse.Namespace) -> bool:
 def sizes_of(flags: argparse.Namespace) -> FileParameters:
     """The ranks, micro-batches and options that the flags give to a file with parameters."""
     options = {name: getattr(flags, name, None) for name in OPTIONS}
-    given = {name: value for name, value in options.items() if value is not None}
-    return FileParameters(flags.ranks, flags.microbatches, given)
+    values = {name: value for name, value in options.items() if value is not None}
+    return FileParameters(flags.ranks, flags.microbatches, values)
 
 
 def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -262,8 +262,8 @@ def _num_shards(flags: argparse.Namespace) -> int:
 
 
 def _check_positive(flags: argparse.Namespace, name: str) -> None:
-    if (given := getattr(flags, name)) is not None and given < 1:
-        raise ScheduleError(f"--{name} is {given}; it must be at least 1, or left out to keep all activations")
+    if (value := getattr(flags, name)) is not None and value < 1:
+        raise ScheduleError(f"--{name} is {value}; it must be at least 1, or left out to keep all activations")
 
 
 def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:

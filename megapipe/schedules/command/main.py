@@ -75,11 +75,11 @@ def _list(flags: argparse.Namespace) -> None:
 def _described(name: str) -> dict[str, str]:
     """Return the row of a schedule; if its package cannot be imported, its summary is the error."""
     try:
-        found = GENERATORS[name]
+        generator = GENERATORS[name]
     except ScheduleError as error:
         return {"name": name, "class": "-", "placement": "-", "summary": f"error: {error}"}
-    place = found.placement.__name__
-    return {"name": name, "class": found.numerical_class, "placement": place, "summary": found.summary}
+    placement = generator.placement.__name__
+    return {"name": name, "class": generator.numerical_class, "placement": placement, "summary": generator.summary}
 
 
 def _validate(flags: argparse.Namespace) -> None:
@@ -279,10 +279,10 @@ def _overlay(flags: argparse.Namespace) -> Overlay:
 def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -> Costs:
     """The costs, with those that the flags give in the place of the measured ones."""
     for name in (*STAGE_TIMES, "latency", "scalars_time"):
-        given = getattr(flags, name)
-        if given is not None and not 0 <= given < math.inf:
+        value = getattr(flags, name)
+        if value is not None and not 0 <= value < math.inf:
             raise ScheduleError(
-                f"--{name.replace('_', '-')} is {given:g}; it must be at least 0 and finite, in milliseconds"
+                f"--{name.replace('_', '-')} is {value:g}; it must be at least 0 and finite, in milliseconds"
             )
     if flags.forward == 0:
         raise ScheduleError("--forward is 0; it must be above 0, because bubbles are relative to the time of compute")

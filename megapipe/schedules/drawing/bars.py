@@ -103,10 +103,10 @@ def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]
     opening, closing = np.flatnonzero(activations_made(table)), np.flatnonzero(activations_gone(table))
     curves = []
     for rank in range(table.header.num_ranks):
-        begins, ends = opening[table.rank[opening] == rank], closing[table.rank[closing] == rank]
-        times = np.concatenate([simulation.end[ends], simulation.start[begins]])
+        made_rows, gone_rows = opening[table.rank[opening] == rank], closing[table.rank[closing] == rank]
+        times = np.concatenate([simulation.end[gone_rows], simulation.start[made_rows]])
         order = np.argsort(times, kind="stable")
-        alive = np.cumsum(np.concatenate([-share[ends], share[begins]])[order])
+        alive = np.cumsum(np.concatenate([-share[gone_rows], share[made_rows]])[order])
         curves.append([(float(time), round(float(count), 6)) for time, count in zip(times[order], alive, strict=True)])
     return curves
 

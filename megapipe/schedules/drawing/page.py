@@ -142,9 +142,9 @@ function prepare(canvas, height) {
 function ticks() {
   const span = view.to - view.from, rough = span / 10, power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].map(factor => factor * power).find(size => size >= rough);
-  const found = [];
-  for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) found.push(time);
-  return found.map(time => Number(time.toPrecision(10)));
+  const times = [];
+  for (let time = Math.ceil(view.from / step) * step; time <= view.to; time += step) times.push(time);
+  return times.map(time => Number(time.toPrecision(10)));
 }
 function drawTimeline() {
   const context = prepare(timeline, bottom + 6);
@@ -239,9 +239,9 @@ function barAt(x, y) {
   return bars.find(bar => time >= bar.left && time < bar.right && y >= yOf(bar) && y < yOf(bar) + heightOf(bar));
 }
 function curveAt(rank, time) {
-  let found = 0;
-  for (const [when, value] of data.curves[rank] || []) { if (when > time) break; found = value; }
-  return found;
+  let latest = 0;
+  for (const [when, value] of data.curves[rank] || []) { if (when > time) break; latest = value; }
+  return latest;
 }
 const format = number => String(Number(number.toPrecision(6)));
 function hover(event) {

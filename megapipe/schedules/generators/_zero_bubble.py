@@ -55,11 +55,11 @@ class BuildingBlock(NamedTuple):
 
     def starts(self, rank: int, num_ranks: int) -> tuple[int, int, int, int]:
         """Return the starts of the forward down, the forward up, and the input halves in their order."""
-        behind, way = num_ranks - 1 - rank, num_ranks - 1
+        ranks_after, way = num_ranks - 1 - rank, num_ranks - 1
         first = self.down * way + 1 + self.turns[0]
         half = first + self.up * way + 1 + self.turns[1]
         last = half + self.down * way + 1 + self.turns[2]
-        return self.down * rank, first + self.up * behind, half + self.down * rank, last + self.up * behind
+        return self.down * rank, first + self.up * ranks_after, half + self.down * rank, last + self.up * ranks_after
 
     def repeats(self, num_ranks: int) -> bool:
         """Return whether no two actions of any micro-batches start at the same time on a rank."""

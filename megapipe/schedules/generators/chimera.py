@@ -41,7 +41,7 @@ def merged(num_ranks: int, num_microbatches: int, placement: StagePlacement) -> 
         waiting[FORWARD, route[0]].extend(range(number, num_microbatches, len(routes)))
     held = [0] * len(stages)
 
-    def urgency(rank: int) -> Iterator[tuple[bool, int, int, Step]]:
+    def startable(rank: int) -> Iterator[tuple[bool, int, int, Step]]:
         for (kind, stage), microbatches in waiting.items():
             backward = kind == Kind.BACKWARD
             if stages[stage].rank == rank and microbatches and (backward or held[stage] < num_ranks // 2):
@@ -50,7 +50,7 @@ def merged(num_ranks: int, num_microbatches: int, placement: StagePlacement) -> 
 
     orders: list[list[Step]] = [[] for _ in range(num_ranks)]
     while any(waiting.values()):
-        started = [min(found)[-1] for rank in range(num_ranks) if (found := list(urgency(rank)))]
+        started = [min(steps)[-1] for rank in range(num_ranks) if (steps := list(startable(rank)))]
         for kind, stage, microbatch in started:
             waiting[kind, stage].popleft()
             held[stage] += 1 if kind == FORWARD else -1

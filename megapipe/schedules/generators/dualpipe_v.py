@@ -32,28 +32,28 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Sections:
 
 def _rows(rank: int, num_ranks: int, count: int) -> Rows:
     """Return one rank's actions in DualPipe's eight phases. Chunk 0 is on the way down, chunk 1 on the way up."""
-    order, ahead = _Order(rank, num_ranks), num_ranks - 1 - rank
-    for _ in range(2 * ahead):
+    order, ranks_after = _Order(rank, num_ranks), num_ranks - 1 - rank
+    for _ in range(2 * ranks_after):
         order.forward(0)
     for _ in range(rank + 1):
         order.forward(0)
         order.forward(1)
-    for _ in range(ahead):
+    for _ in range(ranks_after):
         order.backward(1, half=True)
         order.weight_half()
         order.forward(1)
     for turn in range(count - 2 * num_ranks + rank + 1):
         # The last rank's first forward is of the micro-batch that it turns back first: nothing to overlap yet.
-        order.pair(0, 1, overlapped=ahead > 0 or turn > 0)
+        order.pair(0, 1, overlapped=ranks_after > 0 or turn > 0)
         order.pair(1, 0)
-    for _ in range(ahead):
+    for _ in range(ranks_after):
         order.backward(1)
         order.pair(1, 0)
     middle, odd = (rank + 1) // 2, rank % 2 == 1
     for turn in range(rank + 1):
         order.backward(1, half=turn > middle or (turn == middle and odd))
         order.backward(0, half=turn >= middle)
-    for _ in range(ahead):
+    for _ in range(ranks_after):
         order.weight_half()
         order.backward(0, half=True)
     for _ in range(rank + 1):

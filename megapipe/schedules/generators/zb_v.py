@@ -23,17 +23,17 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Sections:
 
 def _v_order(rank: int, num_ranks: int, count: int) -> list[Step]:
     down, up = rank, 2 * num_ranks - 1 - rank
-    ahead = num_ranks - rank
+    ranks_left = num_ranks - rank
     order = _Counter()
-    order.add((FORWARD, down), times=2 * ahead - 1)
+    order.add((FORWARD, down), times=2 * ranks_left - 1)
     order.add((FORWARD, up), (FORWARD, down), times=rank)
-    order.add((FORWARD, up), (INPUT, up), (WEIGHT, up), times=ahead)
+    order.add((FORWARD, up), (INPUT, up), (WEIGHT, up), times=ranks_left)
     while order.count(FORWARD, up) < count:
         if order.count(FORWARD, down) < count:
             order.add((FORWARD, down))
         order.add((INPUT, down), (WEIGHT, down), (FORWARD, up), (INPUT, up), (WEIGHT, up))
     order.add((INPUT, down), (INPUT, up), times=rank)
-    order.add((INPUT, down), (WEIGHT, down), times=ahead)
+    order.add((INPUT, down), (WEIGHT, down), times=ranks_left)
     order.add((WEIGHT, up), times=count - order.count(WEIGHT, up))
     order.add((WEIGHT, down), times=count - order.count(WEIGHT, down))
     return order.steps

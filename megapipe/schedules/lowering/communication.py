@@ -96,22 +96,22 @@ def _neighbours(table: Table, neighbours: Ints) -> Ints:
 def _match(table: Table, producers: Ints, consumers: Ints, target: Ints) -> tuple[Ints, Ints]:
     """Pair the rows that give a message with the rows that take it, by receiving stage and micro-batch."""
     num_microbatches = table.num_microbatches
-    given = target[producers] * num_microbatches + table.microbatch[producers]
-    taken = table.key[consumers]
-    given_order, taken_order = np.argsort(given, kind="stable"), np.argsort(taken, kind="stable")
-    for rows, keys in ((producers, given), (consumers, taken)):
+    produced = target[producers] * num_microbatches + table.microbatch[producers]
+    consumed = table.key[consumers]
+    produced_order, consumed_order = np.argsort(produced, kind="stable"), np.argsort(consumed, kind="stable")
+    for rows, keys in ((producers, produced), (consumers, consumed)):
         _, first = np.unique(keys, return_index=True)
         repeated = np.delete(rows, first)
         if len(repeated):
             raise _misfit(table, int(repeated.min()), "it appears a second time")
-    for rows, keys, others, problem in (
-        (producers, given, taken, "no stage takes its output"),
-        (consumers, taken, given, "no stage gives its input"),
+    for rows, keys, other_keys, problem in (
+        (producers, produced, consumed, "no stage takes its output"),
+        (consumers, consumed, produced, "no stage gives its input"),
     ):
-        alone = rows[~np.isin(keys, others)]
+        alone = rows[~np.isin(keys, other_keys)]
         if len(alone):
             raise _misfit(table, int(alone.min()), problem)
-    return producers[given_order], consumers[taken_order]
+    return producers[produced_order], consumers[consumed_order]
 
 
 EVERY_STAGE: Final = "every micro-batch must pass every stage of its route exactly once, forward and backward"
@@ -145,12 +145,12 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
     first = np.maximum(section_start, _slot_free(table, messages))
     after = messages.follows
     first[after] = np.maximum(first[after], use[after - 1])
-    for ahead in (receive_ahead, receive_ahead + 1, 0):
-        row = np.minimum(np.maximum(use - ahead, first), use)
+    for distance in (receive_ahead, receive_ahead + 1, 0):
+        row = np.minimum(np.maximum(use - distance, first), use)
         posts = Posts(_in_send_order(messages, row, len(table.rows)), np.arange(len(row)), np.zeros(len(row), bool))
         progress = _progress(table, messages, posts)
         stuck = progress.stuck()
-        if len(stuck) > 0 and ahead != receive_ahead:
+        if len(stuck) > 0 and distance != receive_ahead:
             posts, stuck = _early_enough(table, messages, posts, progress, stuck)
         if len(stuck) == 0:
             break
@@ -354,10 +354,10 @@ def _first_free(start: list[int], end: list[int]) -> list[int]:
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     slots = []
-    for begin, finish in zip(start, end, strict=True):
-        while busy and busy[0][0] < begin:
+    for first_row, last_row in zip(start, end, strict=True):
+        while busy and busy[0][0] < first_row:
             heapq.heappush(free, heapq.heappop(busy)[1])
         slot = heapq.heappop(free) if free else len(busy)
-        heapq.heappush(busy, (finish, slot))
+        heapq.heappush(busy, (last_row, slot))
         slots.append(slot)
     return slots

@@ -114,13 +114,13 @@ def add_gathers(table: Table, added: Sequence[Insertion]) -> list[Insertion]:
 
     added: other insertions, among them the updates, which write the weights.
     """
-    found = residences(table, _written(table, added))
+    residence = residences(table, _written(table, added))
     insertions = []
     for kind, use, anchor, place in (
-        (Kind.GATHER_WEIGHTS, found.first_use, found.start, InsertionOrder.GATHER_WEIGHTS),
-        (Kind.RELEASE_WEIGHTS, found.last_use, found.last_use, InsertionOrder.RELEASE_WEIGHTS),
+        (Kind.GATHER_WEIGHTS, residence.first_use, residence.start, InsertionOrder.GATHER_WEIGHTS),
+        (Kind.RELEASE_WEIGHTS, residence.last_use, residence.last_use, InsertionOrder.RELEASE_WEIGHTS),
     ):
-        rows = rows_of(kind, table.stage[use], table.microbatch[use], unit=found.unit, version=table.version[use])
+        rows = rows_of(kind, table.stage[use], table.microbatch[use], unit=residence.unit, version=table.version[use])
         insertions.append(Insertion(rows, anchor, place, table.section[anchor]))
     return insertions
 
@@ -145,9 +145,9 @@ def check_spans(header: Header, spans: Spans) -> None:
     """Raise ScheduleError unless each stage's spans are ascending, apart, and made of its units."""
     if len(spans) != len(header.stages):
         raise ScheduleError(f"recompute has spans for {len(spans)} stages, but there are {len(header.stages)}")
-    for stage, (units, own) in enumerate(zip(header.units_per_stage, spans, strict=True)):
+    for stage, (units, stage_spans) in enumerate(zip(header.units_per_stage, spans, strict=True)):
         free = 0
-        for span in own:
+        for span in stage_spans:
             if span.step != 1 or not free <= span.start < span.stop <= units:
                 raise ScheduleError(
                     f"recompute of stage {stage}: {span} must be one or more consecutive units from 0 to {units - 1}, "
@@ -161,8 +161,8 @@ def add_recompute(table: Table, spans: Spans) -> Insertion:
     into units."""
     most = max(table.header.units_per_stage)
     first = np.full((table.num_stages, most), -1, dtype=np.int64)
-    for stage, own in enumerate(spans):
-        for span in own:
+    for stage, stage_spans in enumerate(spans):
+        for span in stage_spans:
             first[stage, span.stop - 1] = span.start
     backwards = table.rows_with(*BACKWARDS)
     start = first[table.stage[backwards], table.unit[backwards]]
@@ -192,14 +192,14 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in ((Kind.FORWARD,), BACKWARDS))
     # Copies around a row of a group go around the whole group.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
-    ahead = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
+    reload_place = starts[np.maximum(starts[backward] - offload.prefetch, np.searchsorted(section, section[backward]))]
     # Several sections may follow a section, and what leaves in one and comes back in the next must not depend on
     # which.
     last = np.searchsorted(section, section[forward], side="right") - 1
-    leaves = np.where(section[forward] == section[backward], ahead >= ends[forward] + 2, ends[forward] < last)
+    leaves = np.where(section[forward] == section[backward], reload_place >= ends[forward] + 2, ends[forward] < last)
     order = np.argsort(backward[leaves], kind="stable")
-    out, back, ahead = compute[forward[leaves]], compute[backward[leaves][order]], ahead[leaves][order]
-    anchor = np.where(ahead == 0, 0, compute[ahead - 1] + 1)
+    out, back, reload_place = compute[forward[leaves]], compute[backward[leaves][order]], reload_place[leaves][order]
+    anchor = np.where(reload_place == 0, 0, compute[reload_place - 1] + 1)
     return [
         _moving(table, Kind.OFFLOAD, out, out, InsertionOrder.OFFLOAD),
         _moving(table, Kind.RELOAD, back, anchor, InsertionOrder.RELOAD),
@@ -209,8 +209,8 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
 def _of_chosen(table: Table, compute: Ints, offload: Offload, kinds: tuple[Kind, ...]) -> Ints:
     """Places among the compute rows of the chosen units' rows of some kinds, by stage, micro-batch and unit."""
     chosen: Mask = np.zeros((table.num_stages, max(table.header.units_per_stage)), dtype=np.bool_)
-    for stage, own in enumerate(offload.units):
-        chosen[stage, list(own)] = True
+    for stage, stage_units in enumerate(offload.units):
+        chosen[stage, list(stage_units)] = True
     positions = np.flatnonzero(table.is_kind(*kinds)[compute] & chosen[table.stage[compute], table.unit[compute]])
     ordered: Ints = positions[np.argsort(unit_places(table)[compute[positions]])]
     return ordered
@@ -304,11 +304,11 @@ def _in_one_order(table: Table, rows: Rows, anchor: Ints) -> tuple[Rows, Ints]:
         by_rank = by_ranks.setdefault(header.summing_ranks(stage, unit), {})
         by_rank.setdefault(int(header.stage_ranks[stage]), []).append(index)
     for by_rank in by_ranks.values():
-        first, *others = (by_rank[rank] for rank in sorted(by_rank))
+        first, *other_ranks = (by_rank[rank] for rank in sorted(by_rank))
         turns = {summed[index]: index for index in first}
-        for own in others:
-            turn[own] = [turns[summed[index]] for index in own]
-            in_turn = np.array(own)[np.argsort(turn[own])]
+        for indices in other_ranks:
+            turn[indices] = [turns[summed[index]] for index in indices]
+            in_turn = np.array(indices)[np.argsort(turn[indices])]
             anchor[in_turn] = np.maximum.accumulate(anchor[in_turn])
     order = np.lexsort((turn, anchor))
     return rows[order], anchor[order]
@@ -365,7 +365,7 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     """
     section_key, ranks = table.rank * table.num_sections + table.section, range(table.header.num_ranks)
     anchor, updates, prologue = _last_by_rank(table), np.arange(table.num_updates), table.num_sections * np.c_[ranks]
-    section, ahead = table.section[anchor], np.zeros_like(anchor, dtype=np.bool_)
+    section, in_next_section = table.section[anchor], np.zeros_like(anchor, dtype=np.bool_)
     if lazy:
         section = np.broadcast_to(updates + 1, anchor.shape)
         anchor = np.searchsorted(section_key, prologue + section, side="right") - 1
@@ -373,16 +373,16 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
         opens = np.searchsorted(section_key, prologue + section + 1)
         ends_section = opens == anchor + 1
         section = section + (ends_section & (section + 1 < table.num_sections))
-        ahead = ends_section & (np.append(section_key, -1)[opens] == prologue + section)
-        anchor = np.where(ahead, opens, anchor)
+        in_next_section = ends_section & (np.append(section_key, -1)[opens] == prologue + section)
+        anchor = np.where(in_next_section, opens, anchor)
     by_rank = [_update_rows(table, rank, updates) for rank in ranks]
     rows = np.concatenate([each.reshape(-1, len(COLUMNS)) for each in by_rank])
     num_states = np.repeat([each.shape[1] for each in by_rank], len(updates))
     anchor, section = anchor.ravel().repeat(num_states), section.ravel().repeat(num_states)
-    ahead = ahead.ravel().repeat(num_states)
+    in_next_section = in_next_section.ravel().repeat(num_states)
     return [
         Insertion(rows[mine], anchor[mine], place, section[mine])
-        for mine, place in ((ahead, InsertionOrder.UPDATE_AHEAD), (~ahead, InsertionOrder.UPDATE))
+        for mine, place in ((in_next_section, InsertionOrder.UPDATE_AHEAD), (~in_next_section, InsertionOrder.UPDATE))
     ]
 
 

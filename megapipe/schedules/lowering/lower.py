@@ -49,17 +49,17 @@ def lower(
     offload.check(schedule.header, recompute if schedule.header.mode == "train" else ())
     table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
     training = schedule.header.mode == "train"
-    again = training and any(len(own) > 0 for own in recompute)
-    if again:
+    recomputes = training and any(len(stage_spans) > 0 for stage_spans in recompute)
+    if recomputes:
         check_spans(schedule.header, recompute)
     moves = training and offload.activations
     gathers = bool(schedule.header.gathered_weights.any())
-    everywhere = again or moves or gathers or (training and bool(schedule.header.sharded_gradients.any()))
+    everywhere = recomputes or moves or gathers or (training and bool(schedule.header.sharded_gradients.any()))
     if everywhere or (training and schedule.header.reduced.any()):
         table = refine(table, everywhere=everywhere)
     messages = MessageTable.of(table)
     posts = place_receives(table, messages, receive_ahead)
-    if again:
+    if recomputes:
         # This comes after the search for places of receives, because recomputed rows send and receive nothing.
         table, messages, posts = _with_recompute(table, messages, posts, recompute)
     insertions = [messages.sends(table), messages.receives(table, posts)]
@@ -81,11 +81,11 @@ def _with_recompute(
     table: Table, messages: MessageTable, posts: Posts, spans: Spans
 ) -> tuple[Table, MessageTable, Posts]:
     """Return the table with the recomputed rows, and the rows of messages and of posted receives in the new table."""
-    again, action = add_recompute(table, spans), table.action_first
-    table, index = insert(table, [again])
-    num_compute = len(index) - len(again.rows)
+    recomputed, action = add_recompute(table, spans), table.action_first
+    table, index = insert(table, [recomputed])
+    num_compute = len(index) - len(recomputed.rows)
     opens = index[:num_compute].copy()  # a receive is also posted before the rows that are recomputed for its action
-    np.minimum.at(opens, action[again.anchor], index[num_compute:])
+    np.minimum.at(opens, action[recomputed.anchor], index[num_compute:])
     opens = opens[action]
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
     return table, moved, posts._replace(row=np.where(posts.late, index[posts.row], opens[posts.row]))

@@ -57,9 +57,9 @@ def choose(run: MeasuredRun, step: int | None) -> Window:
         episodes = [[each for each in episode if each.step == step] for episode in episodes]
         episodes = [episode for episode in episodes if episode]
         if not episodes:
-            known = sorted({each.step + 1 for each in run.recorded})
+            recorded = sorted({each.step + 1 for each in run.recorded})
             raise ScheduleError(
-                f"step {step + 1} was not recorded; the recorded steps are {', '.join(map(str, known))}"
+                f"step {step + 1} was not recorded; the recorded steps are {', '.join(map(str, recorded))}"
             )
     longest = max(map(len, episodes))
     candidates = sorted((e for e in episodes if len(e) == longest), key=lambda episode: _duration(run, episode))
@@ -145,7 +145,7 @@ def _work(run: MeasuredRun) -> dict[CostPlace, float]:
 
     An event that covers several updates does not have the time of each: units get parts of its time by their sizes.
     """
-    found: dict[CostPlace, dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
+    times: dict[CostPlace, dict[tuple[Execution, int], float]] = defaultdict(lambda: defaultdict(float))
     for execution, actions, event in _events(run):
         if actions[0].kind in (*COMPUTE_STREAM, Kind.UPDATE):
             sizes = [_size(run.schedule.header, action) for action in actions]
@@ -153,8 +153,8 @@ def _work(run: MeasuredRun) -> dict[CostPlace, float]:
             for action, size in zip(actions, sizes, strict=True):
                 for unit in {action.unit, -1}:
                     place = CostPlace(action.kind, action.stage, unit)
-                    found[place][execution, action.microbatch] += time * size / sum(sizes)
-    return {place: median(values.values()) for place, values in found.items()}
+                    times[place][execution, action.microbatch] += time * size / sum(sizes)
+    return {place: median(values.values()) for place, values in times.items()}
 
 
 def _size(header: Header, action: Action) -> int:
@@ -186,10 +186,10 @@ def _gathers(window: Window) -> dict[CostPlace, float]:
             running, free, rank = [], -np.inf, table.rank[row]
         running = [other for other in running if not over[other] <= window.start[row]] + [row]
         if row in ended:
-            own = table.rows[running]
-            parts = sizes[own[:, STAGE], own[:, UNIT]] / sizes[own[:, STAGE], own[:, UNIT]].sum()
+            shared = table.rows[running]
+            parts = sizes[shared[:, STAGE], shared[:, UNIT]] / sizes[shared[:, STAGE], shared[:, UNIT]].sum()
             whole = ended[row] - max(free, window.start[running[0]])
-            for (kind, stage, unit), part in zip(own[:, [KIND, STAGE, UNIT]].tolist(), parts.tolist(), strict=True):
+            for (kind, stage, unit), part in zip(shared[:, [KIND, STAGE, UNIT]].tolist(), parts.tolist(), strict=True):
                 seen[CostPlace(Kind(kind), stage, unit)].append(whole * part)
             running, free = [], ended[row]
     return {place: median(times) for place, times in seen.items() if place.kind == Kind.GATHER_WEIGHTS}
@@ -226,12 +226,12 @@ def _scalars(run: MeasuredRun) -> float:
         elif actions[0].kind == Kind.UPDATE and awaited:
             wanted[step].append(event.start)
             waits[step] += [event.start + event.wait] * waited
-    whole = [step for step, mine in starts.items() if len(mine) == run.schedule.header.num_ranks]
-    known = {step: min(waits[step]) - max(starts[step]) for step in whole if waits[step]}
-    if known:
-        typical = median(known.values())
-        hidden = (step for step in whole if step not in known and wanted[step])
-        times = [*known.values(), *(min(typical, min(wanted[step]) - max(starts[step])) for step in hidden)]
+    complete = [step for step, mine in starts.items() if len(mine) == run.schedule.header.num_ranks]
+    measured = {step: min(waits[step]) - max(starts[step]) for step in complete if waits[step]}
+    if measured:
+        typical = median(measured.values())
+        hidden = (step for step in complete if step not in measured and wanted[step])
+        times = [*measured.values(), *(min(typical, min(wanted[step]) - max(starts[step])) for step in hidden)]
     else:
-        times = [max(ends[step]) - max(starts[step]) for step in whole]
+        times = [max(ends[step]) - max(starts[step]) for step in complete]
     return max(0.0, median(times)) / MILLISECOND if times else 0.0

@@ -56,7 +56,7 @@ class Side(NamedTuple):
         return self.span / self.compute - 1.0
 
 
-class Parting(NamedTuple):
+class Deviation(NamedTuple):
     """An action that took the rank longer than predicted, from the end of the one before it, in milliseconds.
 
     ``lost`` is the sum of the other three: longer waiting, a slower action, time between the actions.
@@ -102,10 +102,10 @@ class Overlay:
         ]
 
     @cached_property
-    def partings(self) -> list[Parting]:
+    def deviations(self) -> list[Deviation]:
         """Return every row, largest loss first. The losses of a rank add up to its measured span minus its predicted
         span."""
-        found = []
+        losses = []
         for mine in map(self._rows_of, range(self._num_ranks)):
             waits = self._waits_until(mine)
             for order, at in enumerate(mine.tolist()):
@@ -119,8 +119,8 @@ class Overlay:
                 predicted_wait = predicted - predicted_work
                 between = took - work - wait
                 row = int(self.rows[at])
-                found.append(Parting(row, took - predicted, wait - predicted_wait, work - predicted_work, between))
-        return sorted(found, key=lambda parting: -parting.lost)
+                losses.append(Deviation(row, took - predicted, wait - predicted_wait, work - predicted_work, between))
+        return sorted(losses, key=lambda deviation: -deviation.lost)
 
     @cached_property
     def lag(self) -> list[list[tuple[float, float]]]:
@@ -161,8 +161,8 @@ class Overlay:
         total = np.append(0.0, np.cumsum(np.nan_to_num(self.window.wait)))
         rows = self.rows[mine]
         before = np.concatenate([rows[:1], rows[:-1]])
-        found: list[float] = (total[rows + 1] - total[before + 1]).tolist()
-        return found
+        waits: list[float] = (total[rows + 1] - total[before + 1]).tolist()
+        return waits
 
     def _side(self, mine: Ints, start: Times, end: Times, wait: float | None = None) -> Side:
         """Return a rank's time. wait: by default, all time without work."""
@@ -205,7 +205,7 @@ def predicted_ends(window: Window, simulation: Simulation) -> Times:
     return end
 
 
-PARTINGS: Final = 8
+LISTED_DEVIATIONS: Final = 8
 
 
 def headline(overlay: Overlay) -> str:
@@ -221,7 +221,7 @@ def sentence(overlay: Overlay) -> str:
     difference."""
     rank = overlay.slowest
     measured, predicted = overlay.ranks[rank]
-    mine = [parting for parting in overlay.partings if overlay.window.table.rank[parting.row] == rank]
+    mine = [deviation for deviation in overlay.deviations if overlay.window.table.rank[deviation.row] == rank]
     wait, work, between = (sum(getattr(each, name) for each in mine) for name in ("wait", "work", "between"))
     return (
         f"rank {rank}, the slowest, took {_shown(measured.span)} ms, predicted were {_shown(predicted.span)} ms "
@@ -248,7 +248,7 @@ def figures(overlay: Overlay) -> dict[str, Any]:
             }
             for both in overlay.ranks
         ],
-        "partings": [_parting(overlay, parting) for parting in overlay.partings[:PARTINGS]],
+        "partings": [_deviation(overlay, deviation) for deviation in overlay.deviations[:LISTED_DEVIATIONS]],
         "times": {
             "stages": [dict(zip(names, times, strict=True)) for times in zip(*columns, strict=True)],
             "messages": {f"{source}->{target}": link.latency for (source, target), link in costs.links.items()},
@@ -272,35 +272,35 @@ def between_steps(run: MeasuredRun) -> float | None:
     return median(gaps) / MILLISECOND if gaps else None
 
 
-def _parting(overlay: Overlay, parting: Parting) -> dict[str, Any]:
+def _deviation(overlay: Overlay, deviation: Deviation) -> dict[str, Any]:
     table = overlay.window.table
-    action = action_at(table, parting.row)
+    action = action_at(table, deviation.row)
     step, microbatch = divmod(action.microbatch, table.header.num_microbatches)
     word = write_action(Action(action.kind, action.stage, microbatch=microbatch), table.header.slices)
     return {
-        "rank": int(table.rank[parting.row]), "action": word,
-        "step": overlay.window.first_step + step + 1, "lost": parting.lost, "wait": parting.wait,
-        "work": parting.work, "between": parting.between,
+        "rank": int(table.rank[deviation.row]), "action": word,
+        "step": overlay.window.first_step + step + 1, "lost": deviation.lost, "wait": deviation.wait,
+        "work": deviation.work, "between": deviation.between,
     }  # fmt: skip
 
 
 def text(overlay: Overlay) -> str:
     """The table that the command prints."""
-    found = figures(overlay)
+    report = figures(overlay)
     lines = [headline(overlay), "", _row("", "time, ms", "", "bubble", "", "waiting, ms", "", "between")]
     lines.append(_row("rank", *["measured", "predicted"] * 3, "measured"))
     for rank, (measured, predicted) in enumerate(overlay.ranks):
         pairs = ((_shown(side.span), f"{side.bubble:.1%}", _shown(side.wait)) for side in (measured, predicted))
         cells = [cell for pair in zip(*pairs, strict=True) for cell in pair]
         lines.append(_row(str(rank), *cells, _shown(measured.between)))
-    lines += ["", f"largest differences, ms lost against the prediction (of {len(overlay.partings)} actions)"]
+    lines += ["", f"largest differences, ms lost against the prediction (of {len(overlay.deviations)} actions)"]
     lines.append(_row("rank", "action", "step", "lost", "waiting", "slower", "between"))
-    for row in found["partings"]:
+    for row in report["partings"]:
         times = (_lost(row[name]) for name in ("lost", "wait", "work", "between"))
         lines.append(_row(str(row["rank"]), row["action"], str(row["step"]), *times))
     lines += ["", "medians used for the prediction, ms", *_times(overlay)]
-    if found["between_steps"] is not None:
-        lines.append(f"  between two steps, not included above: {_shown(found['between_steps'])}")
+    if report["between_steps"] is not None:
+        lines.append(f"  between two steps, not included above: {_shown(report['between_steps'])}")
     if overlay.run.clock_error:
         lines.append(f"  clocks of the hosts agree to within {overlay.run.clock_error / MILLISECOND:.2g} ms")
     # Ranks of one host share a clock (error 0), so there an early arrival is an artifact of the recorded events.
@@ -346,13 +346,13 @@ def measured_bars(overlay: Overlay) -> list[Bar]:
     """Return the measured bars: compute and updates after their waiting, and the rank's own part in communication."""
     window, table = overlay.window, overlay.window.table
     chunk_of = chunks_of(table.header)
-    known = window.rows[window.seen[window.rows] & np.isin(table.kind[window.rows], list(NAMES))]
+    rows = window.rows[window.seen[window.rows] & np.isin(table.kind[window.rows], list(NAMES))]
     bars = []
-    for row in known.tolist():
+    for row in rows.tolist():
         start, wait, end = (float(times[row]) for times in (window.start, window.wait, window.end))
         communicates = Kind(int(table.kind[row])) in LANES
-        begin = start - overlay.measured_zero + (0.0 if communicates else wait)
-        bar = bar_of(table, row, chunk_of, begin, end - overlay.measured_zero)
+        bar_start = start - overlay.measured_zero + (0.0 if communicates else wait)
+        bar = bar_of(table, row, chunk_of, bar_start, end - overlay.measured_zero)
         bars.append(_named(overlay, bar._replace(wait=wait)))
     return bars
 
@@ -450,8 +450,8 @@ def _bar(bar: Bar, first: float, scale: float, offset: int, height: int) -> str:
     width, colour = (bar.end - bar.start) * scale, fill(bar.kind, bar.shade)
     parts = [f"<title>{escape(f'{NAMES[bar.kind]}, {bar.text}, {bar.start:.4g} to {bar.end:.4g} ms')}</title>"]
     if bar.wait > 0:
-        middle, begin = y + height / 2, x - bar.wait * scale
-        parts.append(f'<path d="M{begin:.2f} {middle}H{x:.2f}" stroke="#98a2b3" stroke-width="1.2"/>')
+        middle, wait_start = y + height / 2, x - bar.wait * scale
+        parts.append(f'<path d="M{wait_start:.2f} {middle}H{x:.2f}" stroke="#98a2b3" stroke-width="1.2"/>')
     parts.append(
         f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{height}" fill="{colour}" stroke="#ffffff" '
         'stroke-width="0.5"/>'

@@ -78,10 +78,10 @@ def rank_files(directory: Path) -> dict[int, Path]:
     if not directory.is_dir():
         raise ScheduleError(f"{directory} is not a folder; pass the folder of --profile.trace")
     matches = ((RANK_FILE.fullmatch(path.name), path) for path in directory.iterdir())
-    found = {int(match[1]): path for match, path in matches if match}
-    if not found:
+    files = {int(match[1]): path for match, path in matches if match}
+    if not files:
         raise ScheduleError(f"{directory} has no rank-N.json; pass the folder of --profile.trace")
-    return dict(sorted(found.items()))
+    return dict(sorted(files.items()))
 
 
 def read_rank(path: Path) -> RankTrace:
@@ -91,8 +91,8 @@ def read_rank(path: Path) -> RankTrace:
     except OSError as error:
         raise ScheduleError(f"cannot read {path}: {error.strerror}; choose the folder of --profile.trace") from None
     if not isinstance(document, dict) or document.get("format") != FORMAT:
-        found = document.get("format") if isinstance(document, dict) else None
-        raise ScheduleError(f"{path} has format {found!r}, but this version reads {FORMAT!r}")
+        file_format = document.get("format") if isinstance(document, dict) else None
+        raise ScheduleError(f"{path} has format {file_format!r}, but this version reads {FORMAT!r}")
     try:
         fields = {name: document[name] for name in RankTrace.__dataclass_fields__}
         for name, declared in get_type_hints(RankTrace).items():
@@ -136,13 +136,13 @@ class MeasuredRun:
     @cached_property
     def episodes(self) -> list[list[Execution]]:
         """Executions that followed one another without the pipeline running empty between them, in order."""
-        found: list[list[Execution]] = []
-        for each in sorted(self.recorded, key=lambda one: (one.step, SECTIONS.index(one.section))):
-            if found and self._follows(found[-1][-1], each):
-                found[-1].append(each)
+        episodes: list[list[Execution]] = []
+        for execution in sorted(self.recorded, key=lambda one: (one.step, SECTIONS.index(one.section))):
+            if episodes and self._follows(episodes[-1][-1], execution):
+                episodes[-1].append(execution)
             else:
-                found.append([each])
-        return found
+                episodes.append([execution])
+        return episodes
 
     def _follows(self, first: Execution, second: Execution) -> bool:
         if self.schedule.flushes or first.section == "epilogue" or second.section == "prologue":
@@ -214,9 +214,9 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
         ]
         for section in SECTIONS
     }
-    found: list[dict[Execution, dict[int, Event]]] = []
+    by_rank: list[dict[Execution, dict[int, Event]]] = []
     for rank, trace in enumerate(traces):
-        mine: dict[Execution, dict[int, Event]] = {}
+        executions: dict[Execution, dict[int, Event]] = {}
         for event in trace.events:
             expected = words[event.section][rank]
             if not 0 <= event.position < len(expected) or expected[event.position] != event.action:
@@ -225,14 +225,14 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
                     f"which the schedule {schedule.header.name} in the same folder does not have; record again into "
                     "an empty folder"
                 )
-            mine.setdefault(Execution(event.section, event.step), {})[event.position] = event
-        found.append(mine)
+            executions.setdefault(Execution(event.section, event.step), {})[event.position] = event
+        by_rank.append(executions)
     return {
-        execution: tuple(mine[execution] for mine in found)
-        for execution in found[0]
+        execution: tuple(executions[execution] for executions in by_rank)
+        for execution in by_rank[0]
         if all(
-            execution in mine and _is_whole(schedule, rank, execution.section, mine[execution])
-            for rank, mine in enumerate(found)
+            execution in executions and _is_whole(schedule, rank, execution.section, executions[execution])
+            for rank, executions in enumerate(by_rank)
         )
     }
 

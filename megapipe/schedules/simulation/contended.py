@@ -188,6 +188,6 @@ class _Run:
     def _send(self, row: int) -> None:
         pair = self._link_of[row]
         link = self.costs.links.get(pair, self.costs.link)
-        begin = max(self._now, self._link_free.get(pair, 0.0))
-        self._link_free[pair] = begin + link.transfer
-        self.start[row], self.end[row] = begin, begin + link.transfer + link.latency
+        send_start = max(self._now, self._link_free.get(pair, 0.0))
+        self._link_free[pair] = send_start + link.transfer
+        self.start[row], self.end[row] = send_start, send_start + link.transfer + link.latency

@@ -73,8 +73,8 @@ class Costs:
 
     def without(self, *kinds: Kind) -> "Costs":
         """Return the costs with a time of 0 for rows of some kinds; copies of optimizer state keep theirs."""
-        found = {place: 0.0 if place.kind in kinds else time for place, time in self.times.items()}
-        return replace(self, times=found)
+        times = {place: 0.0 if place.kind in kinds else time for place, time in self.times.items()}
+        return replace(self, times=times)
 
     def of_stages(self, kind: Kind) -> tuple[float, ...]:
         """Return the time of a kind for each whole stage."""
@@ -87,23 +87,23 @@ class Costs:
         Raises:
             ScheduleError: a timed row has no time.
         """
-        of_row, timed = np.zeros(len(table.rows)), table.is_kind(*TIMED)
+        row_times, timed = np.zeros(len(table.rows)), table.is_kind(*TIMED)
         moved = np.concatenate([states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)])
         timed[moved] = False
         places = table.rows[:, [KIND, STAGE, UNIT]]
         by_slice = any(place.slice >= 0 for place in self.times)
         of_slices = table.microbatch % table.header.slices if by_slice else np.full(len(places), -1)
-        of_row[timed] = _looked_up(table, np.flatnonzero(timed), np.c_[places, of_slices], self.times)
-        of_row[moved] = _looked_up(table, moved, places[:, 1:], self.moved_states)
-        of_row[table.rows_with(Kind.REDUCE_TIED)] = self.reduce_tied
-        of_row[table.rows_with(Kind.REDUCE_SCALARS)] = self.reduce_scalars
-        return self._grouped(table, of_row)
+        row_times[timed] = _looked_up(table, np.flatnonzero(timed), np.c_[places, of_slices], self.times)
+        row_times[moved] = _looked_up(table, moved, places[:, 1:], self.moved_states)
+        row_times[table.rows_with(Kind.REDUCE_TIED)] = self.reduce_tied
+        row_times[table.rows_with(Kind.REDUCE_SCALARS)] = self.reduce_scalars
+        return self._grouped(table, row_times)
 
-    def _grouped(self, table: Table, of_row: Times) -> Times:
+    def _grouped(self, table: Table, row_times: Times) -> Times:
         """Return the rows' times, where those of a group are scaled so that they add up to the group's."""
         if not (table.group >= 0).any():
-            return of_row
-        scaled = of_row.copy()
+            return row_times
+        scaled = row_times.copy()
         for first in sorted(set(table.action_first[table.group >= 0].tolist())):
             rows = slice(first, table.action_last[first] + 1)
             places = tuple(zip(map(Kind, table.kind[rows].tolist()), table.stage[rows].tolist(), strict=True))
@@ -124,17 +124,17 @@ def _looked_up(
     keys = places[rows].astype(np.int64)
     numbers = np.ravel_multi_index(tuple((keys + 1).T), tuple(keys.max(axis=0) + 2))
     _, first, place = np.unique(numbers, return_index=True, return_inverse=True)
-    known: Mapping[tuple[int, ...], float] = times  # type: ignore[assignment]
-    found = np.array([known.get(tuple(key), known.get((*key[:-1], -1), np.nan)) for key in keys[first].tolist()])
-    missing = np.flatnonzero(np.isnan(found))
+    by_key: Mapping[tuple[int, ...], float] = times  # type: ignore[assignment]
+    unique = np.array([by_key.get(tuple(key), by_key.get((*key[:-1], -1), np.nan)) for key in keys[first].tolist()])
+    missing = np.flatnonzero(np.isnan(unique))
     if len(missing):
         row = table.rows[rows[first[missing[0]]]]
         raise ScheduleError(
             f"the costs have no time of {Kind(row[KIND]).name} for unit {row[UNIT]} of stage {row[STAGE]} of "
             f"{table.header.name} (-1 is the whole stage); give one for every action"
         )
-    of_rows: Times = found[place]
-    return of_rows
+    row_times: Times = unique[place]
+    return row_times
 
 
 def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[CostPlace, float]:
@@ -214,9 +214,9 @@ def rank_costs(
         Kind.REDUCE_GRADIENTS: reduce_gradients, Kind.GATHER_WEIGHTS: gather_weights, Kind.OFFLOAD: offload,
         Kind.RELOAD: offload, Kind.SNAPSHOT: snapshot,
     }  # fmt: skip
-    given = (*times.values(), offload_state)
-    if min(*given, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
-        raise ScheduleError(f"times must be at least 0 and compute times above 0, got {given}")
+    values = (*times.values(), offload_state)
+    if min(*values, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
+        raise ScheduleError(f"times must be at least 0 and compute times above 0, got {values}")
     shares, passes = header.stages_sharing, (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     states = [(stage, header.state_units(stage)) for stage in range(len(shares))]
     return Costs(

@@ -83,7 +83,7 @@ class OrderGraph:
         self._pair = home[self._stage[self._sender]], home[receiver[self._sender]]
         # Message i is node count + 1 + i and is taken by the same kind of action of the receiving stage.
         message = np.arange(len(self._sender))
-        taker = _find(rows, np.stack([self._kind, receiver, self._microbatch], axis=1)[self._sender])
+        taker = _matching_rows(rows, np.stack([self._kind, receiver, self._microbatch], axis=1)[self._sender])
         self._taken = np.zeros(count, dtype=np.int64)
         self._taken[nodes.taker_by_row[taker]] = message + 1
         leaves = nodes.sender_by_row[self._sender] + 1
@@ -185,8 +185,8 @@ class OrderGraph:
             return None
         window = grid[:, last - needed : last]
         later = ends[window] - ends[grid[:, last - needed - period : last - period]]
-        found, unlike = later[0, 0], np.ptp(later, axis=(0, 1))
-        return found if (unlike <= ROUNDING * found).all() else None
+        growth, unlike = later[0, 0], np.ptp(later, axis=(0, 1))
+        return growth if (unlike <= ROUNDING * growth).all() else None
 
     @cached_property
     def _grid(self) -> Ints:
@@ -199,8 +199,8 @@ class OrderGraph:
         if np.count_nonzero(np.bincount(places)) * count != len(places):
             return np.zeros((0, 0), dtype=np.int64)
         number = np.append(self._number[self._timed], self._number[len(self._taken) :])
-        found: Ints = number[np.lexsort([microbatch, places])].reshape(-1, count)
-        return found
+        grid: Ints = number[np.lexsort([microbatch, places])].reshape(-1, count)
+        return grid
 
 
 class _Nodes(NamedTuple):
@@ -259,25 +259,25 @@ def _receiving_stages(schedule: Schedule, rows: Ints) -> Ints:
     """Return by action the stage that needs its result, -1 where there is none."""
     header, kind = schedule.header, rows[:, KIND]
     place = rows[:, MICROBATCH] % len(header.routes), rows[:, STAGE]
-    of_backward = np.where(kind == Kind.BACKWARD_WEIGHT, -1, header.preceding_stages[place])
-    found: Ints = np.where(kind == Kind.FORWARD, header.following_stages[place], of_backward)
-    return found
+    backward_receivers = np.where(kind == Kind.BACKWARD_WEIGHT, -1, header.preceding_stages[place])
+    receivers: Ints = np.where(kind == Kind.FORWARD, header.following_stages[place], backward_receivers)
+    return receivers
 
 
-def _find(rows: Ints, wanted: Ints) -> Ints:
+def _matching_rows(rows: Ints, wanted: Ints) -> Ints:
     """Return for each wanted kind, stage and micro-batch the row that has them; an input half is a backward."""
     size = rows.max(axis=0) + 1
 
     def keys(kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
         kind = np.where(kind == Kind.BACKWARD_INPUT, Kind.BACKWARD, kind)
-        found: Ints = (kind * size[STAGE] + stage) * size[MICROBATCH] + microbatch
-        return found
+        numbers: Ints = (kind * size[STAGE] + stage) * size[MICROBATCH] + microbatch
+        return numbers
 
-    known = keys(rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH])
-    row = np.zeros(int(known.max(initial=0)) + 1, dtype=np.int64)
-    row[known] = np.arange(len(rows))
-    found: Ints = row[keys(*wanted.T)]
-    return found
+    row_keys = keys(rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH])
+    row = np.zeros(int(row_keys.max(initial=0)) + 1, dtype=np.int64)
+    row[row_keys] = np.arange(len(rows))
+    matching: Ints = row[keys(*wanted.T)]
+    return matching
 
 
 def _levels(same: Ints, other: Ints, name: str) -> list[Ints]:

@@ -77,8 +77,8 @@ class _Clocks:
             self._data_parallel[rank] = self._put(row, self._compute[rank], self._data_parallel[rank])
         elif kind in SUMS_OF_RANKS:
             # A collective is ready here; it ends for those who await it, when the last rank is ready.
-            others = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
-            self.start[row], self.cause[row] = max([self._compute[rank], *others])
+            gradient_sums = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
+            self.start[row], self.cause[row] = max([self._compute[rank], *gradient_sums])
             self.end[row] = self.start[row]
         elif kind == Kind.OFFLOAD:
             self._offload(rank, row)
@@ -130,12 +130,12 @@ class _Clocks:
     def _send(self, rank: int, row: int) -> None:
         pair = self._link_of[row]
         link = self._links[pair]
-        begin, self.cause[row] = max(
+        send_start, self.cause[row] = max(
             self._compute[rank], self._link_free[pair], *self._awaited(row), key=lambda x: x[0]
         )
-        self.start[row] = begin
-        self._link_free[pair] = (begin + link.transfer, row)
-        self.end[row] = begin + link.transfer + link.latency
+        self.start[row] = send_start
+        self._link_free[pair] = (send_start + link.transfer, row)
+        self.end[row] = send_start + link.transfer + link.latency
         if self._blocking:
             self._compute[rank] = (self.end[row], row)
 
@@ -186,9 +186,9 @@ class Simulation:
         forwards &= self.working | ~self.table.header.is_shard[self.table.stage]
         for first, last in zip(self.table.offsets, self.table.offsets[1:], strict=False):
             working = self.working[first:last]
-            begins = self.start[first:last][forwards[first:last]].min(initial=np.inf)
+            first_forward = self.start[first:last][forwards[first:last]].min(initial=np.inf)
             if working.any():
-                spans.append(float(self.end[first:last][working].max() - begins))
+                spans.append(float(self.end[first:last][working].max() - first_forward))
         return max(spans, default=0.0)
 
     @property

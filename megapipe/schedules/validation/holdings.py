@@ -148,9 +148,9 @@ def check_offload(table: Table) -> None:
     places = unit_places(table)
     for rows in (out, back):
         refuse_repeated(table, rows, places[rows])
-    forward, again = (places[table.rows_with(kind)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
+    forward, recomputed = (places[table.rows_with(kind)] for kind in (Kind.FORWARD, Kind.RECOMPUTE))
     refuse(table, out, ~np.isin(places[out], forward), "no forward of this chunk or unit leaves activations")
-    refuse(table, out, np.isin(places[out], again), "these activations are recomputed and must not be offloaded")
+    refuse(table, out, np.isin(places[out], recomputed), "these activations are recomputed and must not be offloaded")
     _check_pairs(table, out, back, places)
     _check_states(table)
 
@@ -168,8 +168,8 @@ def _check_states(table: Table) -> None:
     stays = ~np.isin(places[updates], places[out])
     refuse(table, updates, stays, "the state of other updates is moved, but not that of this one")
     moves = np.sort(np.concatenate([out, back]))
-    there = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of them leave: each starts from 0
-    refuse(table, moves, there > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
+    present = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of them leave: each starts from 0
+    refuse(table, moves, present > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
 
 
 def check_snapshots(table: Table) -> None:
@@ -179,8 +179,8 @@ def check_snapshots(table: Table) -> None:
         return
     refuse_repeated(table, copies, places[copies])
     refuse(table, copies, ~np.isin(places[copies], places[updates]), "no update replaces this state")
-    of_one = np.isin(table.update[updates], table.update[copies])
-    missing = of_one & ~np.isin(places[updates], places[copies])
+    copied_updates = np.isin(table.update[updates], table.update[copies])
+    missing = copied_updates & ~np.isin(places[updates], places[copies])
     refuse(
         table, updates, missing,
         "a checkpoint copies the state of other units before this update, but not that of this one; add its SNAPSHOT "

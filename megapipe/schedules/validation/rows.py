@@ -322,10 +322,10 @@ def _check_compute(table: Table, on_route: Mask) -> None:
 
 def _check_recompute(table: Table) -> None:
     """Raise unless each recomputed forward ran before, in the same pieces, and is recomputed once."""
-    again, place = table.rows_with(Kind.RECOMPUTE), unit_places(table)
-    refuse_repeated(table, again, place[again], REMOVE_ONE)
-    known = np.isin(place[again], place[table.rows_with(Kind.FORWARD)])
-    refuse(table, again, ~known, "there is no forward of this chunk or unit to recompute")
+    recomputed, place = table.rows_with(Kind.RECOMPUTE), unit_places(table)
+    refuse_repeated(table, recomputed, place[recomputed], REMOVE_ONE)
+    has_forward = np.isin(place[recomputed], place[table.rows_with(Kind.FORWARD)])
+    refuse(table, recomputed, ~has_forward, "there is no forward of this chunk or unit to recompute")
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:

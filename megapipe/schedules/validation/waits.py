@@ -89,9 +89,9 @@ def deadlock(table: Table, waits: Needs, stuck: Ints, problem: str, remedy: str 
     while rank in waits_of and rank not in seen:
         seen.append(rank)
         rank = int(table.rank[waits.needed[waits_of[rank]]])
-    circle = seen[seen.index(rank) :] if rank in seen else seen
-    at = [int(waits.row[waits_of[member]]) for member in circle]
-    needed = [int(waits.needed[waits_of[member]]) for member in circle]
+    cycle = seen[seen.index(rank) :] if rank in seen else seen
+    at = [int(waits.row[waits_of[member]]) for member in cycle]
+    needed = [int(waits.needed[waits_of[member]]) for member in cycle]
     # Each rank waits for an action of the next one, which is at an earlier action, or at this one.
     moves = list(zip(needed, at[1:] + at[:1], strict=True))
     steps = [_placed(table, at[0])]
@@ -103,7 +103,7 @@ def deadlock(table: Table, waits: Needs, stuck: Ints, problem: str, remedy: str 
         forwards = [each for each in later if table.kind[each[0]] == Kind.FORWARD]
         words = [f"{_word(table, wanted)} before {_word(table, before)}" for wanted, before in forwards or later]
         remedy = "change the order" + "".join(f", such as {each}" for each in words[:1])
-    ranks, story = ", ".join(map(str, circle)), ", which waits for ".join(steps)
+    ranks, story = ", ".join(map(str, cycle)), ", which waits for ".join(steps)
     first = f"{table.header.name} {problem}: ranks {ranks} wait for each other in a cycle: {story}; {remedy}"
     near = "\n".join(neighbourhood(table, row) for row in at)
     return ScheduleError(first.replace(", which waits", " waits", 1), near)
@@ -319,9 +319,9 @@ def first_deadlock(uses: list[dict[_Meeting, Action]], connected: Collection[Con
     connected: links that all ranks connect at the start, in this order.
     """
     programs: list[deque[tuple[_Meeting, Action | None]]] = []
-    for rank, own in enumerate(uses):
+    for rank, rank_uses in enumerate(uses):
         start = [pair for pair in connected if rank in pair]
-        later = (use for use in own.items() if use[0] not in start)
+        later = (use for use in rank_uses.items() if use[0] not in start)
         programs.append(deque([*((pair, None) for pair in start), *later]))
     moved = True
     while moved:
