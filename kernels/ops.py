@@ -68,13 +68,13 @@ TABLE = (
 
 def _reference_only(listed: Sequence[KernelOp]) -> Iterator[KernelOp]:
     """Yield activations and norms that only the reference has; they need no row in the table."""
-    known = {op.name for op in listed}
+    listed_names = {op.name for op in listed}
     for name, value in vars(activations).items():
-        own = isinstance(value, FunctionType) and value.__module__ == activations.__name__
-        if own and name[0] != "_" and name not in known:
+        is_activation = isinstance(value, FunctionType) and value.__module__ == activations.__name__
+        if is_activation and name[0] != "_" and name not in listed_names:
             yield KernelOp(name, ("apply",), (Backend(REFERENCE, activations),))
     for name, value in vars(norms).items():
-        if isinstance(value, Implementation) and name not in known:
+        if isinstance(value, Implementation) and name not in listed_names:
             yield KernelOp(name, NORM, (_NORMS,))
 
 

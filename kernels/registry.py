@@ -36,8 +36,8 @@ def refused_dtype(dtype: torch.dtype, *taken: torch.dtype, of: str = "") -> str 
     them."""
     if dtype in taken:
         return None
-    *others, last = (str(each).removeprefix("torch.") for each in taken)
-    listed = f"{', '.join(others)} and {last}" if others else last
+    *first_names, last = (str(each).removeprefix("torch.") for each in taken)
+    listed = f"{', '.join(first_names)} and {last}" if first_names else last
     return f"takes {f'a {listed} {of}' if of else listed}, not {str(dtype).removeprefix('torch.')}"
 
 
@@ -118,9 +118,9 @@ class KernelOp:
 
     def implementation(self, backend: Backend) -> Implementation:
         """Return the backend's functions. Raises KernelError if its module lacks a function of the op."""
-        made = getattr(backend.module, self.name, None)
-        if isinstance(made, Implementation):
-            return made
+        implementation = getattr(backend.module, self.name, None)
+        if isinstance(implementation, Implementation):
+            return implementation
         names = {name: self.name if name == "apply" else f"{self.name}_{name}" for name in self.functions}
         missing = [name for name in names.values() if not hasattr(backend.module, name)]
         if missing:
@@ -222,16 +222,16 @@ class Registry:
         return "\n".join(sorted(str(choice) for choice in self._choices.values()))
 
     def _decide(self, op: str, device: str, dtype: torch.dtype, width: int) -> Choice:
-        demanded = self._overrides.get(op)
+        requested = self._overrides.get(op)
         reasons = []
         for backend in self._in_order(op, device, dtype, width):
-            if demanded is not None and backend.name != demanded:
+            if requested is not None and backend.name != requested:
                 continue
             refusal = backend.refusal(op, device, dtype, width)
-            if refusal is None and backend.only_requested and demanded is None:
+            if refusal is None and backend.only_requested and requested is None:
                 refusal = "runs only where kernels.backends names it"
             if refusal is None:
-                if demanded is not None:
+                if requested is not None:
                     reasons = ["requested by the configuration"]
                 elif backend.name not in (self._op(op).backends[0].name, REFERENCE) and not reasons:
                     reasons = ["the fastest measured on this GPU"]
@@ -240,7 +240,7 @@ class Registry:
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
         raise KernelError(
-            f"op {op!r} is requested from backend {demanded!r}, which does not support {device} {dtype} tensors "
+            f"op {op!r} is requested from backend {requested!r}, which does not support {device} {dtype} tensors "
             f"with a last axis of {width}: {'; '.join(reasons)}; remove that request, or request {REFERENCE!r}"
         )
 

@@ -90,9 +90,9 @@ class Function:
             return f"{self.extension} has no function {self.name}; build an apex that has it ({self.forms[0].since})"
         if _count(function) in self.counts:
             return None
-        known, taken = " or ".join(map(str, self.counts)), _count(function) or "unknown"
+        supported, taken = " or ".join(map(str, self.counts)), _count(function) or "unknown"
         return (
-            f"{self.extension}.{self.name} takes {taken} arguments instead of {known}; build apex at commit "
+            f"{self.extension}.{self.name} takes {taken} arguments instead of {supported}; build apex at commit "
             f"{self.forms[-1].commit[:9]}"
         )
 
@@ -198,11 +198,11 @@ def _norm_forward(
 ) -> tuple[Tensor, ...]:
     total = [] if residual is None else [x + residual]
     x = total[0] if total else x
-    x, *others = operands(op, x, {}, dict(zip(("weight", "bias"), parameters, strict=False)))
+    x, *contiguous = operands(op, x, {}, dict(zip(("weight", "bias"), parameters, strict=False)))
     if not x.numel():  # apex would launch no blocks, which CUDA refuses
         return result_of(x), *total, *(statistic_of(x) for _ in parameters)
     function = LAYER_NORM_FORWARD if op == "layer_norm" else RMS_NORM_FORWARD
-    y, *statistics = function(x, x.shape[-1:], *others, epsilon)
+    y, *statistics = function(x, x.shape[-1:], *contiguous, epsilon)
     return y, *total, *(statistic.view(*x.shape[:-1], 1) for statistic in statistics)
 
 
@@ -212,21 +212,21 @@ def _norm_gradients(
     x: Tensor,
     statistics: Sequence[Tensor],
     weight: Tensor,
-    dx_beside: Tensor | None,
+    dx_residual: Tensor | None,
     of_x: bool,
     of_parameters: bool,
 ) -> list[Tensor]:
     """Compute all gradients and return the wanted ones. Raises ValueError if a shape or dtype does not match x."""
     x, dy, weight = operands(op, x, {"dy": dy}, {"weight": weight})
-    given = dy, *(statistic.float().flatten() for statistic in statistics), x, x.shape[-1:], weight
+    arguments = dy, *(statistic.float().flatten() for statistic in statistics), x, x.shape[-1:], weight
     # Bias, epsilon and the last flag matter only to builds that can recompute x from the result; not asked here.
     if not x.numel():
         dx, *gradients = result_of(x), *(torch.zeros_like(weight) for _ in statistics)
     elif op == "layer_norm":
-        dx, *gradients = LAYER_NORM_BACKWARD(*given, weight, 0.0, False)
+        dx, *gradients = LAYER_NORM_BACKWARD(*arguments, weight, 0.0, False)
     else:
-        dx, *gradients = RMS_NORM_BACKWARD(*given, 0.0, False)
-    through = [dx if dx_beside is None else dx + dx_beside] if of_x else []
+        dx, *gradients = RMS_NORM_BACKWARD(*arguments, 0.0, False)
+    through = [dx if dx_residual is None else dx + dx_residual] if of_x else []
     return [*through, *(gradients if of_parameters else [])]
 
 
@@ -258,8 +258,8 @@ def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, wi
 def _softmax_input_gradient(dy: Tensor, y: Tensor, scale: float) -> Tensor:
     length = y.shape[-1]
     # apex writes its result over its first argument, which autograd may still need.
-    own = dy.clone(memory_format=torch.contiguous_format).view(-1, length, length)
-    dscores: Tensor = CAUSAL_SOFTMAX_BACKWARD(own, _aligned(y).view(-1, length, length), scale)
+    overwritten = dy.clone(memory_format=torch.contiguous_format).view(-1, length, length)
+    dscores: Tensor = CAUSAL_SOFTMAX_BACKWARD(overwritten, _aligned(y).view(-1, length, length), scale)
     return dscores.view(y.shape)
 
 

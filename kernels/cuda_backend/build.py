@@ -51,16 +51,16 @@ def reason_to_skip() -> str | None:
     MEGAPIPE_CUDA=1 requires them, MEGAPIPE_CUDA=0 skips them; otherwise they are built on a machine with a GPU. Raises
     BuildError if they are required and nvcc is missing, or for another value.
     """
-    demand = os.environ.get("MEGAPIPE_CUDA", "")
-    if demand not in ("", "0", "1"):
-        raise BuildError(f"MEGAPIPE_CUDA is {demand!r}; 1 builds the CUDA kernels, 0 does not, unset looks for a GPU")
-    if demand == "0":
+    setting = os.environ.get("MEGAPIPE_CUDA", "")
+    if setting not in ("", "0", "1"):
+        raise BuildError(f"MEGAPIPE_CUDA is {setting!r}; 1 builds the CUDA kernels, 0 does not, unset looks for a GPU")
+    if setting == "0":
         return "MEGAPIPE_CUDA=0"
     if find_nvcc() is None:
-        if demand == "1":
+        if setting == "1":
             raise BuildError("MEGAPIPE_CUDA=1, but there is no nvcc: put it on the PATH, set CUDA_HOME, or unset it")
         return "nvcc was not found"
-    if demand != "1" and not has_gpu():
+    if setting != "1" and not has_gpu():
         return "no GPU was found; MEGAPIPE_CUDA=1 builds them anyway"
     return None
 

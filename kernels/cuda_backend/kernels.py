@@ -26,13 +26,13 @@ def sizes(x: Tensor) -> tuple[int, int, int]:
     return x.numel() // width if width else 0, width, library.DTYPES[x.dtype]
 
 
-def operands(name: str, x: Tensor, beside: dict[str, Tensor | None], parameters: dict[str, Tensor]) -> list[Tensor]:
-    """Return x, the tensors `beside`, which have its shape, and parameters of its width, contiguous and in this order,
-    without absent ones.
+def operands(name: str, x: Tensor, matching: dict[str, Tensor | None], parameters: dict[str, Tensor]) -> list[Tensor]:
+    """Return x, the `matching` tensors, which have its shape, and parameters of its width, contiguous and in this
+    order, without absent ones.
 
     Raises ValueError, naming the tensor, if a shape or dtype differs.
     """
-    expected = {key: (tensor, x.shape) for key, tensor in beside.items() if tensor is not None}
+    expected = {key: (tensor, x.shape) for key, tensor in matching.items() if tensor is not None}
     expected |= {key: (tensor, x.shape[-1:]) for key, tensor in parameters.items()}
     for key, (tensor, shape) in expected.items():
         if tensor.shape != shape or tensor.dtype != x.dtype:
@@ -50,12 +50,12 @@ def _norm_gradients(
     x: Tensor,
     statistics: Sequence[Tensor],
     weight: Tensor,
-    dx_beside: Tensor | None,
+    dx_residual: Tensor | None,
     of_x: bool,
     of_parameters: bool,
 ) -> list[Tensor]:
     """Return gradients in one pass. Raises ValueError if a shape or dtype does not match x."""
-    x, dy, *beside, weight = operands(op, x, {"dy": dy, "dx": dx_beside}, {"weight": weight})
+    x, dy, *residual, weight = operands(op, x, {"dy": dy, "dx": dx_residual}, {"weight": weight})
     # torch.compile narrows the statistics to the dtype of x.
     wide = [statistic.float().contiguous() for statistic in statistics]
     dx, partial = torch.empty_like(x) if of_x else None, None
@@ -64,7 +64,7 @@ def _norm_gradients(
         slabs = library.current().norm_slabs(*sizes(x)[:2])
         partial = x.new_empty(len(wide), slabs, x.shape[-1], dtype=torch.float32)
         gradients = [torch.empty_like(weight) for _ in wide]
-    tensors = (dy, x, *wide, weight, *(beside or (None,)), dx, partial, *gradients)
+    tensors = (dy, x, *wide, weight, *(residual or (None,)), dx, partial, *gradients)
     library.current().launch(f"{op}_backward", *tensors, *sizes(x))
     return [gradient for gradient in (dx, *gradients) if gradient is not None]
 
@@ -73,11 +73,11 @@ def _norm_forward(
     op: str, x: Tensor, residual: Tensor | None, parameters: Sequence[Tensor], epsilon: float
 ) -> tuple[Tensor, ...]:
     named = dict(zip(("weight", "bias"), parameters, strict=False))
-    x, *others = operands(op, x, {"residual": residual}, named)
+    x, *contiguous = operands(op, x, {"residual": residual}, named)
     y, total = result_of(x), None if residual is None else result_of(x)
     statistics = [statistic_of(x) for _ in parameters]
     rows, width, dtype = sizes(x)
-    tensors = (x, *([None] if residual is None else []), *others, y, total, *statistics)
+    tensors = (x, *([None] if residual is None else []), *contiguous, y, total, *statistics)
     library.current().launch(f"{op}_forward", *tensors, rows, width, epsilon, dtype)
     return tuple(tensor for tensor in (y, total, *statistics) if tensor is not None)
 

@@ -252,32 +252,32 @@ def norm_functions(op: str, backend: str, launch: Forward, gradients: Gradients)
         arguments = ", ".join([*(f"Tensor {name}" for name in tensors), *([last] if last else [])])
         return f"{op}_{backend}{suffix}({arguments}) -> {result}"
 
-    def wanted(dy: Tensor, x: Tensor, others: Sequence[Any], of_x: bool, of_parameters: bool) -> list[Tensor]:
-        """Return gradients. others: statistics, weight and, if present, the part of dx that does not come through the
-        norm."""
-        *statistics, weight, dx = [*others, None][: count + 2]
+    def gradients_of(dy: Tensor, x: Tensor, operands: Sequence[Any], of_x: bool, of_parameters: bool) -> list[Tensor]:
+        """Return gradients. operands: statistics, weight and, if present, the part of dx that does not come through
+        the norm."""
+        *statistics, weight, dx = [*operands, None][: count + 2]
         return gradients(op, dy, x, statistics, weight, dx, of_x, of_parameters)
 
     @opaque(
         schema("_input_gradient", saved, "Tensor? dx=None", "Tensor"),
         lambda dy, x, *_: result_of(x),
     )
-    def input_gradient(dy: Tensor, x: Tensor, *others: Tensor | None) -> Tensor:
-        return wanted(dy, x, others, True, False)[0]
+    def input_gradient(dy: Tensor, x: Tensor, *operands: Tensor | None) -> Tensor:
+        return gradients_of(dy, x, operands, True, False)[0]
 
     @opaque(
         schema("_weight_gradient", saved, "", "Tensor[]"),
-        lambda dy, x, *others: [result_of(others[-1]) for _ in parameters],
+        lambda dy, x, *operands: [result_of(operands[-1]) for _ in parameters],
     )
-    def weight_gradients(dy: Tensor, x: Tensor, *others: Tensor) -> list[Tensor]:
-        return wanted(dy, x, others, False, True)
+    def weight_gradients(dy: Tensor, x: Tensor, *operands: Tensor) -> list[Tensor]:
+        return gradients_of(dy, x, operands, False, True)
 
     @opaque(
         schema("_backward", saved, "Tensor? dx=None", "Tensor[]"),
-        lambda dy, x, *others: [result_of(x), *(result_of(others[count]) for _ in parameters)],
+        lambda dy, x, *operands: [result_of(x), *(result_of(operands[count]) for _ in parameters)],
     )
-    def backward(dy: Tensor, x: Tensor, *others: Tensor | None) -> list[Tensor]:
-        return wanted(dy, x, others, True, True)
+    def backward(dy: Tensor, x: Tensor, *operands: Tensor | None) -> list[Tensor]:
+        return gradients_of(dy, x, operands, True, True)
 
     def forward(adds: bool) -> Callable[..., tuple[Tensor, ...]]:
         """Return the forward. adds: the inputs are x and a residual; their sum is returned after the normalised
@@ -289,8 +289,8 @@ def norm_functions(op: str, backend: str, launch: Forward, gradients: Gradients)
             ctx.save_for_backward(*inputs[: 1 - adds], *output[1:], inputs[num_results])
             ctx.mark_non_differentiable(*output[num_results:])
 
-        def differentiate(ctx: Any, dy: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-            dx, *gradients = backward(dy, *ctx.saved_tensors, *others[: int(adds)])
+        def differentiate(ctx: Any, dy: Tensor, *operands: Tensor) -> tuple[Tensor | None, ...]:
+            dx, *gradients = backward(dy, *ctx.saved_tensors, *operands[: int(adds)])
             return *[dx] * num_results, *gradients, None
 
         @opaque(
@@ -304,8 +304,8 @@ def norm_functions(op: str, backend: str, launch: Forward, gradients: Gradients)
             keep,
             differentiate,
         )
-        def run(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
-            return launch(op, x, others[0] if adds else None, others[int(adds) : -1], others[-1])
+        def run(x: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+            return launch(op, x, operands[0] if adds else None, operands[int(adds) : -1], operands[-1])
 
         return run
 
@@ -313,6 +313,6 @@ def norm_functions(op: str, backend: str, launch: Forward, gradients: Gradients)
         forward=forward(adds=False),
         add_forward=forward(adds=True),
         input_gradient=input_gradient,
-        weight_gradient=lambda *given: tuple(weight_gradients(*given)),
+        weight_gradient=lambda *arguments: tuple(weight_gradients(*arguments)),
         backward=backward,
     )

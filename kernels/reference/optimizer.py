@@ -104,13 +104,13 @@ class Buffers(NamedTuple):
         for name, tensor in self._asdict().items():
             if tensor is None:
                 continue
-            given = f"AdamW's {name} is {tensor.dtype} {list(tensor.shape)}; it must be"
+            actual = f"AdamW's {name} is {tensor.dtype} {list(tensor.shape)}; it must be"
             if name not in dtypes:
                 if tensor.dtype != torch.float32 or tensor.numel() != 1:
-                    raise ValueError(f"{given} one float32 number")
+                    raise ValueError(f"{actual} one float32 number")
             elif tensor.dtype not in dtypes[name] or tensor.shape != (size,) or not tensor.is_contiguous():
                 allowed = " or ".join(map(str, dtypes[name]))
-                raise ValueError(f"{given} a flat, contiguous view of {size} elements in {allowed}")
+                raise ValueError(f"{actual} a flat, contiguous view of {size} elements in {allowed}")
 
 
 def check_moments(coefficients: Coefficients, dtype: torch.dtype) -> None:

@@ -72,8 +72,8 @@ def _running(source, width, BLOCK: tl.constexpr, TAIL: tl.constexpr):
 @triton.jit
 def _target_column(columns, owned, row, inside):
     """Return the column of the row's label on this rank, or -1."""
-    own = tl.load(owned + row, mask=inside, other=0) != 0
-    return tl.where(own, tl.load(columns + row, mask=inside, other=0).to(tl.int32), -1)
+    is_owned = tl.load(owned + row, mask=inside, other=0) != 0
+    return tl.where(is_owned, tl.load(columns + row, mask=inside, other=0).to(tl.int32), -1)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from megapipe.kernels.triton_backend.tiles import product
 def resident_kernel(
     dy,
     x,
-    dx_beside,
+    dx_residual,
     weight,
     mean,
     rstd,
@@ -43,7 +43,7 @@ def resident_kernel(
     width,
     group,
     CENTER: tl.constexpr,
-    BESIDE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     INPUT: tl.constexpr,
     WEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -52,8 +52,8 @@ def resident_kernel(
     """Input gradients of a group of rows, and the group's sums for the weight and the bias, from one read of each row.
 
     Each program works on `group` rows in tiles of ROWS x BLOCK. CENTER: a layer norm, whose rows have a mean and
-    whose bias has a gradient; otherwise an RMS norm. BESIDE: `dx_beside` [num_rows, width] is added to the input
-    gradient. INPUT, WEIGHT: which of the two gradients are computed. weight_parts, bias_parts: fp32
+    whose bias has a gradient; otherwise an RMS norm. RESIDUAL: `dx_residual` [num_rows, width] is added to the
+    input gradient. INPUT, WEIGHT: which of the two gradients are computed. weight_parts, bias_parts: fp32
     [programs, width], one row per program, which `add_parts_kernel` sums.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -86,8 +86,8 @@ def resident_kernel(
                 gradient -= (tl.sum(gradient, axis=1) / width)[:, None]
             result = gradient - value * along
             result *= scale
-            if BESIDE:
-                result += tl.load(dx_beside + offset, mask=mask, other=0.0).to(tl.float32)
+            if RESIDUAL:
+                result += tl.load(dx_residual + offset, mask=mask, other=0.0).to(tl.float32)
             tl.store(dx + offset, result.to(dx.dtype.element_ty), mask=mask)
     if WEIGHT:
         part = program * width + column
@@ -100,19 +100,19 @@ def resident_kernel(
 def chunked_input_kernel(
     dy,
     x,
-    dx_beside,
+    dx_residual,
     weight,
     mean,
     rstd,
     dx,
     width,
     CENTER: tl.constexpr,
-    BESIDE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Input gradient of one row that is too wide for registers: one pass for its sums, another for the result.
 
-    CENTER and BESIDE: as in `resident_kernel`. BLOCK: number of columns at a time.
+    CENTER and RESIDUAL: as in `resident_kernel`. BLOCK: number of columns at a time.
     """
     row = tl.program_id(0).to(tl.int64)
     first = row * width
@@ -141,8 +141,8 @@ def chunked_input_kernel(
         gradient *= tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
         value = (tl.load(x + first + column, mask=mask, other=0.0).to(tl.float32) - center) * scale
         result = (gradient - value * along - shift) * scale
-        if BESIDE:
-            result += tl.load(dx_beside + first + column, mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            result += tl.load(dx_residual + first + column, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + first + column, result.to(dx.dtype.element_ty), mask=mask)
 
 
@@ -224,7 +224,7 @@ class Operands(NamedTuple):
 
     dy: Tensor
     x: Tensor
-    dx_beside: Tensor | None
+    dx_residual: Tensor | None
     weight: Tensor
     mean: Tensor | None
     rstd: Tensor
@@ -236,13 +236,13 @@ def norm_gradients(
     x: Tensor,
     statistics: Sequence[Tensor],
     weight: Tensor,
-    dx_beside: Tensor | None,
+    dx_residual: Tensor | None,
     of_x: bool,
     of_parameters: bool,
 ) -> list[Tensor]:
     """Return gradients of a norm, as `megapipe.kernels.reference.norms.Gradients` describes, for any strides."""
     mean = statistics[0] if op == "layer_norm" else None
-    tensors = (dy, x, dx_beside, weight, mean, statistics[-1])
+    tensors = (dy, x, dx_residual, weight, mean, statistics[-1])
     operands = Operands(*(None if tensor is None else tensor.contiguous() for tensor in tensors))  # type: ignore[arg-type]
     tiling = RowTiling.of(x)
     dx, parts, gradients = torch.empty_like(operands.x) if of_x else None, None, list[Tensor]()
@@ -288,24 +288,24 @@ def launches(operands: Operands, dx: Tensor | None, parts: Tensor | None) -> lis
     width = tiling.width
     rows = tiling.num_rows, width, tiling.group
     by_parameter = (*(() if parts is None else parts), None, None)[:2]
-    constants: dict[str, int] = {"CENTER": operands.mean is not None, "BESIDE": operands.dx_beside is not None}
+    constants: dict[str, int] = {"CENTER": operands.mean is not None, "RESIDUAL": operands.dx_residual is not None}
     if stays_on_chip(width, RESIDENT, RESIDENT_UNALIGNED):
         constants |= {"INPUT": dx is not None, "WEIGHT": parts is not None}
         constants |= {"ROWS": tiling.rows, "BLOCK": tiling.block}
         warps = tiling.rows * tiling.block // (_ELEMENTS_PER_WARP if width % 16 == 0 else _UNALIGNED_PER_WARP)
         values = (*operands, dx, *by_parameter, *rows)
         return [Launch(resident_kernel, (tiling.num_groups,), values, constants, warps)]
-    found = []
+    chunked = []
     if dx is not None:
         warps = _CHUNK // _ELEMENTS_PER_WARP
         constants["BLOCK"] = _CHUNK
-        found.append(Launch(chunked_input_kernel, rows[:1], (*operands, dx, width), constants, warps))
+        chunked.append(Launch(chunked_input_kernel, rows[:1], (*operands, dx, width), constants, warps))
     if parts is not None:
         grid = (tiling.num_groups, ceiling_division(width, _WEIGHT_CHUNK))
         values = (operands.dy, operands.x, operands.mean, operands.rstd, *by_parameter, *rows)
         centered = {"CENTER": operands.mean is not None, "BLOCK": _WEIGHT_CHUNK}
-        found.append(Launch(chunked_weight_kernel, grid, values, centered, _WEIGHT_CHUNK // 256))
-    return found
+        chunked.append(Launch(chunked_weight_kernel, grid, values, centered, _WEIGHT_CHUNK // 256))
+    return chunked
 
 
 def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
@@ -319,16 +319,16 @@ def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
 def specimens() -> list[Specimen]:
     """Return launches of both norms at sizes of a small and a typical model, for the longest rows that stay in
     registers, and for chunks."""
-    typical, long = _operands(4096, center=True, beside=True), _operands(2 * RESIDENT, center=True, beside=True)
+    typical, long = _operands(4096, center=True, residual=True), _operands(2 * RESIDENT, center=True, residual=True)
     parts, weight = meta(2, 256, 4096), meta(4096, dtype=torch.bfloat16)
     (inputs,), (weights,) = launches(typical, typical.x, None), launches(typical, None, parts)
     long_inputs, long_weights = launches(long, long.x, meta(2, 256, 16384))
     return [
-        _whole(768, center=True, beside=True),
-        _whole(4096, center=True, beside=False),
-        _whole(4096, center=False, beside=True),
-        _whole(RESIDENT, center=True, beside=True),
-        _whole(RESIDENT_UNALIGNED - 1, center=True, beside=True),
+        _whole(768, center=True, residual=True),
+        _whole(4096, center=True, residual=False),
+        _whole(4096, center=False, residual=True),
+        _whole(RESIDENT, center=True, residual=True),
+        _whole(RESIDENT_UNALIGNED - 1, center=True, residual=True),
         Specimen("layer norm, dx alone, bf16 4096", inputs, loads=4, stores=1),
         Specimen("layer norm, weights alone, bf16 4096", weights, loads=2, stores=2),
         Specimen("layer norm, dx alone, bf16 16384", long_inputs, loads=4, stores=1),
@@ -337,15 +337,15 @@ def specimens() -> list[Specimen]:
     ]
 
 
-def _operands(width: int, center: bool, beside: bool) -> Operands:
+def _operands(width: int, center: bool, residual: bool) -> Operands:
     x, statistic = meta(8192, width, dtype=torch.bfloat16), meta(8192, 1)
-    return Operands(x, x, x if beside else None, meta(width), statistic if center else None, statistic)
+    return Operands(x, x, x if residual else None, meta(width), statistic if center else None, statistic)
 
 
-def _whole(width: int, center: bool, beside: bool) -> Specimen:
-    operands = _operands(width, center, beside)
+def _whole(width: int, center: bool, residual: bool) -> Specimen:
+    operands = _operands(width, center, residual)
     (launch,) = launches(operands, operands.x, meta(1 + center, 256, width))
     name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
     if width % 16:
         return Specimen(name, launch, loads=0, stores=0)
-    return Specimen(name, launch, loads=3 + beside, stores=2 + center)
+    return Specimen(name, launch, loads=3 + residual, stores=2 + center)

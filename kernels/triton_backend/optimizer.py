@@ -112,8 +112,8 @@ def _block_sums_kernel(values, sums, count, BLOCK: tl.constexpr, PIECE: tl.const
 
 
 def _gradient_norm_launch(values: Tensor, sums: Tensor) -> Launch:
-    given, constants = (values, sums, values.numel()), {"BLOCK": BLOCK, "PIECE": _PIECE}
-    return Launch(_block_sums_kernel, (sums.numel(),), given, constants, _GRADIENT_NORM_NUM_WARPS)
+    arguments, constants = (values, sums, values.numel()), {"BLOCK": BLOCK, "PIECE": _PIECE}
+    return Launch(_block_sums_kernel, (sums.numel(),), arguments, constants, _GRADIENT_NORM_NUM_WARPS)
 
 
 @opaque(

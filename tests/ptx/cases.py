@@ -172,7 +172,7 @@ def _norm_backward(
             if center:
                 dx -= scaled.mean(1, keepdim=True)
             dx *= before.rstd
-            pairs["dx"] = after.dx, dx + (before.dx_beside if residual else 0)
+            pairs["dx"] = after.dx, dx + (before.dx_residual if residual else 0)
         return pairs
 
     kernel = "layer_norm" if center else "rms_norm"
@@ -184,7 +184,7 @@ def _norm_backward(
     again = 2 * (kind == "dx" and not resident)
     work = declared(race, rows, width, dtype, backward=True) if kind == "whole" else None
     moved = _tensors(rows, width, dtype, count, work, again)
-    large = ("dy", "x") + (("dx",) + ("dx_beside",) * residual) * (kind != "weights")
+    large = ("dy", "x") + (("dx",) + ("dx_residual",) * residual) * (kind != "weights")
     return Case(name, launch, ("dx", "weight_parts", "bias_parts"), results, large, moved)
 
 
