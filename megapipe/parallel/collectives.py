@@ -118,9 +118,9 @@ def _exchanged(x: Tensor, group: Group) -> Tensor:
     """Return the slices for this rank of all ranks' `x`, in a new tensor."""
     if not isinstance(group, DistributedGroup):
         return group.all_gather(x)[:, group.rank].contiguous()
-    shares = [1] * group.size
+    splits = [1] * group.size
     with group.errors_named_where_run("all_to_all"):
-        started = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), shares, shares, group.group_name)
+        started = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), splits, splits, group.group_name)
     return group.finished(started, "all_to_all")
 
 

@@ -280,8 +280,8 @@ class DistributedGroup(Group):
     @cached_property
     def messages(self) -> HostExchange:
         """The exchange between members on CPUs."""
-        made = self._make_messages(self) if self._make_messages else None
-        return _GlooMessages(self) if made is None else made
+        exchange = self._make_messages(self) if self._make_messages else None
+        return _GlooMessages(self) if exchange is None else exchange
 
     @contextmanager
     def errors_named(self, operation: str) -> Iterator[None]:
@@ -289,9 +289,9 @@ class DistributedGroup(Group):
         try:
             yield
         except RuntimeError as error:
-            others = ", ".join(str(rank) for rank in self.ranks if rank != self.global_rank)
+            peers = ", ".join(str(rank) for rank in self.ranks if rank != self.global_rank)
             raise CommunicationError(
-                f"rank {self.global_rank}: {operation} in the {self.name} group with rank {others} failed: {error}"
+                f"rank {self.global_rank}: {operation} in the {self.name} group with rank {peers} failed: {error}"
             ) from error
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
@@ -317,10 +317,10 @@ class DistributedGroup(Group):
             with self.errors_named("all_gather"):
                 handle = _all_gather_single(whole, part, self.process_group, async_op=True)
             return _DistributedWork(self, "all_gather", [handle])
-        own = self.own_part(whole)
+        own_part = self.own_part(whole)
         exchange = self._exchange("all_gather", [part] * self.size, list(whole.view(self.size, -1)))
-        if own.data_ptr() != part.data_ptr():
-            own.copy_(part)
+        if own_part.data_ptr() != part.data_ptr():
+            own_part.copy_(part)
         return exchange
 
     def reduce_into_part(self, whole: Tensor) -> Work:
@@ -410,17 +410,17 @@ class _GlooMessages:
         self._group = weakref.proxy(group)
 
     def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Waited]:
-        given: dict[str, Any] = {"group": self._group.process_group, "tag": _EXCHANGE_TAG}
-        receives = [dist.irecv(received[peer], group_src=peer, **given) for peer in peers]
-        sends = [dist.isend(pieces[peer], group_dst=peer, **given) for peer in peers]
+        options: dict[str, Any] = {"group": self._group.process_group, "tag": _EXCHANGE_TAG}
+        receives = [dist.irecv(received[peer], group_src=peer, **options) for peer in peers]
+        sends = [dist.isend(pieces[peer], group_dst=peer, **options) for peer in peers]
         return [work for work in (*receives, *sends) if work is not None]
 
 
-def _add_in_order(pieces: Sequence[Tensor], own: int) -> None:
-    """Sum the pieces from the first to the last into piece `own`; the others are overwritten."""
+def _add_in_order(pieces: Sequence[Tensor], own_rank: int) -> None:
+    """Sum the pieces from the first to the last into that of `own_rank`; the others are overwritten."""
     total = pieces[0]
     for rank, piece in enumerate(pieces[1:], start=1):
-        if rank == own:
+        if rank == own_rank:
             total = torch.add(total, piece, out=piece)
         else:
             total.add_(piece)

@@ -140,14 +140,14 @@ class ThreadGroup(Group):
 
     def reduce_into_part(self, whole: Tensor) -> Work:
         number = self._post(_described("reduce_into_part", whole), Deposit(whole.detach().clone()))
-        own = self.own_part(whole.detach())
+        own_part = self.own_part(whole.detach())
         return _ThreadWork(
-            self, number, lambda deposits: _reduce_into(own, [self.own_part(each) for each in deposits], "sum")
+            self, number, lambda deposits: _reduce_into(own_part, [self.own_part(each) for each in deposits], "sum")
         )
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
-        given = tensor.detach().clone() if self.rank == source else tensor.new_empty(0)
-        number = self._post(_described(f"broadcast from {source}", tensor), Deposit(given))
+        sent = tensor.detach().clone() if self.rank == source else tensor.new_empty(0)
+        number = self._post(_described(f"broadcast from {source}", tensor), Deposit(sent))
 
         def finish(deposits: list[Tensor]) -> None:
             if self.rank != source:  # autograd may have saved the source's tensor, which must not count as modified
@@ -241,8 +241,8 @@ class InProcessMesh(Mesh):
         super().__init__(shape, rank, device, self._thread_group)
 
     def _thread_group(self, name: str, partition: Partition) -> Group | None:
-        mine = next((ranks for ranks in partition if self.rank in ranks), None)
-        return None if mine is None else ThreadGroup(name, mine, self.rank, self.threads)
+        own_ranks = next((ranks for ranks in partition if self.rank in ranks), None)
+        return None if own_ranks is None else ThreadGroup(name, own_ranks, self.rank, self.threads)
 
 
 def in_process_meshes(

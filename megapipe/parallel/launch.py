@@ -48,16 +48,16 @@ def gpu_variables(
     # need that, and gathers of sharded weights must not wait for it.
     layered = max(sizes.get("tensor", 1), sizes.get("context", 1)) > 1
     queues = 1 if layered and capability < (10, 0) and zero_stage < 3 else 32
-    wanted = {
+    variables = {
         "CUDA_MODULE_LOADING": "EAGER",
         "NCCL_RUNTIME_CONNECT": "0",
         _ALLOCATOR_NAMES[0]: allocator_settings(torch.__version__),
         _QUEUES: str(queues),
     }
-    given = set(environment)
-    if not given.isdisjoint(_ALLOCATOR_NAMES):
-        given.add(_ALLOCATOR_NAMES[0])
-    return {name: value for name, value in wanted.items() if name not in given}
+    already_set = set(environment)
+    if not already_set.isdisjoint(_ALLOCATOR_NAMES):
+        already_set.add(_ALLOCATOR_NAMES[0])
+    return {name: value for name, value in variables.items() if name not in already_set}
 
 
 def allocator_settings(version: str) -> str:
@@ -208,21 +208,21 @@ def initialize(
     variables = set_gpu_variables(device, environment.local_rank, sizes, zero_stage)
     if variables != before and environment.rank == 0:
         sys.stderr.write(f"{described_gpu_variables(variables)}\n")
-    place = choose_device(device, environment.local_rank)
+    torch_device = choose_device(device, environment.local_rank)
     if environment.world_size > 1:
         if start is None:
             start = environment.meet(timeout)
             assert start is not None  # there are several ranks
             start.wait_for_all()
         dist.init_process_group(
-            "nccl" if place.type == "cuda" else "gloo",
+            "nccl" if torch_device.type == "cuda" else "gloo",
             timeout=timedelta(seconds=timeout),
-            device_id=place if place.type == "cuda" else None,
+            device_id=torch_device if torch_device.type == "cuda" else None,
             store=start.store,
             rank=environment.rank,
             world_size=environment.world_size,
         )
-    return connected_mesh(shape, place, timeout)
+    return connected_mesh(shape, torch_device, timeout)
 
 
 @contextmanager
@@ -265,14 +265,14 @@ def connected_mesh(shape: MeshShape, device: torch.device, timeout: float = 600.
     def create(name: str, partition: Partition) -> Group | None:
         """Create a group of processes. torch's own `init_device_mesh` does not take a timeout."""
         if name == WORLD:
-            mine = dist.group.WORLD
+            process_group = dist.group.WORLD
         elif dist.get_backend() == "nccl":  # all groups in one call, split from the world's communicator
-            mine = dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=limit)
+            process_group = dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=limit)
         else:  # ranks must also create groups that they are not in
             groups = [dist.new_group(list(ranks), timeout=limit) for ranks in partition]
-            own = (group for group, ranks in zip(groups, partition, strict=True) if dist.get_rank() in ranks)
-            mine = next(own, None)
-        return None if mine is None else DistributedGroup(name, mine, messages)
+            own_groups = (group for group, ranks in zip(groups, partition, strict=True) if dist.get_rank() in ranks)
+            process_group = next(own_groups, None)
+        return None if process_group is None else DistributedGroup(name, process_group, messages)
 
     return Mesh(shape, dist.get_rank(), device, create)
 

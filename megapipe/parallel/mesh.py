@@ -165,7 +165,7 @@ def silent_mesh(shape: MeshShape, rank: int, device: torch.device) -> Mesh:
     """Return the mesh of one rank whose peers are absent, see `SilentGroup`."""
 
     def group(name: str, partition: Partition) -> Group | None:
-        own = next((ranks for ranks in partition if rank in ranks), None)
-        return None if own is None else SilentGroup(name, own, own.index(rank))
+        own_ranks = next((ranks for ranks in partition if rank in ranks), None)
+        return None if own_ranks is None else SilentGroup(name, own_ranks, own_ranks.index(rank))
 
     return Mesh(shape, rank, device, group)

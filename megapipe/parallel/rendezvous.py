@@ -102,27 +102,27 @@ class Start:
         """Wait until this process may end: rank 0, which may serve the store, waits for the other ranks."""
         self.store.set(f"left {self.rank}", "")
         if self.rank == 0:
-            others = [f"left {rank}" for rank in range(1, self.world_size) if rank not in self._missing]
-            _until(lambda: self.store.check(others), GRACE_SECONDS)
+            left_keys = [f"left {rank}" for rank in range(1, self.world_size) if rank not in self._missing]
+            _until(lambda: self.store.check(left_keys), GRACE_SECONDS)
 
     def _exchange(self, mine: dict[str, str], answer: Callable[[list[str]], str]) -> str:
         with _lost_store_as_launch_error(self.rank):
             self.store.set(f"{self._exchanges}/{self.rank}", json.dumps(mine))
             if self.rank == 0:
-                given = self._answer_of_all(answer)
-                self.store.set(f"{self._exchanges}/answer", json.dumps(given))
+                response = self._answer_of_all(answer)
+                self.store.set(f"{self._exchanges}/answer", json.dumps(response))
             else:
                 # Rank 0 may itself arrive late, and then waits for the others for the whole timeout.
                 key = f"{self._exchanges}/answer"
                 if not self._appears(key, 2 * self._timeout + GRACE_SECONDS):
                     self.is_over = True
                     raise LaunchError(f"rank {self.rank}: rank 0 did not respond; see the error of rank 0")
-                given = json.loads(self.store.get(key))
+                response = json.loads(self.store.get(key))
         self._exchanges += 1
-        if "problem" in given:
+        if "problem" in response:
             self.is_over = True
-            raise StartError(given["problem"])
-        return str(given["value"])
+            raise StartError(response["problem"])
+        return str(response["value"])
 
     def _answer_of_all(self, answer: Callable[[list[str]], str]) -> dict[str, str]:
         """Return rank 0's answer when all ranks have sent a value, or GRACE_SECONDS after one has sent a problem."""
@@ -275,7 +275,7 @@ def _name_others(store: dist.Store, world_size: int, timeout: float) -> tuple[st
     return name, waiting
 
 
-def _until(true: Callable[[], bool], seconds: float) -> bool:
+def _until(condition: Callable[[], bool], seconds: float) -> bool:
     """Poll a condition, and return whether it became true in time. The pauses grow, because thousands of ranks poll
     one store.
 
@@ -283,7 +283,7 @@ def _until(true: Callable[[], bool], seconds: float) -> bool:
     """
     deadline = time.monotonic() + seconds
     pause = 0.002
-    while not true():
+    while not condition():
         left = deadline - time.monotonic()
         if left <= 0:
             return False

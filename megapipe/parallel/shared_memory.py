@@ -30,7 +30,7 @@ from megapipe.parallel.groups import CommunicationError, DistributedGroup, Group
 from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
 from megapipe.parallel.shared_ring import RingBuffer, RingShape
 
-Found = TypeVar("Found")
+Taken = TypeVar("Taken")
 
 _LIVENESS_SECONDS = 0.1
 """Seconds after which a wait checks whether its peer is still alive."""
@@ -41,7 +41,7 @@ _TURN_SECONDS = 0.001
 class Links(list["SharedMemoryLink"]):
     """The open shared-memory links of one rank. A wait for any of them moves the messages of all."""
 
-    def wait(self, take: Callable[[float], Found | None], link: "SharedMemoryLink") -> Found | None:
+    def wait(self, take: Callable[[float], Taken | None], link: "SharedMemoryLink") -> Taken | None:
         """Return the result of `take`, or None once `link`'s peer has ended or its time is over.
 
         take: waits up to this number of seconds.

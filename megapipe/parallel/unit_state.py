@@ -53,9 +53,9 @@ class GradientAccumulators(TableShard):
 
     def sum_uses(self, update: int = 0) -> None:
         """Add every use's gradient into the first accumulator of an update, in order of use."""
-        total, *others = self.gradients_of(update)
-        for other in others:
-            total.add_(other)
+        total, *further_uses = self.gradients_of(update)
+        for gradient in further_uses:
+            total.add_(gradient)
 
     def zero_gradients(self, update: int = 0) -> None:
         """Clear the accumulators of an update for the next one that takes their buffer."""
@@ -217,9 +217,9 @@ class UnitState(GradientAccumulators):
         """Return a buffer for updates, in host memory if this state is there; by default in the accumulation dtype."""
         device = self.weights[0].device
         pinned = self.in_host and device.type == "cuda"
-        where = torch.device("cpu") if self.in_host else device
-        kind = self.accumulate_dtype if dtype is None else dtype
-        return torch.zeros(size, dtype=kind, device=where, pin_memory=pinned)
+        buffer_device = torch.device("cpu") if self.in_host else device
+        buffer_dtype = self.accumulate_dtype if dtype is None else dtype
+        return torch.zeros(size, dtype=buffer_dtype, device=buffer_device, pin_memory=pinned)
 
     def initialize(self, seed: int) -> None:
         """Draw every owned element from (seed, global name, global index) and copy it to all versions."""
@@ -293,16 +293,16 @@ class UnitState(GradientAccumulators):
     def twin(self) -> "UnitState":
         """Return a copy whose update does not change this state: weights and the buffers of updates are in separate
         memory, on the device. Gradients are shared, and no gather is awaited."""
-        other = shallow_copy(self)
-        shares = self.weight_shards is self.weights
+        twin = shallow_copy(self)
+        same_list = self.weight_shards is self.weights
         if not self.weights_come_and_go:
-            other.weights = [each.clone() for each in self.weights]
-        other.weight_shards = other.weights if shares else [each.clone() for each in self.weight_shards]
+            twin.weights = [each.clone() for each in self.weights]
+        twin.weight_shards = twin.weights if same_list else [each.clone() for each in self.weight_shards]
         device = self.weights[0].device
         buffers = {name: each.to(device, copy=True) for name, each in self.update_buffers().items()}
-        other.place_update_buffers(buffers, in_host=False)
-        other._gathers = {}
-        return other
+        twin.place_update_buffers(buffers, in_host=False)
+        twin._gathers = {}
+        return twin
 
     def begin_update(self, version: int) -> Tensor:
         """Return the buffer that the optimizer changes in place to compute absolute weight version `version`.
@@ -363,8 +363,8 @@ class HostWeights(UnitState):
         return super().update_buffers() | {"weights": self.weight_shards[0]}
 
     def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:
-        others = {name: buffer for name, buffer in buffers.items() if name != "weights"}
-        super().place_update_buffers(others, in_host=in_host)
+        state_buffers = {name: buffer for name, buffer in buffers.items() if name != "weights"}
+        super().place_update_buffers(state_buffers, in_host=in_host)
         self.weight_shards = [buffers["weights"]]
 
 
