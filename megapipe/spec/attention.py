@@ -45,8 +45,8 @@ CAUSAL_SHARE = 0.5
 """Fraction of all pairs of tokens that a causal mask leaves visible, and that a fused kernel computes."""
 
 
-def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
-    """Yield the ops of the projections and of attention itself. source: their input. handed: gradient of the output.
+def attention(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterator[Op]:
+    """Yield the ops of the projections and of attention. source: their input. grad_output: gradient of the output.
 
     The rows of `qkv` are, for each kv group, the group's query heads, then its key, then its value. Context ranks form
     a ring (keys and values pass around it, in the backward with their gradients in fp32), or exchange heads for
@@ -60,7 +60,7 @@ def attention(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[
     columns = model.num_heads * model.value_dim
     output = matrix("attention.output.weight", (model.hidden_size, columns), 1, residual_std(model))
     collectives = (*(row_exchanges(shape) if latent else ()), *scales(shape))
-    yield linear_op("output", shape, with_bias(model, output), result, handed, collectives=collectives)
+    yield linear_op("output", shape, with_bias(model, output), result, grad_output, collectives=collectives)
 
 
 def _projection(shape: MicrobatchShape, source: Value) -> Op:
@@ -68,8 +68,8 @@ def _projection(shape: MicrobatchShape, source: Value) -> Op:
     model, hidden = shape.model, shape.model.hidden_size
     rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, model.head_dim)
     qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
-    handed = gradient("qkv", shape.tokens * (qkv.num_elements // hidden) * shape.width // shape.tensor)
-    return linear_op("qkv", shape, with_bias(model, qkv), source, handed, collectives=pair_exchanges(shape))
+    grad_output = gradient("qkv", shape.tokens * (qkv.num_elements // hidden) * shape.width // shape.tensor)
+    return linear_op("qkv", shape, with_bias(model, qkv), source, grad_output, collectives=pair_exchanges(shape))
 
 
 def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
@@ -81,8 +81,8 @@ def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         yield _per_head(shape, "query", heads * model.head_dim, model.hidden_size, source)
     else:
         yield from _latent(shape, source, "query", query_latent, query_latent)
-        read = Value("query latent norm", _own(shape, query_latent))
-        yield _per_head(shape, "query_up", heads * model.head_dim, query_latent, read)
+        normalised = Value("query latent norm", _own(shape, query_latent))
+        yield _per_head(shape, "query_up", heads * model.head_dim, query_latent, normalised)
     yield from _latent(shape, source, "kv", latent + rotated, latent)
     key_and_value = heads * (model.own_head_size + model.value_dim)
     yield _per_head(shape, "kv_up", key_and_value, latent, Value("kv latent norm", _own(shape, latent)))
@@ -131,8 +131,8 @@ def _shared_key(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]
 def _per_head(shape: MicrobatchShape, path: str, rows: int, channels: int, source: Value) -> Op:
     """Return the op of a matrix whose rows belong to heads, which tensor ranks shard."""
     weight = matrix(f"attention.{path}.weight", (rows, channels), 0, shape.model.init_std)
-    handed = gradient(path, shape.tokens * rows * shape.width // shape.tensor)
-    return linear_op(path, shape, (weight,), source, handed, collectives=column_exchanges(shape, channels))
+    grad_output = gradient(path, shape.tokens * rows * shape.width // shape.tensor)
+    return linear_op(path, shape, (weight,), source, grad_output, collectives=column_exchanges(shape, channels))
 
 
 def operand_elements(model: ModelConfig, rows: int, *, unfused: bool, copied: bool) -> int:

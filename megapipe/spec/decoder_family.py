@@ -114,17 +114,17 @@ def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
     kind = known_word({name: name for name in ROPE_SCALING if name != "none"}, kind)
     longest = config["max_position_embeddings"]
     first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
-    known = {**rope, "original_max_position_embeddings": first}
+    values = {**rope, "original_max_position_embeddings": first}
     if kind in ("longrope", "yarn") and rope.get("factor") is None:
-        known["factor"] = longest / first
-    scaling = {f"rope_scaling.{ours}": known.get(key) for key, ours in ROPE_SCALING[kind].items()}
-    missing = [key for key in ROPE_SCALING[kind] if key not in _OPTIONAL and known.get(key) is None]
+        values["factor"] = longest / first
+    scaling = {f"rope_scaling.{ours}": values.get(key) for key, ours in ROPE_SCALING[kind].items()}
+    missing = [key for key in ROPE_SCALING[kind] if key not in _OPTIONAL and values.get(key) is None]
     if missing:
         raise FamilyError(f"the rotary parameters of kind {kind} lack {missing[0]!r}")
     if kind == "dynamic":
         scaling["rope_scaling.original_length"] = longest
-    given = {name: value for name, value in scaling.items() if value is not None}
-    return {**fields, "rope_scaling.kind": kind, **given}
+    set_fields = {name: value for name, value in scaling.items() if value is not None}
+    return {**fields, "rope_scaling.kind": kind, **set_fields}
 
 
 def rope_scaling(model: ModelConfig) -> Fields | None:
@@ -159,11 +159,11 @@ def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
     kinds that are not listed have no fields. If all blocks have the same kind, its fields become those of the
     model."""
     if len(set(kinds)) == 1 or not any(fields.get(kind) for kind in kinds):
-        own = dict(fields.get(kinds[0], {}))
-        if "rope_scaling" in own:  # all of its fields, because no field of another kind of layer may remain
-            scaling = vars(RopeScaling(**own.pop("rope_scaling")))
-            own |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
-        return own
+        model_fields = dict(fields.get(kinds[0], {}))
+        if "rope_scaling" in model_fields:  # all of its fields, because no field of another kind of layer may remain
+            scaling = vars(RopeScaling(**model_fields.pop("rope_scaling")))
+            model_fields |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
+        return model_fields
     pattern = [kind if fields.get(kind) else "base" for kind in kinds]
     return {
         "layer_kinds": {kind: dict(fields[kind]) for kind in dict.fromkeys(pattern) if kind != "base"},
@@ -236,20 +236,20 @@ def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> t
     )
     prefix = "rope_scaling."
     scaling = {name.removeprefix(prefix): each for name, each in windowed.items() if name.startswith(prefix)}
-    own: Fields = {"rope_theta": windowed["rope_theta"]}
+    window_fields: Fields = {"rope_theta": windowed["rope_theta"]}
     if scaling != {name.removeprefix(prefix): each for name, each in model.items() if name.startswith(prefix)}:
-        own["rope_scaling"] = scaling
-    return model, own
+        window_fields["rope_scaling"] = scaling
+    return model, window_fields
 
 
 def rope_parameters(model: ModelConfig) -> Fields:
     """Return transformers' description of rotary positions by type of layer, with a default for a type that the model
     lacks."""
-    found: Fields = {FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}
+    parameters: Fields = {FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}
     for each in reversed(blocks(model)):
         kind = FULL if each.sliding_window is None else SLIDING
-        found[kind] = {"rope_type": "default", "rope_theta": each.rope_theta, **(rope_scaling(each) or {})}
-    return found
+        parameters[kind] = {"rope_type": "default", "rope_theta": each.rope_theta, **(rope_scaling(each) or {})}
+    return parameters
 
 
 def blocks(model: ModelConfig) -> list[ModelConfig]:

@@ -310,7 +310,7 @@ class Family:
             for spec in layer.parameters.values():
                 specs.setdefault(spec.name, (layer, spec))
         for layer, spec in specs.values():
-            own = model.of_kind(layer.variant)
+            config = model.of_kind(layer.variant)
             path, index, in_block = spec.name.removeprefix(f"{layer.name}."), layer.index, layer.kind == "block"
             further = re.fullmatch(r"mtp\.([0-9]+)\.(block\.)?(.*)\.(\w+)", path)
             if further is not None:
@@ -318,31 +318,31 @@ class Family:
                     continue
                 depth, block, module, leaf = further.groups()
                 index, in_block, path = model.num_layers + int(depth), block is not None, f"{module}.{leaf}"
-            roots = ("experts.", "blocks.")[own.num_experts is None :] if in_block else ("",)
+            roots = ("experts.", "blocks.")[config.num_experts is None :] if in_block else ("",)
             candidates = [f"{root}{path}" if root else spec.name for root in roots]
-            known = (name for name in candidates if {name, name.rpartition(".")[0]} & self.tensors.keys())
+            listed = (name for name in candidates if {name, name.rpartition(".")[0]} & self.tensors.keys())
             if further is not None and not in_block:
                 tensors = Tensors((f"{self.mtp[module]}.{leaf}",))
             else:
-                tensors = self._tensors(next(known, candidates[-1]), spec)
-            experts = range(own.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
+                tensors = self._tensors(next(listed, candidates[-1]), spec)
+            experts = range(config.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
             names = tuple(name.format(layer=index, expert=each) for each in experts for name in tensors.names)
-            yield ParameterPlace(spec, own, names, tensors.steps)
+            yield ParameterPlace(spec, config, names, tensors.steps)
 
     def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:
         """Return the tensors that hold a parameter, by their full names. path: of the parameter, without a block's
         number."""
         module, _, leaf = path.rpartition(".")
-        whole, known = self.tensors.get(path), self.tensors.get(module)
-        if whole is not None:
-            return Tensors((whole,)) if isinstance(whole, str) else whole
-        if known is None:
+        parameter_tensors, module_tensors = self.tensors.get(path), self.tensors.get(module)
+        if parameter_tensors is not None:
+            return Tensors((parameter_tensors,)) if isinstance(parameter_tensors, str) else parameter_tensors
+        if module_tensors is None:
             assert spec is not None, f"{self.model_type} has no {path}"
             raise FamilyError(
                 f"{self.model_type} weights have no tensor for {spec.name} of shape {spec.shape}; check positions, "
                 "normalization, activation, qk_norm, num_experts and expert_balance_rate of the model"
             )
-        names, steps = Tensors((known,)) if isinstance(known, str) else known
+        names, steps = Tensors((module_tensors,)) if isinstance(module_tensors, str) else module_tensors
         return Tensors(tuple(f"{name}.{leaf}" for name in names), steps)
 
     def canonical_names(self, stored: Collection[str]) -> dict[str, str]:
@@ -354,17 +354,17 @@ class Family:
         names: dict[str, str] = {}
         origins: dict[str, str] = {}
         for name in stored:
-            known = name
+            theirs = name
             for old, new in self.old_ends.items():
-                known = known.removesuffix(old) + new if known.endswith(old) else known
-            known = self.body + known if bare and not known.startswith(self.heads) else known
-            if known in origins:
+                theirs = theirs.removesuffix(old) + new if theirs.endswith(old) else theirs
+            theirs = self.body + theirs if bare and not theirs.startswith(self.heads) else theirs
+            if theirs in origins:
                 raise FamilyError(
-                    f"the weights contain both {origins[known]!r} and {name!r}, two names of the same tensor; remove "
+                    f"the weights contain both {origins[theirs]!r} and {name!r}, two names of the same tensor; remove "
                     "the wrong one"
                 )
-            names[name] = known
-            origins[known] = name
+            names[name] = theirs
+            origins[theirs] = name
         for again, first in self.repeats.items():
             if first not in origins and again in names:
                 names[again] = first
@@ -406,9 +406,9 @@ def _package_errors() -> dict[str, str]:
             each.load()
         except Exception as error:
             problem = f"cannot be loaded: {type(error).__name__}: {' '.join(str(error).split())}"
-        twice = [name for name, family in before.items() if _FAMILIES[name] is not family]
-        if twice:
-            problem = f"registers {', '.join(twice)} a second time"
+        replaced = [name for name, family in before.items() if _FAMILIES[name] is not family]
+        if replaced:
+            problem = f"registers {', '.join(replaced)} a second time"
         elif not problem and each.name not in _FAMILIES:
             problem = f"does not register {each.name!r}"
         if problem:
@@ -441,10 +441,10 @@ def family_problems(model: ModelConfig) -> list[str]:
         return []
     known = families().get(model.family)
     if known is not None and known.kind != model.kind:
-        others = ", leave out options that only BERT runs have, such as data.pairs" if model.kind == "bert" else ""
+        hint = ", leave out options that only BERT runs have, such as data.pairs" if model.kind == "bert" else ""
         return [
             f"model.family is {model.family!r}, a family of {known.kind.upper()} models, but this run is a "
-            f"{model.kind.upper()}; train with --kind {known.kind}{others}, or choose a model of the other kind"
+            f"{model.kind.upper()}; train with --kind {known.kind}{hint}, or choose a model of the other kind"
         ]
     try:
         family_of(model.family, model.kind)

@@ -163,8 +163,8 @@ def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """
     _, output, *_ = gpt_head_ops(shape)
     group: GroupName = "pipeline+tensor"
-    elements, own = shape.tokens * shape.model.hidden_size, LOSS_STATISTICS * shape.tokens * FULL_BYTES
-    statistics = Value("statistics", own), Value("statistics of all ranks", own * shape.tensor)
+    elements, own_bytes = shape.tokens * shape.model.hidden_size, LOSS_STATISTICS * shape.tokens * FULL_BYTES
+    statistics = Value("statistics", own_bytes), Value("statistics of all ranks", own_bytes * shape.tensor)
     (use,) = output.uses
     product = [Value("product of the softmax", elements * shape.width)] if shape.splits_loss else []
     yield output._replace(
@@ -252,7 +252,7 @@ def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
     sentence = matrix("sentence.weight", (SENTENCE_CLASSES, model.hidden_size), None, model.init_std)
     scores = micro * SENTENCE_CLASSES
     loss = Value("pair loss", (scores + 1) * FULL_BYTES)
-    for spec, source, handed, saves in (
+    for spec, source, grad_output, saves in (
         (pooler, first, gradient("pooler", pooled), ()),
         (sentence, pooled_tanh, gradient("sentence", scores * width), (loss,)),
     ):
@@ -262,7 +262,7 @@ def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
             weights=(spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)),
             gathered=True,
             saves=(source, *saves),
-            weight_needs=(source, handed),
+            weight_needs=(source, grad_output),
             flops=linear_flops(micro, spec.num_elements),
             kernels=partial(linear_products, shape, spec, micro),
         )

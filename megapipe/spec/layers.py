@@ -91,9 +91,9 @@ def layer_flops(
     predictions: tokens of a sample that the head predicts, by default all. recompute_logits: the backward recomputes
     the logits.
     """
-    own = model.of_kind(layer.variant)
+    layer_model = model.of_kind(layer.variant)
     shape = MicrobatchShape(
-        own, micro_size, sequence_length, predictions=predictions, recompute_logits=recompute_logits
+        layer_model, micro_size, sequence_length, predictions=predictions, recompute_logits=recompute_logits
     )
     return total_flops(layer_ops(layer.kind, shape))
 
@@ -109,10 +109,10 @@ def model_flops_per_token(
 
 def one_of_each(layers: Iterable[LayerSpec]) -> list[LayerSpec]:
     """Return the first layer of every kind and variant, in order."""
-    found: dict[tuple[str, str], LayerSpec] = {}
+    first_layers: dict[tuple[str, str], LayerSpec] = {}
     for layer in layers:
-        found.setdefault((layer.kind, layer.variant), layer)
-    return list(found.values())
+        first_layers.setdefault((layer.kind, layer.variant), layer)
+    return list(first_layers.values())
 
 
 def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
@@ -120,11 +120,11 @@ def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
     once."""
     used = {}
     for layer in layers:
-        own = model.of_kind(layer.variant)
+        layer_model = model.of_kind(layer.variant)
         for spec in layer.parameters.values():
             of_experts = spec.state_unit == "experts"
-            one = spec.num_elements // (own.num_experts or 1) * own.experts_per_token
-            used[spec.name] = one if of_experts else spec.num_elements
+            active = spec.num_elements // (layer_model.num_experts or 1) * layer_model.experts_per_token
+            used[spec.name] = active if of_experts else spec.num_elements
     return sum(used.values())
 
 
@@ -139,10 +139,10 @@ def load_variations(model: ModelConfig, squared_loads: Sequence[float], tokens: 
     kinds = model.kinds_of_layers
     blocks = [kinds[model.kind_of_layer(index)] for index in range(model.num_layers)]
     blocks += blocks[-1:] * model.mtp_layers
-    balanced = (own for own in blocks if own.balances_experts)
+    balanced = (block for block in blocks if block.balances_experts)
     return [
-        math.sqrt(squares / (own.num_experts or 1)) / (tokens * own.experts_per_token)
-        for squares, own in zip(squared_loads, balanced, strict=False)
+        math.sqrt(squares / (block.num_experts or 1)) / (tokens * block.experts_per_token)
+        for squares, block in zip(squared_loads, balanced, strict=False)
     ]
 
 
@@ -153,7 +153,7 @@ def tensor_problems(model: ModelConfig, tensor_size: int) -> list[str]:
     """
     if tensor_size < 1:
         return [f"parallel.tensor is {tensor_size}; it must be at least 1"]
-    lengths = dict.fromkeys(each for own in model.kinds_of_layers.values() for each in _sharded_lengths(own))
+    lengths = dict.fromkeys(each for kind in model.kinds_of_layers.values() for each in _sharded_lengths(kind))
     common = math.gcd(*(length for _, length in lengths))
     working = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
     return [

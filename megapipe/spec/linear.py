@@ -166,21 +166,21 @@ def linear_op(
     shape: MicrobatchShape,
     weights: tuple[ParameterSpec, ...],
     source: Value,
-    handed: Value,
+    grad_output: Value,
     *,
     rows: int | None = None,
     collectives: tuple[Collective, ...] = (),
     moments: Callable[[], tuple[Moment, ...]] = tuple,
 ) -> Op:
     """Return the op of a linear layer of every token. weights: its matrix, and its bias if it has one. source: its
-    input. handed: gradient of its output. rows: of its products on this rank, by default the tokens on its tensor
-    ranks."""
+    input. grad_output: gradient of its output. rows: of its products on this rank, by default the tokens on its
+    tensor ranks."""
     weight = weights[0]
     return Op(
         name,
         weights=weights,
         saves=(source,),
-        weight_needs=(source, handed),
+        weight_needs=(source, grad_output),
         flops=linear_flops(all_tokens(shape), weight.num_elements),
         collectives=collectives,
         kernels=partial(linear_products, shape, weight, shape.tokens if rows is None else rows),

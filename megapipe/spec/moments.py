@@ -20,10 +20,10 @@ def peaks_within(ops: Sequence[Op], shape: MicrobatchShape) -> dict[BackwardPhas
 
     A weight half adds each gradient to its accumulator without a cast.
     """
-    found = [each for op in ops for each in op.moments()]
-    found += [Moment("weight half", _elements(shape, spec) * shape.width) for op in ops for spec in op.weights]
+    moments = [each for op in ops for each in op.moments()]
+    moments += [Moment("weight half", _elements(shape, spec) * shape.width) for op in ops for spec in op.weights]
     phases: tuple[BackwardPhase, ...] = "backward", "input half", "weight half"
-    return {phase: max((each.bytes for each in found if each.phase == phase), default=0) for phase in phases}
+    return {phase: max((each.bytes for each in moments if each.phase == phase), default=0) for phase in phases}
 
 
 def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[Moment, ...]:
@@ -66,8 +66,8 @@ class _FeedForward(NamedTuple):
 
     hidden: the output. inner: the activation's output. outer: the activation's input. freed: tensors that later
     operations saved, freed before the gradient of `down` is computed. activated: tensors that the gradient of `down`
-    frees. again: a recomputed activation. beside: the input's gradient from the shared expert's backward, which runs
-    first; the backward of the experts holds it.
+    frees. recomputed: a recomputed activation. shared_gradient: the input's gradient from the shared expert's
+    backward, which runs first; the backward of the experts holds it.
     """
 
     hidden: int
@@ -75,8 +75,8 @@ class _FeedForward(NamedTuple):
     outer: int
     freed: int
     activated: int
-    again: int
-    beside: int
+    recomputed: int
+    shared_gradient: int
 
 
 def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) -> _FeedForward:
@@ -86,22 +86,22 @@ def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) 
     ffn = (model.shared_expert_size or 0) if shared else model.ffn_size
     hidden = rows * model.hidden_size * shape.width // (1 if experts else shape.shards)
     inner = rows * ffn * shape.width // (1 if experts else shape.tensor)
-    again = inner if "mlp" in shape.recompute else 0
+    recomputed = inner if "mlp" in shape.recompute else 0
     freed = hidden if (experts and whole) or (shared and model.shared_expert_gate) else 0
     freed += shape.own_stream * (model.normalizes_outputs and whole and not shared)
-    beside = 0
+    shared_gradient = 0
     if experts and model.shared_expert_size is not None:
         first = _feed_forward(shape, whole=whole, shared=True)
         freed += first.freed + first.activated + first.outer
-        beside = shape.own_stream
+        shared_gradient = shape.own_stream
     return _FeedForward(
         hidden,
         inner,
         inner * (1 + model.activation_kind.gated),
         freed,
-        inner - again if whole else 0,
-        again,
-        beside,
+        inner - recomputed if whole else 0,
+        recomputed,
+        shared_gradient,
     )
 
 
@@ -115,8 +115,8 @@ def down_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool 
     def of(whole: bool) -> int:
         sizes = _feed_forward(shape, whole=whole, shared=shared)
         elements = _elements(shape, weight) if whole else 0
-        product = sizes.hidden * keeps + _gathered(shape) + sizes.again + elements * shape.width
-        return sizes.inner + max(product, _gradient(shape, elements)) - sizes.freed + sizes.beside
+        product = sizes.hidden * keeps + _gathered(shape) + sizes.recomputed + elements * shape.width
+        return sizes.inner + max(product, _gradient(shape, elements)) - sizes.freed + sizes.shared_gradient
 
     return _both(of)
 
@@ -126,7 +126,7 @@ def activation_moments(shape: MicrobatchShape, *, shared: bool = False) -> tuple
 
     def of(whole: bool) -> int:
         sizes = _feed_forward(shape, whole=whole, shared=shared)
-        return sizes.inner + sizes.outer - sizes.activated - sizes.freed + sizes.beside
+        return sizes.inner + sizes.outer - sizes.activated - sizes.freed + sizes.shared_gradient
 
     return _both(of)
 
@@ -138,7 +138,7 @@ def up_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = 
         sizes = _feed_forward(shape, whole=whole, shared=shared)
         elements = _elements(shape, weight) if whole else 0
         product = sizes.outer + 2 * _gathered(shape) + elements * shape.width
-        held = sizes.beside - sizes.activated - sizes.outer - sizes.freed
+        held = sizes.shared_gradient - sizes.activated - sizes.outer - sizes.freed
         return sizes.hidden + max(product, _gradient(shape, elements)) + held
 
     return _both(of)

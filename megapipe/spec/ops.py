@@ -347,12 +347,12 @@ def total_flops(ops: Iterable[Op]) -> Flops:
 def exchanges(ops: Iterable[Op], *, forwards: int = 1, split: bool = False) -> dict[str, list[Exchange]]:
     """Return the exchanges of one micro-batch by group, for `forwards` forwards and one backward. split: the backward
     has two halves."""
-    found: dict[str, list[Exchange]] = {}
+    by_group: dict[str, list[Exchange]] = {}
     for op in ops:
         for each in op.collectives:
             calls = each.forward * forwards + (each.split_backward if split else each.backward)
-            found.setdefault(each.group, []).append(Exchange(*each[1:4], calls))
-    return found
+            by_group.setdefault(each.group, []).append(Exchange(*each[1:4], calls))
+    return by_group
 
 
 def partial_weights(ops: Iterable[Op]) -> list[ParameterSpec]:

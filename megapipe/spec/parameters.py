@@ -143,12 +143,12 @@ def tied_names(layers: Sequence[LayerSpec]) -> tuple[TiedNames, ...]:
 def tied_stages(layers: Sequence[LayerSpec], ranges: Sequence[range]) -> tuple[tuple[int, ...], ...]:
     """Return the stages that use each tied weight, as `tied_names` lists them. ranges[s]: layers of stage s. Stages of
     each layer whose weight pipeline ranks shard are in the order of the ranks."""
-    found: list[tuple[int, ...]] = []
+    tied: list[tuple[int, ...]] = []
     for users, names in _users(layers).items():
         stages = tuple(stage for stage, members in enumerate(ranges) if any(index in members for index in users))
         shards = _shards(layers, users, names)
-        found += [stages[shard::shards] for shard in range(shards)]
-    return tuple(found)
+        tied += [stages[shard::shards] for shard in range(shards)]
+    return tuple(tied)
 
 
 def _shards(layers: Sequence[LayerSpec], users: tuple[int, ...], names: TiedNames) -> int:
@@ -162,8 +162,8 @@ def _users(layers: Sequence[LayerSpec]) -> dict[tuple[int, ...], TiedNames]:
     for index, layer in enumerate(layers):
         for name in dict.fromkeys(spec.name for spec in layer.parameters.values()):
             users[name] = (*users.get(name, ()), index)
-    found: dict[tuple[int, ...], TiedNames] = {}
-    for name, each in users.items():
-        if len(each) > 1:
-            found[each] = (*found.get(each, ()), name)
-    return found
+    names_by_users: dict[tuple[int, ...], TiedNames] = {}
+    for name, layer_numbers in users.items():
+        if len(layer_numbers) > 1:
+            names_by_users[layer_numbers] = (*names_by_users.get(layer_numbers, ()), name)
+    return names_by_users

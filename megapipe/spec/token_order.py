@@ -111,14 +111,14 @@ def pieces(
     chunk = num_local // chunks_per_rank(order)
     if query_rank == key_rank and visibility.causal and not _cuts(visibility, size * num_local):
         return [Piece(range(num_local), range(num_local), "causal")]
-    found: list[Piece] = []
+    chunk_pieces: list[Piece] = []
     for row, query in enumerate(chunks_of(order, query_rank, size)):
         for column, key in enumerate(chunks_of(order, key_rank, size)):
             kind = _kind(visibility, *(range(place * chunk, (place + 1) * chunk) for place in (query, key)))
             if kind is not None:
                 rows, columns = (range(place * chunk, (place + 1) * chunk) for place in (row, column))
-                found.append(Piece(rows, columns, kind))
-    return [strip for piece in _joined(found) for strip in _strips(piece)]
+                chunk_pieces.append(Piece(rows, columns, kind))
+    return [strip for piece in _joined(chunk_pieces) for strip in _strips(piece)]
 
 
 def slice_pieces(visibility: Visibility, queries: range, keys: range) -> list[Piece]:
@@ -149,10 +149,10 @@ def _kind(visibility: Visibility, queries: range, keys: range) -> PieceKind | No
     return "causal" if keys == queries else "full"
 
 
-def _joined(found: Sequence[Piece]) -> list[Piece]:
+def _joined(chunk_pieces: Sequence[Piece]) -> list[Piece]:
     """Join adjacent pieces of the same kind; causal ones stay separate."""
     joined: list[Piece] = []
-    for piece in found:
+    for piece in chunk_pieces:
         last = joined[-1] if joined else None
         if last is None or last.kind != piece.kind or piece.kind == "causal":
             joined.append(piece)

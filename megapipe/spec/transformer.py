@@ -81,22 +81,22 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
     elif position != "output":
         yield norm(shape, "attention_norm", first_input, part="norms")
     # A residual sum passes on the gradient of the block's output itself only if nothing else reads the sum.
-    first_handed, second_handed = (
+    attention_gradient, mlp_gradient = (
         gradient(name, shape.own_stream) if changed else Value(OUTPUT_GRADIENT, shape.own_stream)
         for name, changed in (
             ("attention output", model.changes_updates or not model.parallel_residual),
             ("down", model.changes_updates or position == "post"),
         )
     )
-    yield from attention(shape, reads[0], first_handed)
+    yield from attention(shape, reads[0], attention_gradient)
     yield from _output_norm(shape, "attention")
     yield residual(shape, "attention residual")
     if position != "output":
         yield norm(shape, "mlp_norm", second_input, part=None if position == "post" else "norms")
     if model.num_experts is None:
-        yield from mlp(shape, reads[1], second_handed)
+        yield from mlp(shape, reads[1], mlp_gradient)
     else:
-        yield from experts(shape, reads[1], second_handed)
+        yield from experts(shape, reads[1], mlp_gradient)
     yield from _output_norm(shape, "mlp")
     yield residual(shape, "mlp residual")
 
@@ -145,9 +145,9 @@ def residual(shape: MicrobatchShape, name: str) -> Op:
     )
 
 
-def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = False) -> Iterator[Op]:
-    """Yield the ops of an MLP, or of a `shared` expert. Axis 0 of a gated `up` is (gate, up). handed: gradient of its
-    output."""
+def mlp(shape: MicrobatchShape, source: Value, grad_output: Value, *, shared: bool = False) -> Iterator[Op]:
+    """Yield the ops of an MLP, or of a `shared` expert. Axis 0 of a gated `up` is (gate, up). grad_output: gradient of
+    its output."""
     model, hidden = shape.model, shape.model.hidden_size
     ffn = (model.shared_expert_size or 0) if shared else model.ffn_size
     path, prefix = ("mlp.shared", "shared ") if shared else ("mlp", "")
@@ -173,7 +173,7 @@ def mlp(shape: MicrobatchShape, source: Value, handed: Value, *, shared: bool = 
         shape,
         with_bias(model, down),
         activated,
-        handed,
+        grad_output,
         collectives=scales(shape),
         moments=partial(down_moments, shape, down, shared=shared),
     )
@@ -197,7 +197,7 @@ def _activation(
     )
 
 
-def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op]:
+def experts(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterator[Op]:
     """Yield the ops of a mixture of experts whose tensor ranks each hold some experts whole.
 
     Every rank picks the rows of its own experts from all tokens. Which experts tokens choose depends on the data; the
@@ -258,8 +258,8 @@ def experts(shape: MicrobatchShape, source: Value, handed: Value) -> Iterator[Op
     )
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
     if model.shared_expert_size is not None:
-        own = model.shared_expert_gate or handed.name != OUTPUT_GRADIENT
-        yield from mlp(shape, source, gradient("shared down", shape.own_stream) if own else handed, shared=True)
+        apart = model.shared_expert_gate or grad_output.name != OUTPUT_GRADIENT
+        yield from mlp(shape, source, gradient("shared down", shape.own_stream) if apart else grad_output, shared=True)
         yield _shared_sum(shape, source)
 
 
@@ -328,9 +328,9 @@ def _expert_products(shape: MicrobatchShape, spec: ParameterSpec) -> tuple[Kerne
 def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     """Return the passes over memory in which rows of experts are picked, weighted and summed."""
     row = shape.model.hidden_size * shape.width
-    own, all_rows = shape.expert_rows * row, shape.tokens * shape.model.experts_per_token * row
-    picked, summed = 2 * own, 2 * own + 3 * all_rows + shape.tokens * row
-    return passes("rows of experts", picked + 2 * own + summed, picked + 4 * own + summed)
+    own_rows, all_rows = shape.expert_rows * row, shape.tokens * shape.model.experts_per_token * row
+    picked, summed = 2 * own_rows, 2 * own_rows + 3 * all_rows + shape.tokens * row
+    return passes("rows of experts", picked + 2 * own_rows + summed, picked + 4 * own_rows + summed)
 
 
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
@@ -355,17 +355,17 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
     changed = normalized or model.embedding_dropout > 0 or projected
     words_apart = shape.sequence_parallel or model.embedding_scale != 1
     words = "gradient of words" if changed or words_apart else OUTPUT_GRADIENT
-    handed = [Value(words, shape.stream)]
+    gradients = [Value(words, shape.stream)]
     summed = model.positions == "learned" and not shape.isolate_documents
     if words_apart and (types or (model.positions == "learned" and not summed)):
-        handed.append(Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream))
+        gradients.append(Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream))
     if summed:
-        handed.append(gradient("positions", stream // shape.micro_size))
+        gradients.append(gradient("positions", stream // shape.micro_size))
     yield Op(
         "lookup",
         weights=tuple(tables),
         saves=(Value("embedding mask", masked * shape.stored_masks),),
-        weight_needs=tuple(handed),
+        weight_needs=tuple(gradients),
         collectives=word_collectives(shape),
         kernels=partial(lookup_kernels, shape),
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),

@@ -50,9 +50,9 @@ def _layers(config: Mapping[str, Any]) -> Fields:
         config, {"rope_theta": config["global_rope_theta"]}, {"rope_theta": config["local_rope_theta"]}
     )
     local: Fields = {"sliding_window": config["local_attention"] // 2 + 1, **rope}
-    first, *others = ["local" if kind == SLIDING else FULL for kind in listed_layers(config, _types)]
+    first, *rest = ["local" if kind == SLIDING else FULL for kind in listed_layers(config, _types)]
     fields = {"local": local, "first": {"attention_norm": False, **(local if first == "local" else {})}}
-    return {**whole, **layer_fields(["first", *others], fields)}
+    return {**whole, **layer_fields(["first", *rest], fields)}
 
 
 def _norms(config: Mapping[str, Any]) -> Fields:
