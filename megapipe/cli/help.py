@@ -160,13 +160,13 @@ def _pages(name: str) -> list[str]:
     ]
 
 
-def _related(name: str, action: Action, options: dict[str, Action], known: Sequence[str]) -> list[str]:
+def _related(name: str, action: Action, options: dict[str, Action], fields: Sequence[str]) -> list[str]:
     """Return fields that a field's help mentions, fields whose help mentions it, and the rest of its group."""
     group = name.rpartition(".")[0]
-    others = [each for each in known if each != name]
-    named = [each for each in others if _mentions(action, each, group)]
-    naming = [each for each in others if _mentions(options[each], name, each.rpartition(".")[0])]
-    siblings = [each for each in others if each.rpartition(".")[0] == group]
+    other_fields = [each for each in fields if each != name]
+    named = [each for each in other_fields if _mentions(action, each, group)]
+    naming = [each for each in other_fields if _mentions(options[each], name, each.rpartition(".")[0])]
+    siblings = [each for each in other_fields if each.rpartition(".")[0] == group]
     return list(dict.fromkeys([*named, *naming, *siblings]))
 
 

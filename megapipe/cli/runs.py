@@ -231,7 +231,7 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the fields that differ between runs, with the value of each run; None where a run has no such field."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     values = {name: [run.config.get(name) for run in runs] for name in names}
-    return {name: each for name, each in values.items() if any(_value(own) != _value(each[0]) for own in each)}
+    return {name: each for name, each in values.items() if any(_value(value) != _value(each[0]) for value in each)}
 
 
 def _names(runs: Sequence[Run]) -> list[str]:

@@ -203,7 +203,7 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
     before_training()
     parsed: Given[PretrainConfig] | ConfigError
     try:
-        parsed = _given(kind, arguments)
+        parsed = _parsed(kind, arguments)
     except ConfigError as error:
         if "WORLD_SIZE" not in os.environ:
             return _refused(error)
@@ -323,7 +323,7 @@ def main(arguments: Sequence[str]) -> int:
         kind = kind_of(rest) if flags.kind is None else KINDS[flags.kind]
         job = _job(flags)
         if job is not None:
-            _check_layout(_given(kind, rest), job.ranks * job.nodes)
+            _check_layout(_parsed(kind, rest), job.ranks * job.nodes)
     except ConfigError as error:
         return _refused(error)
     if job is None:
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str]) -> int:
     return launch(job, ["train", *(["--kind", flags.kind] if flags.kind else []), *rest])
 
 
-def _check_layout(given: Given[PretrainConfig], world_size: int) -> None:
+def _check_layout(parsed: Given[PretrainConfig], world_size: int) -> None:
     """Raise ConfigError, before any rank starts, if the configuration cannot run on `world_size` ranks.
 
     With --plan, the ranks choose a layout and check it.
@@ -340,8 +340,8 @@ def _check_layout(given: Given[PretrainConfig], world_size: int) -> None:
     # Imported here because most starts, such as --help and a single rank, do not need it.
     from megapipe.layout.validation import run_problems
 
-    config = given.config
-    if given.flags["plan"] is None:
+    config = parsed.config
+    if parsed.flags["plan"] is None:
         problems = config.model.problems() + config.problems() or run_problems(config, world_size)
         if problems:
             raise ConfigError(problems)
@@ -370,7 +370,7 @@ def _job(flags: argparse.Namespace) -> Job | None:
     return job
 
 
-def _given(kind: type[PretrainConfig], arguments: Sequence[str]) -> Given[PretrainConfig]:
+def _parsed(kind: type[PretrainConfig], arguments: Sequence[str]) -> Given[PretrainConfig]:
     return parse_given(parser_of(kind, documented=asks_for_help(arguments)), kind, arguments)
 
 
