@@ -5,8 +5,8 @@ A schedule is a table of int32 rows, one row an action, -1 where a column does n
 * ``kind``: a :class:`Kind`.
 * ``stage``: the stage on this rank that the action belongs to.
 * ``unit``: index of a unit within the stage; -1 is the whole chunk (or not applicable).
-* ``microbatch``: the micro-batch, counted from the body's step. Reductions and updates name the last one they include.
-  Slices of a sequence are neighbouring micro-batches (`Header.slices`); words name micro-batch and slice.
+* ``microbatch``: the micro-batch, counted from the first one of the body's step. Reductions and updates name the last
+  one they include. Slices of a sequence are neighbouring micro-batches (`Header.slices`); words name both.
 * ``version``: weight version that a compute action reads, or that ``UPDATE`` produces, counted from the body's step.
 * ``slot``: the stage's receive buffer that a receive fills or a compute action reads.
 * ``group``: neighbouring compute rows with the same value of at least 0 are one action, such as a forward and a
@@ -78,15 +78,15 @@ GRADIENT_KINDS: Final = (*BACKWARDS, Kind.BACKWARD_WEIGHT)
 """The kinds of backward compute."""
 
 ADDING: Final = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
-"""The kinds that add to a layer's gradients."""
+"""The kinds that add to the gradients of a layer's weights."""
 
 SENDS: Final = (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
 RECEIVES: Final = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 SUMS_OF_RANKS: Final = (Kind.REDUCE_TIED, Kind.REDUCE_SCALARS, Kind.REDUCE_COUNTS)
-"""Collectives of pipeline ranks."""
+"""Collectives over pipeline ranks: sums of tied gradients, of losses, norms and flags, and of token counts."""
 
 COMPUTE_STREAM: Final = (*COMPUTE_KINDS, Kind.RECOMPUTE)
-"""The kinds that compute with a model's layers."""
+"""The kinds that compute with a model's layers: forwards, backwards and recomputation."""
 
 
 class Action(NamedTuple):
@@ -110,7 +110,7 @@ def rows_of(
     version: int | Ints | Rows = -1,
     slot: int | Ints | Rows = -1,
 ) -> Rows:
-    """Rows from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
+    """Return rows made from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
     columns = (kind, stage, unit, microbatch, version, slot, -1)
     rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
     for number, column in enumerate(columns):
@@ -119,12 +119,12 @@ def rows_of(
 
 
 def empty_rows() -> Rows:
-    """No actions: shape [0, len(COLUMNS)]."""
+    """Return a table without actions: shape [0, len(COLUMNS)]."""
     return np.empty((0, len(COLUMNS)), dtype=np.int32)
 
 
 def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
-    """Which entries of a kind column are one of ``wanted``."""
+    """Return which entries of a kind column are one of ``wanted``, in the shape of the column."""
     table = np.zeros(len(Kind), dtype=np.bool_)
     table[list(wanted)] = True
     return table[kinds]
@@ -148,7 +148,7 @@ def short_word(action: Action, slices: int = 1) -> str:
 
 
 def _fields(action: Action, slices: int) -> tuple[int, ...]:
-    """Stage, unit, micro-batch, slice (-1 for none), version, slot and group."""
+    """Return stage, unit, micro-batch, slice (-1 for none), version, slot and group."""
     sliced = slices > 1 and action.microbatch >= 0
     microbatch, index = divmod(action.microbatch, slices) if sliced else (action.microbatch, -1)
     return (*action[1:3], microbatch, index, *action[4:])
@@ -203,7 +203,7 @@ def on_side_stream(actions: Sequence[Action]) -> frozenset[tuple[int, int]]:
     never share a stream.
 
     All actions of a micro-batch on a stage have one stream. A forward takes the stream that the backward in its pair
-    does not have: a backward comes after its own forward, so pairs never close a circle.
+    does not have: a backward comes after its own forward, so pairs never form a cycle.
     """
     side: dict[tuple[int, int], bool] = {}
     for first in pairs_of(actions):

@@ -24,7 +24,8 @@ MOST_FORWARDS = 4_000_000
 """Largest number of forwards of all stages in a step. A larger schedule takes minutes and gigabytes to lower and to
 simulate."""
 MOST_RANKS = isqrt(MOST_FORWARDS)
-"""Largest number of pipeline ranks of a lowered schedule: in its collectives, every rank waits for every other one."""
+"""Largest number of pipeline ranks of a lowered schedule: in its collectives, every rank waits for every other one,
+so the number of waits grows with the square of the ranks."""
 
 
 def build(
@@ -52,10 +53,10 @@ def build(
         mode: "train", or "forward" for evaluation: forwards and activation transfers alone.
         units_per_stage: units of each stage, ascending by stage; one each by default.
         tied_groups: per tied weight, the stages that use it.
-        data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that share tokens.
+        data_parallel: reduce gradients unit by unit: over data-parallel replicas, or tensor ranks that shard tokens.
         states: the state units of each stage, and which state of each is sharded (ZeRO); by default each layer is one
             unit that is kept whole.
-        receive_ahead: compute actions between a receive's posting and its use, at most.
+        receive_ahead: maximum number of compute actions between the posting of a receive and its use.
         recompute: per stage, ranges of units whose forwards keep only their input and are recomputed before the
             backward; nothing by default.
         offload: tensors that go to host memory between their uses; none by default.
@@ -97,7 +98,7 @@ def order(
     vocabulary: int = 0,
     **options: Unpack[Options],
 ) -> Schedule:
-    """The named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
+    """Return the named schedule's compute actions alone, ready for lowering; arguments as in :func:`build`."""
     check_microbatches(name, num_ranks, num_microbatches, **options)
     generator = find_generator(name)
     placement = generator.placed(num_ranks, options)
@@ -170,8 +171,8 @@ def check_ranks(name: str, num_ranks: int) -> None:
 
 
 def forward_only(schedule: Schedule) -> Schedule:
-    """The forwards of one step in their order, for evaluation on the newest weights: whole chunks, as a generator
-    would write them, without what lowering added."""
+    """Return a schedule of the forwards of one step in their order, for evaluation on the newest weights: whole
+    chunks, as a generator would write them, without what lowering added."""
     body = []
     for rows in schedule.expand(1):
         whole = rows[(rows[:, KIND] == Kind.FORWARD) & (rows[:, UNIT] <= 0)]
@@ -271,14 +272,14 @@ def fit_for_training(
         mode: "train", or "forward" for its forwards alone, on the newest weights.
         units_per_stage: units (layers) of each stage, ascending by stage.
         tied_groups: per tied weight, the stages that use it.
-        data_parallel: whether gradients are to be reduced over replicas, or over tensor ranks that share tokens.
+        data_parallel: whether gradients are reduced over replicas, or over tensor ranks that shard the tokens.
         states: the state units of each stage, and which state of each is sharded.
-        receive_ahead: compute actions between a receive's posting and its use, at most; a lowered file has its own.
+        receive_ahead: as in :func:`megapipe.schedules.build`; a lowered file has its own receives.
         recompute: as in :func:`megapipe.schedules.build`; a lowered file has its own recomputed forwards.
         offload: as in :func:`megapipe.schedules.build`; a lowered file has its own offloads.
 
     Raises:
-        ScheduleError: the schedule is not valid, or was made for something else than the run.
+        ScheduleError: the schedule is not valid, or does not fit the run.
     """
     header = schedule.header
     if header.mode != "train":
@@ -326,7 +327,8 @@ def check_one_route(name: str, num_routes: int) -> None:
 
 
 def _check_route(header: Header) -> None:
-    """Training cuts the model into stages in their order and runs each micro-batch through all of them."""
+    """Raise ScheduleError unless a file's route is the one of training, which cuts the model into stages in their
+    order and runs each micro-batch through all of them."""
     if header.vocabulary:
         raise _mismatch(
             header,

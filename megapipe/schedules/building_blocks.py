@@ -32,7 +32,7 @@ class StagePlacement(NamedTuple):
 
 
 class Policy(NamedTuple):
-    """When weights are written: versions kept on each rank, updates per step, and gradient buffers.
+    """Rules for weight updates: versions kept on each rank, updates per step, and gradient buffers.
 
     With 2 gradient buffers, an update waits for the next step's first forward that needs it.
     """
@@ -144,11 +144,12 @@ def held_after_all_forwards(num_ranks: int, num_microbatches: int, chunks: int, 
 
 
 ROUNDING = 1e-9
+"""Difference of times that counts as none."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Times for which an order is made, of one rank's whole share of the model, in any one unit."""
+    """Times of one rank's whole part of the model for which an order is made, in any one unit of time."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -201,7 +202,7 @@ def steps_of(rows: Rows) -> list[Step]:
 
 
 def most_held(steps: list[Step]) -> int:
-    """Return the most chunks of activations that a rank holds, counted until their weight halves."""
+    """Return the peak number of chunks of activations that a rank holds; a chunk counts until its weight half."""
     held = most = 0
     for kind, _, _ in steps:
         held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
@@ -225,7 +226,7 @@ def fill_idle_time(
 
 
 class _Filler:
-    """Clocks of all ranks over their programs."""
+    """Runs the programs of all ranks in time, and places the weight halves."""
 
     def __init__(
         self, programs: Programs, placement: StagePlacement, times: Times, max_pending: int | None, limit: int | None
@@ -300,6 +301,7 @@ class _Filler:
 
 
 BALANCE_ROUNDING: Final = 1e-12
+"""Relative tolerance of the smallest bottleneck, for rounding errors of sums."""
 
 
 def balance_layers(costs: Sequence[float], num_stages: int) -> tuple[tuple[int, int], ...]:

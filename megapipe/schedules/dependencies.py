@@ -18,6 +18,7 @@ from megapipe.schedules.schedule import Connection, Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
 MOST_SWEEPS_BETWEEN_CHECKS: Final = 32
+"""Maximum number of sweeps between two checks whether any rank still advances."""
 
 
 class Progress:
@@ -87,7 +88,7 @@ class Needs(NamedTuple):
     needed: Ints
 
     def where_known(self) -> "Needs":
-        """Only the entries that have both rows (-1 marks none)."""
+        """Return the entries that have both rows; -1 marks a row that does not exist."""
         has_both = (self.row >= 0) & (self.needed >= 0)
         return Needs(self.row[has_both], self.needed[has_both])
 
@@ -124,7 +125,7 @@ class Dependencies:
         return self.table.first_by_key(*BACKWARDS), self.table.last_by_key(*BACKWARDS)
 
     def _neighbour_keys(self, neighbours: Ints) -> Ints:
-        """For each key, the key of the same micro-batch at the neighbouring stage, -1 where there is none."""
+        """Return for each key, the key of the same micro-batch at the neighbouring stage, -1 where there is none."""
         microbatch = np.arange(self.table.num_microbatches)
         stage = neighbours[microbatch % len(neighbours)].T
         keys: Ints = np.where(stage < 0, -1, stage * self.table.num_microbatches + microbatch).ravel()
@@ -177,7 +178,7 @@ class Dependencies:
         return Needs(first[place[rows]], rows).where_known()
 
     def local_needs(self) -> Iterator[Needs]:
-        """Needs between rows of one rank, by kind of need."""
+        """Yield needs between rows of one rank, by kind of need."""
         yield from self._transfer_needs()
         yield from self.compute_needs()
         yield self._counts_needs()
@@ -199,7 +200,7 @@ class Dependencies:
             yield Needs(first[table.key[rows]], rows)
 
     def compute_needs(self) -> Iterator[Needs]:
-        """Needs between compute actions of one rank: of neighbouring stages, of a backward and its forward, of
+        """Yield needs between compute actions of one rank: of neighbouring stages, of a backward and its forward, of
         units."""
         yield self._hand_overs(same_rank=True)
         yield Needs(self._backward[0], self._forward[1]).where_known()
@@ -207,7 +208,7 @@ class Dependencies:
         yield from self._unit_needs()
 
     def remote_needs(self) -> Needs:
-        """Compute actions that need the output of a compute action of another rank."""
+        """Return the compute actions that need the output of a compute action of another rank."""
         return self._hand_overs(same_rank=False)
 
     def _hand_overs(self, same_rank: bool) -> Needs:
@@ -225,11 +226,11 @@ class Dependencies:
 
     @cached_property
     def shard_needs(self) -> Needs:
-        """Needs where all ranks share the vocabulary. Output layer: the forward of a shard needs the forward of the
-        route's last stage; the backward (or input half) of a shard needs the forwards of all shards; the last stage's
-        backward needs the backwards of all shards. Each forward of a shard needs the pass before it on all ranks,
-        which is the same pass. Input embedding: the forward of the route's first stage needs the forwards of all
-        shards, whose backwards need the first stage's backward."""
+        """Needs if the vocabulary is sharded over all ranks. Output layer: the forward of a shard needs the forward of
+        the route's last stage; the backward (or input half) of a shard needs the forwards of all shards; the last
+        stage's backward needs the backwards of all shards. Each forward of a shard needs the pass before it on all
+        ranks, which is the same pass. Input embedding: the forward of the route's first stage needs the forwards of
+        all shards, whose backwards need the first stage's backward."""
         header = self.table.header
         shards, inputs = (np.array(each, dtype=np.int64) for each in (header.outputs, header.inputs))
         if not len(shards):
@@ -371,7 +372,7 @@ class Dependencies:
                     yield Needs(first[reader, later[inside]], mine[inside]).where_known()
 
     def _collective_rows(self, kind: Kind, every: int) -> Ints:
-        """The row of a whole-pipeline collective for each rank and step or update; shape [ranks, count]."""
+        """Return the row of a whole-pipeline collective for each rank and step or update; shape [ranks, count]."""
         table = self.table
         count = table.num_microbatches // every
         collective_rows = np.full((table.header.num_ranks, count), -1, dtype=np.int64)
@@ -380,7 +381,8 @@ class Dependencies:
         return collective_rows
 
     def collective_needs(self) -> Needs:
-        """Rows that need a collective's result, each with the starts of the collective on all ranks that take part.
+        """Return the rows that need a collective's result, each with the starts of the collective on all ranks that
+        take part.
 
         Scalars start without waiting. But their sum needs the sums of tied gradients, and the sums of gradients over
         all holders of a part; updates need these sums, too.
@@ -399,7 +401,7 @@ class Dependencies:
         return joined(*parts).where_known()
 
     def waits(self) -> Needs:
-        """Rows that wait for rows of other ranks, or of other streams of their rank, to end."""
+        """Return the rows that wait for rows of other ranks, or of other streams of their rank, to end."""
         arrivals = Needs(self.messages.use, self.messages.send)
         copies, collectives = joined(self.reloads, self.snapshots), self.collective_needs()
         return joined(arrivals, self.gathers, self.gradient_buffers, self.reduced, copies, collectives)
@@ -411,7 +413,8 @@ class Dependencies:
         return dict(zip(messages.send.tolist(), links, strict=True))
 
     def _counts_users(self) -> Ints:
-        """The first backward of a route's last stage in each rank and step, -1 where none; shape [ranks, steps]."""
+        """Return the first backward of a route's last stage in each rank and step, -1 where none; shape [ranks,
+        steps]."""
         table, header = self.table, self.table.header
         ends = np.flatnonzero(self._neighbour_keys(header.following_stages) < 0)
         rows = np.sort(self._backward[0][ends])
@@ -434,7 +437,7 @@ def against_all(users: Ints, members: Ints) -> Needs:
 
 
 def _local_uses(header: Header) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Per owning stage and tied group, the stages of its rank that use the tied weight."""
+    """Return, by owning stage and tied group, the stages of its rank that use the tied weight."""
     uses: dict[int, dict[int, tuple[int, ...]]] = {}
     for group, stages in enumerate(header.tied_groups):
         for owner in header.tied_owners(group):
@@ -444,7 +447,7 @@ def _local_uses(header: Header) -> dict[int, dict[int, tuple[int, ...]]]:
 
 
 def _readers_of_state(header: Header) -> dict[int, set[int]]:
-    """Per stage that keeps state, the stages of its rank whose compute uses any of it."""
+    """Return, for each stage that keeps state, the stages of its rank whose compute uses any of it."""
     readers = {stage: {stage} for stage in range(len(header.stages))}
     for owner, uses in _local_uses(header).items():
         readers[owner].update(stage for stages in uses.values() for stage in stages)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
 WIDTH: Final = 100
+"""Maximum number of characters of a line that an excerpt shows."""
 
 
 class ScheduleError(ValueError):
@@ -45,7 +46,7 @@ def excerpt(lines: Sequence[str], number: int, column: int = 0) -> str:
 LARGEST: Final = 10**9 - 1
 """The largest number in a schedule file, apart from those of actions."""
 DIGITS: Final = "[0-9]+"
-"""Pattern of a number. Where the digits of other scripts count too, as in `int`, files are easily misread."""
+"""Pattern of a number. `int` also accepts digits of other scripts, with which a file is easily misread."""
 
 
 class Word(NamedTuple):
@@ -67,7 +68,7 @@ class TextLine(NamedTuple):
     file: tuple[str, ...]
 
     def error(self, word: Word, problem: str) -> ScheduleError:
-        """An error at a word of this line."""
+        """Return an error at a word of this line."""
         number = word.line or self.number
         place = f"{self.source}, line {number}, column {word.column}"
         return ScheduleError(f"{place}: {problem}", excerpt(self.file, number, word.column))
@@ -80,14 +81,14 @@ class TextLine(NamedTuple):
             raise self.error(self.words[-1], f"a value must follow {self.words[0].text!r}")
 
     def number_at(self, index: int, least: int = 0) -> int:
-        """The whole number at a word; raises ScheduleError where there is none from ``least`` to `LARGEST`."""
+        """Return the whole number at a word; raises ScheduleError unless it is from ``least`` to `LARGEST`."""
         if index >= len(self.words):
             raise self.error(self.words[-1], f"a number must follow {self.words[-1].text!r}")
         word = self.words[index]
         return self.whole_number(word, word.text, least)
 
     def whole_number(self, word: Word, text: str, least: int = 0) -> int:
-        """The whole number of a text, which is a word of this line or a part of it; otherwise as `number_at`."""
+        """Return the whole number of a text, which is a word of this line or a part of it; raises as `number_at`."""
         digits = text.lstrip("0") or text[-1:]
         if re.fullmatch(DIGITS, text) and len(digits) <= len(str(LARGEST)) and int(digits) >= least:
             return int(digits)
@@ -95,12 +96,12 @@ class TextLine(NamedTuple):
         raise self.error(word, f"{text!r} is not {rule}; write one, in the digits 0 to 9")
 
     def choice_at(self, index: int, choices: tuple[str, ...]) -> str:
-        """The word at an index, which must be one of ``choices``."""
+        """Return the word at an index, which must be one of ``choices``."""
         self.expect_length(index + 1)
         return self.one_of(index, choices)
 
     def one_of(self, index: int, choices: tuple[str, ...]) -> str:
-        """The word at an index, which must be one of ``choices``; others may follow."""
+        """Return the word at an index, which must be one of ``choices``; others may follow."""
         if index >= len(self.words):
             raise self.error(self.words[-1], f"one of {', '.join(choices)} must follow {self.words[-1].text!r}")
         word = self.words[index]
@@ -110,7 +111,7 @@ class TextLine(NamedTuple):
 
 
 def split_lines(text: str, source: str) -> Iterator[TextLine]:
-    """The lines that hold more than a comment."""
+    """Yield the lines that hold more than a comment."""
     file = tuple(text.split("\n"))
     for number, raw in enumerate(file, start=1):
         content = raw.split("#", 1)[0].rstrip()

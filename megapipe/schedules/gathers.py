@@ -1,10 +1,10 @@
-"""When sharded weights are gathered and released, and sharded gradients reduced, within the pools of a rank (ZeRO-3).
+"""Gathers and releases of sharded weights, and reductions of sharded gradients, within the pools of a rank (ZeRO-3).
 
 Weights in host memory follow the same rule: their gather is a copy to the device.
 
 A *run* is a sequence of neighbouring compute actions of a rank that use the same layer, or a group. During a run, the
-rank holds or gathers the state units of the layers that are used from there on, in their order, as many as fit into
-the weight pool. If the pool has room for one unit, there is no prefetch; with room for two, the rank gathers one unit
+rank holds or gathers the state units of the layers that are used from there on, in their order, until the weight
+pool is full. If the pool has room for one unit, there is no prefetch; with room for two, the rank gathers one unit
 ahead. No unit is dropped while it is among them, so no order of gathers with the same pool gathers less. Weight halves
 of split backwards work on saved inputs and output gradients and use no weights.
 
@@ -43,7 +43,7 @@ class StateRows(NamedTuple):
         return StateRows(self.row[chosen], self.unit[chosen])
 
     def places(self, table: Table) -> Ints:
-        """One number for the stage, update (and so weight version) and state unit of each entry."""
+        """Return one number for the stage, update (and so weight version) and state unit of each entry."""
         update = table.stage[self.row].astype(np.int64) * table.num_updates + table.update[self.row]
         return update * table.header.most_states + self.unit
 
@@ -105,7 +105,7 @@ def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
 
 
 def num_places(table: Table) -> int:
-    """Number of places that `StateRows.places` can give."""
+    """Return the number of places that `StateRows.places` can give."""
     return table.num_stages * table.num_updates * table.header.most_states
 
 
@@ -154,7 +154,7 @@ def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Ru
 
 
 def residences(table: Table, written: Ints) -> Residence:
-    """When units' weights are on hand, in a table whose compute is cut into units.
+    """Return the gathers and releases of units' weights, for a table whose compute is cut into units.
 
     written: the first row after the updates that write a version, shape [stages, versions].
     """
@@ -168,7 +168,7 @@ def residences(table: Table, written: Ints) -> Residence:
 
 
 def last_additions(table: Table) -> StateRows:
-    """Rows after which gradients are reduced where they are sharded; the table's compute is cut into units.
+    """Return the rows after which sharded gradients are reduced; the table's compute is cut into units.
 
     The mirror of `residences`: at every run of backwards, the gradients of the last different units that fit into the
     gradient pool are on the rank, added to or on their way. A gradient that is not added to again while it is among
@@ -182,7 +182,8 @@ def last_additions(table: Table) -> StateRows:
 
 
 def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
-    """Rows that open a unit's sharded gradient, and for each the reduction that makes room for it, -1 for none."""
+    """Return the rows that open a unit's sharded gradient, and for each the reduction that makes room for it, -1 for
+    none."""
     header = table.header
     every = of_states(table, table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS), header.sharded_gradients)
     reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[every.row].tolist()
@@ -221,10 +222,10 @@ class Stays(NamedTuple):
 def stays_of(runs: Runs, pool: int) -> Stays:
     """Return when each unit is held by a rank that holds units up to a total size of ``pool``.
 
-    At each run, the rank holds the next different units, as many as fit. So a unit is still there at its next use if
-    all units that are used from one use to the next fit together with it. A cache that drops the least recently used
-    unit follows the same rule, and a gather starts right after the last use of what was dropped most recently. Nothing
-    is held from one part of the runs to the next.
+    At each run, the rank holds the next different units, until the pool is full. So a unit is still there at its next
+    use if all units that are used from one use to the next fit together with it. A cache that drops the least recently
+    used unit follows the same rule, and a gather starts right after the last use of what was dropped most recently.
+    Nothing is held from one part of the runs to the next.
 
     Raises ScheduleError if the units of one run do not fit.
     """

@@ -22,7 +22,8 @@ from megapipe.schedules.table import Table
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:
-    """Peak number of activations alive on each rank, in micro-batches of the rank's layers of one copy of the model.
+    """Return the peak number of activations alive on each rank, in micro-batches of the rank's layers of one copy of
+    the model.
 
     An activation lives from its forward to its backward, or to the input half of a split one. A recomputed activation
     lives from its recomputation on; the inputs kept until then are not counted. Activations in host memory, and those
@@ -32,7 +33,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
 
 def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
-    """Most micro-batches whose activations each stage holds at once, in its own layers."""
+    """Return for each stage the peak number of micro-batches whose activations it holds."""
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
     parts = np.where(table.unit < 0, 1, table.units) * table.header.slices
     held = (
@@ -61,7 +62,7 @@ def activations_gone(table: Table) -> Mask:
 
 
 def pending_weight_halves(table: Table) -> tuple[float, ...]:
-    """Most weight halves that wait at once on each rank, in micro-batches of the whole rank's layers."""
+    """Return the peak number of waiting weight halves on each rank, in micro-batches of the whole rank's layers."""
     return _peaks(table, table.is_kind(Kind.BACKWARD_INPUT), table.is_kind(Kind.BACKWARD_WEIGHT))
 
 
@@ -135,25 +136,25 @@ NOTHING: Final = Offload()
 
 
 def activations_moved(table: Table, kind: Kind) -> Ints:
-    """Rows that move activations; kind: `OFFLOAD` or `RELOAD`."""
+    """Return the rows that move activations; kind: `OFFLOAD` or `RELOAD`."""
     rows = table.rows_with(kind)
     return rows[table.version[rows] < 0]
 
 
 def states_moved(table: Table, kind: Kind) -> Ints:
-    """Rows that move optimizer state; kind: `OFFLOAD` or `RELOAD`."""
+    """Return the rows that move optimizer state; kind: `OFFLOAD` or `RELOAD`."""
     rows = table.rows_with(kind)
     return rows[table.version[rows] >= 0]
 
 
 def unit_places(table: Table) -> Ints:
-    """Stage, micro-batch and unit (or whole chunk) of each row as one number."""
+    """Return stage, micro-batch and unit (or whole chunk) of each row as one number."""
     places: Ints = table.key * (max(table.header.units_per_stage) + 1) + table.unit + 1
     return places
 
 
 def state_places(table: Table) -> Ints:
-    """Stage, update and state unit of each row as one number."""
+    """Return stage, update and state unit of each row as one number."""
     header = table.header
     most = header.most_states + len(header.tied_groups)
     places: Ints = (table.stage.astype(np.int64) * table.num_updates + table.update) * most + table.unit
@@ -178,7 +179,7 @@ def with_snapshots(schedule: Schedule) -> Schedule:
 
 
 def _snapshots(header: Header, rank: int) -> Rows:
-    """Rows that copy the state of a rank's units before the first update of a step."""
+    """Return the rows that copy the state of a rank's units before the first update of a step."""
     places = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
     stage, unit = np.array(places, dtype=np.int32).reshape(-1, 2).T
     kept = np.array(header.versions_per_stage, dtype=np.int32)[stage]

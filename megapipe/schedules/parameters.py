@@ -33,8 +33,9 @@ from megapipe.schedules.schedule import SECTIONS
 OPTIONS: Final = ("chunks", "group_size", "max_pending")
 """Options that a file may have: numbers that commands and configuration can set."""
 MOST_STEPS = 4_000_000
-"""Statements and words that one expansion may run."""
+"""Maximum number of statements and words of one expansion."""
 DEEPEST: Final = 30
+"""Maximum depth of nested parentheses, and of nested blocks."""
 _LARGEST: Final = 2**31 - 1
 
 Values = dict[str, int]
@@ -366,7 +367,7 @@ class BlockReader:
         return body
 
     def rows(self, names: set[str], num_ranks: int, values: Values) -> Iterator[tuple[TextLine, list[Word]]]:
-        """Return the row of each rank, from the only statement of a section, ``rank r:``, and its line."""
+        """Yield the row of each rank, from the only statement of a section, ``rank r:``, and its line."""
         line, self._next = self._lines[0], 1
         scanner = Scanner(line, names, _indent(line))
         if not scanner.take("rank"):

@@ -46,8 +46,8 @@ class Options(TypedDict, total=False):
     ``group_size``: consecutive micro-batches that pass a chunk (interleaved_1f1b and gis). ``update``: when 2bw steps
     its optimizer. ``vertical_sync``: every stage uses the version that the first one used (pipedream). ``two_bp``:
     split backwards, weight halves in idle time; ``max_pending``: maximum number of weight halves that wait then.
-    ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: those for which the order is
-    made (zb_auto and those in a V; two_bp).
+    ``memory_limit``: micro-batches that a rank may hold (zb_auto and v_auto). ``times``: the times for which the
+    order is made (zb_auto and those in a V; two_bp).
     """
 
     chunks: int

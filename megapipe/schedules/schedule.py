@@ -35,7 +35,8 @@ SECTIONS: Final[tuple[SectionName, ...]] = ("prologue", "body", "epilogue")
 
 
 class StagePlace(NamedTuple):
-    """Where a stage lives: the part of the model it runs, which copy of that part it is, and its pipeline rank."""
+    """Place of a stage: the part of the model that it runs, the number of its copy of that part, and its pipeline
+    rank."""
 
     part: int
     replica: int
@@ -55,7 +56,8 @@ class Sections:
 
     @classmethod
     def flushing(cls, body: Iterable[Rows]) -> "Sections":
-        """Sections of a schedule that ends every step with an empty pipeline. body: the rows of each rank."""
+        """Return the sections of a schedule that ends every step with an empty pipeline. body: the rows of each
+        rank."""
         rows = tuple(body)
         empty = tuple(empty_rows() for _ in rows)
         return cls(empty, rows, empty)
@@ -74,10 +76,10 @@ class Header:
     (:meth:`tied_unit`). Micro-batches and versions count from the body's step: step t adds ``t * num_microbatches``
     and ``t * updates_per_step``. A micro-batch of update k reads version k; update k writes version
     ``k + versions_per_stage[s]`` over it, so a stage keeps that many copies and its gradients are
-    ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage; ``gradient_buffers`` is how many
-    updates' gradients may be alive at once. ``slices``: number of parts of each sequence: that many micro-batches in
-    turn are the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off the
-    route, two on each rank (`schedules.vocabulary`): shards of the output layer, which all follow the route's last
+    ``versions_per_stage[s] - 1`` updates old. Slots are receive buffers per stage. ``gradient_buffers``: number of
+    updates whose gradients may be alive at once. ``slices``: number of parts of each sequence: that many micro-batches
+    in turn are the slices of one batch of samples, and ``num_microbatches`` counts slices. ``vocabulary``: stages off
+    the route, two on each rank (`schedules.vocabulary`): shards of the output layer, which all follow the route's last
     stage, then shards of the input embedding, which all precede its first (:attr:`outputs`, :attr:`inputs`). Compute
     actions name a layer of their stage (``units_per_stage``); gathers, reductions and updates name a state unit:
     ``states`` lists those of every stage, in the order of their layers, with what is sharded of each and where it is
@@ -106,7 +108,7 @@ class Header:
 
     @property
     def num_versions(self) -> int:
-        """The most weight versions that any stage keeps."""
+        """Largest number of weight versions that a stage keeps."""
         return max(self.versions_per_stage)
 
     @property
@@ -198,12 +200,12 @@ class Header:
 
     @cached_property
     def state_sizes(self) -> Ints:
-        """Return the part of a pool that each state unit needs, shape [stages, most_states]."""
+        """Part of a pool that each state unit needs, shape [stages, most_states]."""
         return self._of_states(lambda unit: unit.size, np.int64)
 
     @cached_property
     def first_states(self) -> Ints:
-        """Return the first state unit of each layer, then the number of state units, shape [stages, most + 1]."""
+        """First state unit of each layer, then the number of state units, shape [stages, most_states + 1]."""
         layers = np.arange(self.most_states + 1)
         return np.array([np.searchsorted([unit.layer for unit in units], layers) for units in self.stage_states])
 
@@ -240,7 +242,7 @@ class Header:
     @cached_property
     def stages_sharing(self) -> tuple[int, ...]:
         """Per stage, the number of stages of the same copy of the model on its rank, including itself. A stage has
-        an equal share of that copy's layers on the rank. Shards of the vocabulary count by themselves."""
+        an equal part of that copy's layers on the rank. Shards of the vocabulary count by themselves."""
         homes = [
             (place.rank, place.replica, bool(shard)) for place, shard in zip(self.stages, self.is_shard, strict=True)
         ]
@@ -260,37 +262,38 @@ class Header:
         return tuple(connections)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Stages that live on a pipeline rank, ascending."""
+        """Return the stages on a pipeline rank, ascending."""
         return tuple(stage for stage, place in enumerate(self.stages) if place.rank == rank)
 
     def tied_owners(self, group: int) -> tuple[int, ...]:
-        """Per rank that uses the weight of the group, the earliest of its stages in it: the stage that carries the
-        group's reduction and update there."""
+        """Return, for each rank that uses the weight of the group, the earliest of its stages in it: the stage that
+        carries the group's reduction and update there."""
         earliest: dict[int, int] = {}
         for stage in sorted(self.tied_groups[group]):
             earliest.setdefault(self.stages[stage].rank, stage)
         return tuple(sorted(earliest.values()))
 
     def state_units(self, stage: int) -> tuple[int, ...]:
-        """Ids of the state units that the stage updates: its own, then the tied groups that it owns on its rank."""
+        """Return the ids of the state units that the stage updates: its own, then the tied groups that it owns on its
+        rank."""
         groups = (group for group in range(len(self.tied_groups)) if stage in self.tied_owners(group))
         return (*range(len(self.stage_states[stage])), *(self.tied_unit(stage, group) for group in groups))
 
     def states_of(self, stage: int, layer: int) -> range:
-        """Ids of the state units of a layer of a stage."""
+        """Return the ids of the state units of a layer of a stage."""
         first, end = self.first_states[stage, layer : layer + 2].tolist()
         return range(first, end)
 
     def tied_unit(self, stage: int, group: int) -> int:
-        """Id of a tied group among the state units of a stage."""
+        """Return the id of a tied group among the state units of a stage."""
         return len(self.stage_states[stage]) + group
 
     def tied_group(self, stage: int, unit: int) -> int:
-        """Tied group of a state unit of a stage, negative for a unit of the stage's own."""
+        """Return the tied group of a state unit of a stage, negative for a unit of the stage's own."""
         return unit - len(self.stage_states[stage])
 
     def summing_ranks(self, stage: int, unit: int) -> frozenset[int]:
-        """Pipeline ranks over which the gradients of a state unit of a stage are summed."""
+        """Return the pipeline ranks over which the gradients of a state unit of a stage are summed."""
         group = self.tied_group(stage, unit)
         stages = self.tied_groups[group] if group >= 0 else self.holders[stage]
         return frozenset(self.stages[each].rank for each in stages)
@@ -359,37 +362,37 @@ class Schedule:
 
     @property
     def prologue_steps(self) -> int:
-        """Steps that the prologue begins: n bodies between prologue and epilogue make ``prologue_steps + n`` steps."""
+        """Steps that the prologue starts: n bodies between prologue and epilogue make ``prologue_steps + n`` steps."""
         return 0 if self.flushes else 1
 
     def actions(self, section: SectionName, rank: int) -> Iterator[Action]:
-        """The actions of a rank in a section, in order."""
+        """Yield the actions of a rank in a section, in order."""
         for kind, *fields in self.sections[section][rank].tolist():
             yield Action(KINDS[kind], *fields)
 
     def rank_of(self, stage: int) -> int:
-        """Pipeline rank that holds the stage."""
+        """Return the pipeline rank that holds the stage."""
         return self.header.stages[stage].rank
 
     def next_stage(self, stage: int, microbatch: int) -> int | None:
-        """The stage that takes the output of ``stage`` on the micro-batch's route, None after the last."""
+        """Return the stage that takes the output of ``stage`` on the micro-batch's route, None after the last."""
         following = int(self.header.following_stages[microbatch % len(self.header.routes), stage])
         return None if following < 0 else following
 
     def previous_stage(self, stage: int, microbatch: int) -> int | None:
-        """The stage whose output ``stage`` takes on the micro-batch's route, None before the first."""
+        """Return the stage whose output ``stage`` takes on the micro-batch's route, None before the first."""
         preceding = int(self.header.preceding_stages[microbatch % len(self.header.routes), stage])
         return None if preceding < 0 else preceding
 
     def expand(self, steps: int) -> tuple[Rows, ...]:
-        """One flat table per rank that runs ``steps`` optimizer steps, micro-batches and versions absolute.
+        """Return one flat table per rank that runs ``steps`` optimizer steps, micro-batches and versions absolute.
 
-        Raises ScheduleError where the schedule cannot run so few steps.
+        Raises ScheduleError if the schedule cannot run that few steps.
         """
         return tuple(np.concatenate(parts) for parts in self.expand_sections(steps))
 
     def expand_sections(self, steps: int) -> list[list[Rows]]:
-        """Like :meth:`expand`, but each rank's rows still cut into prologue, every body and epilogue."""
+        """Return the rows of :meth:`expand` for each rank, cut into prologue, every body and epilogue."""
         bodies = steps - self.prologue_steps
         if bodies < 0:
             raise ScheduleError(
@@ -405,7 +408,7 @@ class Schedule:
 
 
 def shift_rows(rows: Rows, microbatches: int, versions: int) -> Rows:
-    """The same actions some micro-batches and weight versions later; unused columns stay -1."""
+    """Return the same actions some micro-batches and weight versions later; unused columns stay -1."""
     if len(rows) == 0 or (microbatches == 0 and versions == 0):
         return rows
     shifted = rows.copy()

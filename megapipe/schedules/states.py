@@ -12,7 +12,7 @@ WeightHome = Literal["whole", "sharded", "host"]
 
 
 MOST_UNITS: Final = 4_000_000
-"""Units of all stages of a schedule. More take gigabytes."""
+"""Maximum number of units of all stages of a schedule: more would take gigabytes of memory."""
 
 
 class StateUnit(NamedTuple):

@@ -43,8 +43,8 @@ def _column(number: int) -> cached_property[Rows]:
 class Table:
     """Rows of all ranks, rank by rank in program order, micro-batches and versions absolute.
 
-    ``rank`` and ``section`` (0 prologue, 1.. bodies, last epilogue) have one entry a row. Of two rows of one rank the
-    lower comes first.
+    ``rank`` and ``section`` (0 prologue, 1.. bodies, last epilogue) have one entry a row. Of two rows of one rank, the
+    one with the lower index comes first.
     """
 
     header: Header
@@ -57,7 +57,7 @@ class Table:
 
     @classmethod
     def unroll(cls, schedule: Schedule, steps: int) -> "Table":
-        """The table of ``steps`` optimizer steps."""
+        """Return the table of ``steps`` optimizer steps."""
         parts = schedule.expand_sections(steps)
         sizes = [len(part) for rank_parts in parts for part in rank_parts]
         places = [(rank, section) for rank, rank_parts in enumerate(parts) for section in range(len(rank_parts))]
@@ -185,11 +185,11 @@ class Table:
         return rows[self.header.shared[self.stage[rows]]]
 
     def is_kind(self, *kinds: Kind) -> Mask:
-        """Which rows have one of the kinds."""
+        """Return which rows have one of the kinds."""
         return kind_mask(self.kind, *kinds)
 
     def rows_with(self, *kinds: Kind) -> Ints:
-        """Indices of the rows that have one of the kinds, ascending."""
+        """Return the indices of the rows that have one of the kinds, ascending."""
         parts = [self._rows_by_kind[kind] for kind in kinds]
         return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
 
@@ -201,52 +201,55 @@ class Table:
         return [order[first:last] for first, last in pairwise(bounds.tolist())]
 
     def opens_chunk(self) -> Mask:
-        """Which rows take the chunk's input: whole chunks, a forward's first unit, a backward's last one."""
+        """Return which rows take the chunk's input: whole chunks, a forward's first unit, a backward's last one."""
         first = np.where(self.is_kind(Kind.FORWARD), 0, self.units - 1)
         opens: Mask = (self.unit < 0) | (self.unit == first)
         return opens
 
     def closes_chunk(self) -> Mask:
-        """Which rows give the chunk's output: whole chunks, a forward's last unit, a backward's first one."""
+        """Return which rows give the chunk's output: whole chunks, a forward's last unit, a backward's first one."""
         last = np.where(self.is_kind(Kind.FORWARD), self.units - 1, 0)
         closes: Mask = (self.unit < 0) | (self.unit == last)
         return closes
 
     def last_by_key(self, *kinds: Kind) -> Ints:
-        """The last row of the kinds for each stage and micro-batch, -1 where none; shape [stages * micro-batches]."""
+        """Return the last row of the kinds for each stage and micro-batch, -1 where none; shape [stages *
+        micro-batches]."""
         rows = self.rows_with(*kinds)
         return last_row_per(self.key[rows], rows, self.num_stages * self.num_microbatches)
 
     def first_by_key(self, *kinds: Kind) -> Ints:
-        """The first row of the kinds for each stage and micro-batch, -1 where none; shape [stages * micro-batches]."""
+        """Return the first row of the kinds for each stage and micro-batch, -1 where none; shape [stages *
+        micro-batches]."""
         rows = self.rows_with(*kinds)
         return first_row_per(self.key[rows], rows, self.num_stages * self.num_microbatches)
 
 
 def last_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
-    """For each key the last of the ascending ``rows`` that has it, -1 where none has."""
+    """Return for each key the last of the ascending ``rows`` that has it, -1 where none has; shape [num_keys]."""
     last = np.full(num_keys, -1, dtype=np.int64)
     last[keys] = rows
     return last
 
 
 def first_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
-    """For each key the first of the ascending ``rows`` that has it, -1 where none has."""
+    """Return for each key the first of the ascending ``rows`` that has it, -1 where none has; shape [num_keys]."""
     # Copies, not views: numpy may walk indices of negative stride in memory order, and then the last does not win.
     return last_row_per(keys[::-1].copy(), rows[::-1].copy(), num_keys)
 
 
 NEIGHBOURS: Final = 3
+"""Number of actions that an error shows before and after its own."""
 
 
 def action_at(table: Table, row: int) -> Action:
-    """View of a row of the table."""
+    """Return a row of the table as an action."""
     kind, *fields = table.rows[row].tolist()
     return Action(Kind(kind), *fields)
 
 
 def failure(table: Table, row: int, problem: str) -> ScheduleError:
-    """An error at a row: its rank, its action, the problem, and the rank's actions around it."""
+    """Return an error at a row: its rank, its action, the problem, and the rank's actions around it."""
     where = f"{table.header.name}, {table.place_of(row)}, {describe(action_at(table, row), table.header.slices)}"
     return ScheduleError(f"{where}: {problem}", neighbourhood(table, row))
 
@@ -266,7 +269,7 @@ def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") ->
 
 
 def missing(table: Table, rank: int, action: Action) -> ScheduleError:
-    """An error for an action that a rank lacks; shows the rank's line, or its first actions."""
+    """Return an error for an action that a rank lacks; shows the rank's line, or its first actions."""
     first, last = table.offsets[rank : rank + 2].tolist()
     section = table.section_of(first) if last > first else "body"
     if table.origin is not None:

@@ -187,7 +187,7 @@ class HeaderReader:
             self._once(line, "name", line.words[1].text)
 
     def finish(self, source: str) -> Header:
-        """The header that the lines make."""
+        """Return the header that the lines describe."""
         for key in ("name", "num_microbatches"):
             if key not in self._fields:
                 word = key.removeprefix("num_")
@@ -319,7 +319,7 @@ def _pairs(line: TextLine, keys: Collection[str]) -> Iterator[tuple[str, int]]:
 
 
 def dumps(schedule: Schedule) -> str:
-    """The schedule as text.
+    """Return the schedule as text.
 
     Example:
         >>> from megapipe import build, dumps
@@ -338,10 +338,10 @@ def dumps(schedule: Schedule) -> str:
 
 
 def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) -> Schedule:
-    """The schedule that a text describes.
+    """Return the schedule that a text describes.
 
     ``source`` names the text in errors. ``sizes`` are those of the run, for a text with parameters. Raises
-    ScheduleError with line and column of what does not belong.
+    ScheduleError with the line and column of the error.
 
     Example:
         >>> from megapipe import build, dumps, loads
@@ -374,12 +374,13 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
 
 
 def loads_header(text: str, source: str, sizes: FileParameters) -> Header:
-    """The header of a text, without its rows; what a text with parameters requires of the run is not checked."""
+    """Return the header of a text, without its rows; what a text with parameters requires of the run is not
+    checked."""
     return _read_header(text, source, sizes, header_only=True)[2]
 
 
 def has_parameters(text: str) -> bool:
-    """Whether a text is for any number of ranks and micro-batches."""
+    """Return whether a text is for any number of ranks and micro-batches."""
     first = next(split_lines(text, ""), None)
     return first is not None and first.text == f"{MAGIC} {WITH_PARAMETERS}"
 
@@ -415,7 +416,7 @@ def _read_header(
 
 
 def _words(actions: Iterable[Action], slices: int) -> Iterator[str]:
-    """One word for each action; rows of one group are joined by a plus sign."""
+    """Yield one word for each action; rows of one group are joined by a plus sign."""
     for group, rows in groupby(actions, key=lambda action: action.group):
         words = (write_action(action, slices) for action in rows)
         yield from words if group < 0 else ["+".join(words)]

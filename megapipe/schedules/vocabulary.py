@@ -29,12 +29,13 @@ from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 PASSES: Final = {1: (Kind.BACKWARD,), 2: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
 """A shard's backward, by the variant."""
 BARRIERS: Final = {1: 2, 2: 1}
-"""Micro-batches by which backwards are delayed at most, one for each barrier (section 5.1: 1F1B keeps p + 2 or p + 1
-micro-batches)."""
+"""Maximum number of micro-batches by which backwards are delayed: one for each barrier (section 5.1: 1F1B keeps p + 2
+or p + 1 micro-batches)."""
 SECONDS: Final = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
+"""Time of each kind in all layers of a rank, where the forward takes 1."""
 PASS_SECONDS: Final = 0.25
-"""Time of a pass of a shard of the output layer, where the forward of all layers of a rank takes 1: by these times
-passes are placed. Those of the input embedding, which read a few rows, take no time."""
+"""Time of a pass of a shard of the output layer, where the forward of all layers of a rank takes 1. These times
+decide the places of passes. Those of the input embedding, which read a few rows, take no time."""
 COLLECTIVE_SECONDS: Final = 0.25
 """Time from the last rank's pass to the result of its collective, in the same unit, for which an order has to leave
 room: one that is only just in time without it would wait in every micro-batch on a real network."""
@@ -135,14 +136,14 @@ def _delayed(rows: Rows, delay: int) -> Rows:
 
 
 Event = tuple[int, int, int]
-"""Direction (0 forward, 1 backward or input half), stage, and micro-batch. Stages of all shards together: see
-`ALL_OUTPUTS`."""
+"""Direction (0 forward, 1 backward or input half), stage, and micro-batch. The stage of passes of all shards
+together is `ALL_OUTPUTS` or `ALL_INPUTS`."""
 ALL_OUTPUTS, ALL_INPUTS = -1, -2
 
 
 @dataclass
 class _RankState:
-    """A rank on its way through its own rows.
+    """Progress of a rank through its own rows and the passes.
 
     rows: each with the event that it needs, the event that it is, and its seconds. shards: the rank's own shard of the
     output layer, and of the input embedding. emitted: rows that the rank has run. done: how many of `rows` are among
@@ -222,7 +223,7 @@ class _PassPlacement:
         yield from (np.array(state.emitted, dtype=np.int32) for state in self._states)
 
     def _offer(self, rank: int) -> None:
-        """Find what a rank runs next, and when."""
+        """Choose what a rank runs next, its own row or a pass, and push it on the heap with its start."""
         state = self._states[rank]
         state.version += 1
         options = []

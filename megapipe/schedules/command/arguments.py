@@ -86,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line; underscores in flags are taken for hyphens."""
+    """Return the parsed command line; underscores in flags count as hyphens."""
     return parser().parse_args(with_hyphens(arguments))
 
 
@@ -180,7 +180,7 @@ def _add_overlay(command: argparse.ArgumentParser) -> None:
 
 
 def order_of(flags: argparse.Namespace, name: str) -> Schedule:
-    """The compute actions of the schedule that the flags ask for, named or read from a file."""
+    """Return the compute actions of the schedule that the flags ask for, named or read from a file."""
     for flag, value in LOWERING_FLAGS.items():
         if getattr(flags, flag) != value:
             shown = f"--{flag.replace('_', '-')}"
@@ -196,7 +196,7 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 
 
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
-    """The schedule that the flags ask for, named or read from a file; lowered."""
+    """Return the schedule that the flags ask for, named or read from a file; lowered."""
     if is_schedule_file(name):
         schedule = load_file(Path(name), sizes_of(flags))
     else:
@@ -209,21 +209,21 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
 
 
 def is_short(flags: argparse.Namespace) -> bool:
-    """Whether `write` prints a schedule for all ranks and micro-batches: no flag asks for a particular one."""
+    """Return whether `write` prints a file for all ranks and micro-batches: no flag asks for particular ones."""
     options = ("ranks", "microbatches", *OPTIONS, "two_bp")
     unset = all(getattr(flags, name) is None for name in options)
     return unset and not flags.lowered and not is_schedule_file(flags.schedule)
 
 
 def sizes_of(flags: argparse.Namespace) -> FileParameters:
-    """The ranks, micro-batches and options that the flags give to a file with parameters."""
+    """Return the ranks, micro-batches and options that the flags give to a file with parameters."""
     options = {name: getattr(flags, name, None) for name in OPTIONS}
     values = {name: value for name, value in options.items() if value is not None}
     return FileParameters(flags.ranks, flags.microbatches, values)
 
 
 def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Keyword arguments of :func:`order` for the named schedule."""
+    """Return the keyword arguments of :func:`order` for the named schedule."""
     generator = find_generator(name)
     if flags.placement is not None and flags.placement != generator.placement.__name__:
         raise ScheduleError(
@@ -292,7 +292,7 @@ def _times(flags: argparse.Namespace) -> Times:
 
 
 def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
-    """The times of the flags for the stages of a schedule."""
+    """Return the times of the flags for the stages of a schedule."""
     if (flags.bandwidth is None) != (flags.message is None):
         raise ScheduleError(
             "--bandwidth (bytes per time unit) and --message (bytes) need each other; pass both or neither"
@@ -311,7 +311,7 @@ def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
 
 
 def steps_of(flags: argparse.Namespace, schedule: Schedule) -> int:
-    """Optimizer steps to simulate."""
+    """Return the number of optimizer steps to simulate."""
     steps: int = flags.steps if flags.steps is not None else 1 if schedule.flushes else NEVER_FLUSHING_STEPS
     if steps < 1:
         raise ScheduleError(f"--steps is {steps}; it must be at least 1")

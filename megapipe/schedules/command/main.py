@@ -277,7 +277,7 @@ def _overlay(flags: argparse.Namespace) -> Overlay:
 
 
 def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -> Costs:
-    """The costs, with those that the flags give in the place of the measured ones."""
+    """Return the costs, with the times that the flags set in place of the measured ones."""
     for name in (*STAGE_TIMES, "latency", "scalars_time"):
         value = getattr(flags, name)
         if value is not None and not 0 <= value < math.inf:

@@ -76,7 +76,7 @@ def bars_of(simulation: Simulation) -> list[Bar]:
 
 
 def chunks_of(header: Header) -> dict[int, int]:
-    """Per stage, which chunk of its rank it is."""
+    """Return for each stage the number of its chunk on its rank."""
     return {stage: index for rank in range(header.num_ranks) for index, stage in enumerate(header.stages_on(rank))}
 
 
@@ -97,7 +97,8 @@ def bar_of(table: Table, row: int, chunk_of: dict[int, int], start: float, end: 
 
 
 def activation_curves(simulation: Simulation) -> list[list[tuple[float, float]]]:
-    """Per rank the (time, micro-batches of activations alive) at every change, counted as in ``peak_activations``."""
+    """Return for each rank the (time, micro-batches of activations alive) at every change, counted as in
+    ``peak_activations``."""
     table = simulation.table
     share = rank_shares(table)
     opening, closing = np.flatnonzero(activations_made(table)), np.flatnonzero(activations_gone(table))
@@ -136,13 +137,13 @@ NAMES: Final = {kind: kind.name.lower().replace("_", " ").replace("recv", "recei
 
 
 def fill(kind: Kind, chunk: int) -> str:
-    """Colour of an action."""
+    """Return the colour of an action."""
     shades = FILLS[kind]
     return shades[min(chunk, len(shades) - 1)]
 
 
 def ink(colour: str) -> str:
-    """Black or white, whichever reads better on a colour."""
+    """Return black or white, whichever reads better on a colour."""
     red, green, blue = (int(colour[start : start + 2], 16) for start in (1, 3, 5))
     return "#ffffff" if 0.299 * red + 0.587 * green + 0.114 * blue < 150 else "#1d2430"
 
@@ -151,8 +152,8 @@ ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, LEGEND = 30, 24, 64, 78, 34
 
 
 def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
-    """The simulated compute of every rank as an SVG document ``width`` pixels wide. unit: printed after times, such as
-    " s"."""
+    """Return the simulated compute of every rank as an SVG document ``width`` pixels wide. unit: printed after times,
+    such as " s"."""
     header = simulation.table.header
     bars = [bar for bar in bars_of(simulation) if bar.lane == COMPUTE]
     scale = (width - LEFT - 12) / max(simulation.finish, 1e-12)
@@ -191,7 +192,7 @@ def counted(header: Header) -> str:
 
 
 def axis(first: float, last: float, scale: float, place: tuple[int, int, int], unit: str = "") -> list[str]:
-    """Times above the rows, with a fine line down at each. place: left, top and bottom of the rows."""
+    """Draw times above the rows, with a fine line down at each. place: left, top and bottom of the rows."""
     left, top, bottom = place
     rough = (last - first) / 10
     power = 10.0 ** np.floor(np.log10(rough))
@@ -239,7 +240,7 @@ def _bar(bar: Bar, scale: float) -> str:
 
 
 def shades(bars: Iterable[Bar]) -> dict[Kind, list[str]]:
-    """The colours of each kind: one for each chunk of a rank, or for each slice; equal colours appear once."""
+    """Return the colours of each kind: one for each chunk of a rank, or for each slice; equal colours appear once."""
     chunks: dict[Kind, set[int]] = {}
     for bar in bars:
         chunks.setdefault(bar.kind, set()).add(bar.shade)
@@ -369,6 +370,7 @@ def receive_bars(simulation: Simulation) -> list[Bar]:
 
 
 def draw_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
-    """The simulated run as a trace file; a simulated time unit is a millisecond unless said otherwise."""
+    """Return the simulated run as a trace file. microseconds: length of a simulated time unit, by default a
+    millisecond."""
     events = trace_events([*bars_of(simulation), *receive_bars(simulation)], microseconds)
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -357,7 +357,7 @@ def _row(line: int, bar: Bar, note: str) -> list[Any]:
 
 
 def draw_html(simulation: Simulation) -> str:
-    """The simulated run as an HTML document."""
+    """Return the simulated run as an HTML document."""
     header = simulation.table.header
     bars = bars_of(simulation)
     figures = [

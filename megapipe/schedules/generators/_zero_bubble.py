@@ -42,7 +42,7 @@ PERIOD = 6
 
 
 class BuildingBlock(NamedTuple):
-    """When ranks start micro-batch 0, in units.
+    """The starts of micro-batch 0 on each rank, in units.
 
     down: from the start on a rank to that on the next one, on the way down, for forwards and for input halves. up: the
     same on the way up. turns: free units where the micro-batch turns, between its forwards, after them, and between

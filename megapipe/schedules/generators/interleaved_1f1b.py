@@ -48,7 +48,7 @@ def in_groups(num_ranks: int, num_microbatches: int, chunks: int, group_size: in
 
 
 def _peak_held(num_ranks: int, num_microbatches: int, chunks: int, group_size: int) -> int:
-    """Peak number of chunk activations on the first rank, which holds the most."""
+    """Return the peak number of chunk activations on the first rank, which holds the most."""
     rows = in_groups(num_ranks, num_microbatches, chunks, group_size, 0)
     return int(np.cumsum(np.where(rows[:, KIND] == Kind.FORWARD, 1, -1)).max())
 

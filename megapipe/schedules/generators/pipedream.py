@@ -1,4 +1,4 @@
-"""PipeDream: an update after every micro-batch, with as many weight versions as micro-batches are in flight.
+"""PipeDream: an update after every micro-batch, and one weight version for each micro-batch in flight.
 
 Its order never flushes, as that of PipeDream-2BW: the next step's forwards run while the last step's backwards drain.
 On rank r the pipeline stays ``num_ranks - 1 - r`` micro-batches deep. The prologue fills it with step 0's forwards,

@@ -66,7 +66,7 @@ def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times)
 
 
 class _Greedy:
-    """Ranks that take, whenever they are free, the best thing that they can start."""
+    """Orders in which each rank that is free takes the best action that it can start."""
 
     def __init__(self, num_ranks: int, count: int, limit: int, times: Times, rules: Rules) -> None:
         self._ranks, self._count, self._limit, self._times, self._rules = num_ranks, count, limit, times, rules
@@ -76,7 +76,7 @@ class _Greedy:
         self._ends: dict[Step, float] = {}
 
     def programs(self) -> tuple[list[Step], ...]:
-        """Every rank's order."""
+        """Return every rank's order."""
         total = 3 * self._count
         choices = {rank: self._choose(rank) for rank in range(self._ranks)}
         while choices:
@@ -94,7 +94,8 @@ class _Greedy:
         return tuple(self._out)
 
     def _choose(self, rank: int) -> tuple[float, Kind]:
-        """The rank's next kind and when it can start; infinity if all of its actions wait for other ranks."""
+        """Return the rank's next kind and the time at which it can start; infinity if all of its actions wait for
+        other ranks."""
         clock, done = self._clock[rank], self._done[rank]
         forward, backward = self._forward_ready(rank), self._input_ready(rank)
         if self._held_back(rank, backward):
@@ -115,7 +116,7 @@ class _Greedy:
         return self._done[rank][FORWARD] - self._done[rank][WEIGHT] >= self._limit
 
     def _held_back(self, rank: int, backward: float) -> bool:
-        """Whether a forward must wait so that the first backward can start as soon as it arrives."""
+        """Return whether a forward must wait so that the first backward can start as soon as it arrives."""
         if self._rules.late_first_backward or self._done[rank][INPUT] > 0:
             return False
         return backward < self._clock[rank] + self._times.forward - ROUNDING

@@ -46,7 +46,8 @@ class MessageTable:
 
     @classmethod
     def of(cls, table: Table) -> "MessageTable":
-        """The messages that a program of compute rows needs: forwards to the next stage, gradients to the previous."""
+        """Return the messages that a program of compute rows needs: forwards to the next stage, gradients to the
+        previous one."""
         following = _neighbours(table, table.header.following_stages)
         preceding = _neighbours(table, table.header.preceding_stages)
         opens, closes = table.opens_chunk(), table.closes_chunk()
@@ -87,7 +88,8 @@ class MessageTable:
 
 
 def _neighbours(table: Table, neighbours: Ints) -> Ints:
-    """The stage next to each row's stage on the micro-batch's route, -1 where there is none or it is on this rank."""
+    """Return the stage next to each row's stage on the micro-batch's route, -1 where there is none or it is on this
+    rank."""
     neighbour: Ints = neighbours[table.microbatch % len(neighbours), table.stage]
     local = table.header.stage_ranks[neighbour] == table.rank
     return np.where(local, -1, neighbour)
@@ -136,9 +138,8 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
 
     Where sends that wait for their receive would hang, all are posted one row earlier, which is often enough where
     ranks send in a ring, as interleaved chunks do. Those that still hang are posted at the row where the receiving
-    rank waits.
-    If ranks still hang, each receive is posted right before its use, and then those that hang are posted at the row
-    where their rank waits.
+    rank waits. If ranks still hang, each receive is posted right before its use, and then those that hang are posted
+    at the row where their rank waits.
     """
     section_key, use = table.rank * table.num_sections + table.section, table.action_first[messages.consumer]
     section_start = np.searchsorted(section_key, section_key[use])
@@ -219,7 +220,7 @@ def _waiting_rows(table: Table, messages: MessageTable, posts: Posts) -> Ints:
 
 
 def _meetings(table: Table) -> Needs:
-    """Passes of shards of the vocabulary, and those of other ranks that have the same collectives."""
+    """Return passes of shards of the vocabulary, and the passes of other ranks that have the same collectives."""
     passes = shard_passes(table)
     if not passes or len({*map(len, passes)}) > 1:
         return NO_NEEDS
@@ -277,8 +278,8 @@ class Lives:
 
 
 def receive_lives(table: Table, receive: Kind) -> Lives:
-    """Lives of the buffers that ``receive`` fills, each until the last backward of its stage and micro-batch: the
-    weight half may need that very tensor. Without backwards, until the last forward."""
+    """Return the lives of the buffers that ``receive`` fills, each until the last backward of its stage and
+    micro-batch: the weight half may need that very tensor. Without backwards, until the last forward."""
     release = (Kind.FORWARD,) if table.header.mode == "forward" else GRADIENT_KINDS
     start = table.rows_with(receive)
     start = start[np.argsort(table.stage[start], kind="stable")]
@@ -335,10 +336,11 @@ def _colour(lives: Lives, num_stages: int, period: int | None) -> tuple[Ints, tu
 
 
 def _periodic(microbatch: Ints, period: int, most_live: int, in_order: bool) -> Ints:
-    """Slots that depend on ``microbatch % period`` alone.
+    """Return slots that depend on ``microbatch % period`` alone.
 
-    Lives that begin and end in order overlap at most ``most_live`` in a row: the period is cut into blocks of at
-    least that length and each block counts its slots from 0. Others get one slot for each micro-batch of the period.
+    Of lives that start and end in order, at most ``most_live`` adjacent ones overlap: the period is cut into blocks of
+    at least that length and each block counts its slots from 0. Others get one slot for each micro-batch of the
+    period.
     """
     place = microbatch % period
     if not in_order or most_live > period or np.any(np.diff(microbatch) < 0):
@@ -350,7 +352,7 @@ def _periodic(microbatch: Ints, period: int, most_live: int, in_order: bool) -> 
 
 
 def _first_free(start: list[int], end: list[int]) -> list[int]:
-    """The lowest slot that is free at each start."""
+    """Return the lowest slot that is free at each start."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     slots = []

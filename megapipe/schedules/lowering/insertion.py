@@ -54,6 +54,7 @@ class InsertionOrder(IntEnum):
 
 
 PLACES: Final = len(InsertionOrder)
+"""Number of places around a row."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Insertion:
 
 
 def insert(table: Table, insertions: Sequence[Insertion]) -> tuple[Table, Ints]:
-    """The program with the rows added, and each compute row's new index.
+    """Return the program with the rows added, and each compute row's new index.
 
     Rows that are added around a row of a group go around the whole group, which is one action.
     """
@@ -207,7 +208,8 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
 
 
 def _of_chosen(table: Table, compute: Ints, offload: Offload, kinds: tuple[Kind, ...]) -> Ints:
-    """Places among the compute rows of the chosen units' rows of some kinds, by stage, micro-batch and unit."""
+    """Return the places, among the compute rows, of the chosen units' rows of some kinds, by stage, micro-batch and
+    unit."""
     chosen: Mask = np.zeros((table.num_stages, max(table.header.units_per_stage)), dtype=np.bool_)
     for stage, stage_units in enumerate(offload.units):
         chosen[stage, list(stage_units)] = True
@@ -387,7 +389,7 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
 
 
 def _update_rows(table: Table, rank: int, updates: Ints) -> Rows:
-    """The rank's optimizer steps, every state unit of its stages in turn; shape [updates, states, columns]."""
+    """Return the rank's optimizer steps, every state unit of its stages in turn; shape [updates, states, columns]."""
     header = table.header
     states = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
     stage, unit = np.array(states, dtype=np.int64).T

@@ -104,7 +104,7 @@ def _require_compute_only(schedule: Schedule) -> None:
 
 
 def _with_versions(table: Table) -> Table:
-    """Every compute row reads the version of its micro-batch's update."""
+    """Return the table in which every compute row reads the version of its micro-batch's update."""
     rows = table.rows.copy()
     rows[:, VERSION] = table.update
     return replace(table, rows=rows)

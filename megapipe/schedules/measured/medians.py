@@ -20,6 +20,7 @@ from megapipe.schedules.table import Table
 LEAD_BODIES = 2
 """Bodies simulated before a window that starts in the middle of a run, so that the pipeline is full and steady."""
 MILLISECOND = 1e6
+"""Nanoseconds."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Window:
 
     @property
     def seen(self) -> Mask:
-        """Which rows have an event."""
+        """Whether each row has an event, shape [rows]."""
         return ~np.isnan(self.start)
 
 
@@ -96,7 +97,7 @@ def _window(run: MeasuredRun, episode: Sequence[Execution]) -> Window:
 
 
 def _section_index(table: Table, execution: Execution, first_step: int) -> int:
-    """Which of the table's sections (0 prologue, 1.. bodies, last epilogue) an execution is."""
+    """Return the number of an execution's section in the table (0 prologue, 1.. bodies, last epilogue)."""
     if execution.section == "prologue":
         return 0
     return table.num_sections - 1 if execution.section == "epilogue" else 1 + execution.step - first_step
@@ -131,7 +132,7 @@ def measured_costs(run: MeasuredRun, window: Window) -> MeasuredCosts:
 
 
 def _events(run: MeasuredRun) -> Iterator[tuple[Execution, list[Action], Event]]:
-    """Every event with its execution and the actions that it covers: one, or neighbouring updates."""
+    """Yield every event with its execution and the actions that it covers: one action, or neighbouring updates."""
     for execution, ranks in run.recorded.items():
         for rank, events in enumerate(ranks):
             actions = list(run.schedule.actions(execution.section, rank))
@@ -141,7 +142,7 @@ def _events(run: MeasuredRun) -> Iterator[tuple[Execution, list[Action], Event]]
 
 
 def _work(run: MeasuredRun) -> dict[CostPlace, float]:
-    """Median time of each kind on each unit, and on the whole stage, for which units are added up.
+    """Return the median time of each kind on each unit, and on the whole stage, for which units are added up.
 
     An event that covers several updates does not have the time of each: units get parts of its time by their sizes.
     """
@@ -210,7 +211,7 @@ def _links(window: Window) -> tuple[dict[tuple[int, int], Link], float]:
 
 
 def _scalars(run: MeasuredRun) -> float:
-    """Median time of a step's sum of scalars, from its start on the last rank to its result.
+    """Return the median time of a step's sum of scalars, from its start on the last rank to its result.
 
     Where no rank waited for the result, its end is not known: such a sum counts as the median of steps in which a rank
     waited, but ends at the latest when the first update needs it.

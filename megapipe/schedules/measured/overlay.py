@@ -1,4 +1,4 @@
-"""Measured over predicted: both runs on the same rows, from a common zero, where they differ, and pictures of both.
+"""Compare a measured run with its simulation: both on the same rows from a common zero, and pictures of both.
 
 The pictures have one time axis: bars, an interactive page, a still picture, a Chrome trace.
 """
@@ -57,9 +57,10 @@ class Side(NamedTuple):
 
 
 class Deviation(NamedTuple):
-    """An action that took the rank longer than predicted, from the end of the one before it, in milliseconds.
+    """The time that an action took beyond its prediction, from the end of the action before it, in milliseconds.
 
-    ``lost`` is the sum of the other three: longer waiting, a slower action, time between the actions.
+    ``lost`` is the sum of the other three: longer waiting, a slower action, time between the actions. It is below 0
+    for an action that was faster than predicted.
     """
 
     row: int
@@ -103,8 +104,8 @@ class Overlay:
 
     @cached_property
     def deviations(self) -> list[Deviation]:
-        """Return every row, largest loss first. The losses of a rank add up to its measured span minus its predicted
-        span."""
+        """The deviation of every row, largest loss first. The losses of a rank add up to its measured span minus its
+        predicted span."""
         losses = []
         for mine in map(self._rows_of, range(self._num_ranks)):
             waits = self._waits_until(mine)
@@ -124,7 +125,7 @@ class Overlay:
 
     @cached_property
     def lag(self) -> list[list[tuple[float, float]]]:
-        """Return, per rank, the delay of the measured run over the predicted one at the end of each action."""
+        """The delay of the measured run over the predicted one at the end of each action, per rank."""
         late = self.measured_end - self.predicted_end
         return [
             list(zip(self.measured_end[mine].tolist(), late[mine].tolist(), strict=True))
@@ -133,7 +134,7 @@ class Overlay:
 
     @property
     def finish(self) -> float:
-        """When the later of the two runs ends."""
+        """End of the later of the two runs."""
         return float(max(self.measured_end.max(), self.predicted_end.max()))
 
     @cached_property
@@ -143,7 +144,7 @@ class Overlay:
 
     @property
     def excess(self) -> float:
-        """How much longer the slowest rank took than predicted, as a part of that."""
+        """Time of the slowest rank beyond its prediction, as a fraction of the prediction."""
         measured, predicted = self.ranks[self.slowest]
         return round(measured.span / predicted.span - 1.0, 6) + 0.0  # + 0.0 turns -0.0 into 0.0
 
@@ -152,7 +153,7 @@ class Overlay:
         return self.window.table.header.num_ranks
 
     def _rows_of(self, rank: int) -> Ints:
-        """Places in ``rows`` of a rank's actions."""
+        """Return the places in ``rows`` of a rank's actions."""
         return np.flatnonzero(self.window.table.rank[self.rows] == rank)
 
     def _waits_until(self, mine: Ints) -> list[float]:
@@ -199,13 +200,14 @@ def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
 
 
 def predicted_ends(window: Window, simulation: Simulation) -> Times:
-    """When each row ends; an update whose event covers its neighbours ends where the last of them does."""
+    """Return the end of each row; an update whose event covers its neighbours ends where the last of them does."""
     end = simulation.end.copy()
     np.maximum.at(end, window.owner[window.rows], simulation.end[window.rows])
     return end
 
 
 LISTED_DEVIATIONS: Final = 8
+"""Number of actions that the table lists, those with the largest losses."""
 
 
 def headline(overlay: Overlay) -> str:
@@ -261,7 +263,8 @@ def figures(overlay: Overlay) -> dict[str, Any]:
 
 
 def between_steps(run: MeasuredRun) -> float | None:
-    """Median time of a rank from one flushing step's last action to the next one's first: data, metrics, saving."""
+    """Return the median time of a rank from one flushing step's last action to the next one's first: data, metrics,
+    saving."""
     if not run.schedule.flushes:
         return None
     gaps = []
@@ -285,7 +288,7 @@ def _deviation(overlay: Overlay, deviation: Deviation) -> dict[str, Any]:
 
 
 def text(overlay: Overlay) -> str:
-    """The table that the command prints."""
+    """Return the table that the command prints."""
     report = figures(overlay)
     lines = [headline(overlay), "", _row("", "time, ms", "", "bubble", "", "waiting, ms", "", "between")]
     lines.append(_row("rank", *["measured", "predicted"] * 3, "measured"))
@@ -340,6 +343,7 @@ def _lost(milliseconds: float) -> str:
 
 
 MICROSECONDS: Final = 1000.0
+"""Microseconds of a millisecond, for traces."""
 
 
 def measured_bars(overlay: Overlay) -> list[Bar]:
@@ -370,7 +374,7 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
 
 
 def _named(overlay: Overlay, bar: Bar) -> Bar:
-    """The bar with the run's own number of its step, from 1 as in the log."""
+    """Return the bar with the run's own number of its step, from 1 as in the log."""
     step = overlay.window.first_step + bar.step + 1
     place = f"stage {bar.stage}, micro-batch {bar.label}, step {step}" if bar.stage >= 0 else f"step {step}"
     return bar._replace(step=step, text=place)
@@ -401,7 +405,8 @@ def _waited(bar: Bar) -> str:
 
 
 def draw_overlay_trace(overlay: Overlay) -> str:
-    """All ranks in one Chrome/Perfetto trace: a process for what each rank did, and one for what was predicted."""
+    """Return all ranks in one Chrome/Perfetto trace: a process for each rank's measured run, and one for the predicted
+    run."""
     ranks, run = overlay.window.table.header.num_ranks, overlay.run
     events = trace_events(measured_bars(overlay), MICROSECONDS)
     zero, steps = overlay.predicted_zero, range(len(overlay.window.steps))
@@ -417,7 +422,7 @@ ROW_HEIGHT: Final = MEASURED + PREDICTED + 1 + GAP
 
 
 def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
-    """A still picture: each rank's compute as measured, below it as predicted, with milliseconds above."""
+    """Return a still picture: each rank's compute as measured, below it as predicted, with milliseconds above."""
     measured, predicted = (
         [bar for bar in bars if bar.lane == COMPUTE] for bars in (measured_bars(overlay), predicted_bars(overlay))
     )

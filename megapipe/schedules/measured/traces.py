@@ -46,9 +46,9 @@ class RankTrace:
     """One rank's file.
 
     ``run`` names the run and ``fingerprint`` the schedule's text: both are the same on all ranks. ``layout`` has the
-    size of each parallel dimension, ``coordinates`` the rank's place in it. ``about`` says what ran: model, versions,
-    steps.
-    ``clock_error`` is how far this rank's times may be off from rank 0's, in nanoseconds; 0 on the same host.
+    size of each parallel dimension, ``coordinates`` the rank's place in it. ``about``: model, versions and steps of
+    the run. ``clock_error``: largest difference of this rank's clock from that of rank 0, in nanoseconds; 0 on the
+    same host.
     """
 
     run: str
@@ -74,7 +74,7 @@ def write_rank(directory: Path, trace: RankTrace) -> None:
 
 
 def rank_files(directory: Path) -> dict[int, Path]:
-    """The rank files of a folder, by rank. Raises ScheduleError where there are none."""
+    """Return the rank files of a folder, by rank. Raises ScheduleError if there are none."""
     if not directory.is_dir():
         raise ScheduleError(f"{directory} is not a folder; pass the folder of --profile.trace")
     matches = ((RANK_FILE.fullmatch(path.name), path) for path in directory.iterdir())
@@ -85,7 +85,7 @@ def rank_files(directory: Path) -> dict[int, Path]:
 
 
 def read_rank(path: Path) -> RankTrace:
-    """The trace in a rank's file. Raises ScheduleError for one that is cut off, or is something else."""
+    """Return the trace in a rank's file. Raises ScheduleError for a file that is cut off, or not a trace."""
     try:
         document = read_json(path, ScheduleError)
     except OSError as error:
@@ -238,7 +238,7 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
 
 
 def _is_whole(schedule: Schedule, rank: int, section: SectionName, events: Mapping[int, Event]) -> bool:
-    """Whether every action has its event; of updates in a row the first one's may cover all."""
+    """Return whether every action has its event; of neighbouring updates, the event of the first one may cover all."""
     return all(
         position in events or action.kind == Kind.UPDATE
         for position, action in enumerate(schedule.actions(section, rank))

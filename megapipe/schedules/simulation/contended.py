@@ -77,7 +77,7 @@ class _Rank:
 
 @dataclass
 class _Run:
-    """Ranks on their way through their rows; the arguments are those of `simulate_contended`."""
+    """Simulation of ranks that share a machine; the arguments are those of `simulate_contended`."""
 
     dependencies: Dependencies
     costs: Costs
@@ -171,11 +171,11 @@ class _Run:
             self._left[row] = 0.0
 
     def _ready(self, row: int) -> float:
-        """Return when all that the row awaits is there; NEVER while that is unknown."""
+        """Return the time at which all results for which the row waits are there; NEVER while it is unknown."""
         return max((self._result(other) for other in self._awaits.get(row, ())), default=0.0)
 
     def _result(self, row: int) -> float:
-        """Return when a row's result is there; for collectives, this rank's own part."""
+        """Return the time of a row's result; for collectives, that of this rank's own part."""
         return 0.0 if row < 0 else self.end[row]
 
     def _delay(self, row: int) -> float:

@@ -44,7 +44,7 @@ class CostPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """How long each action takes.
+    """Durations of actions.
 
     ``times`` has an entry for every kind, stage and unit that a timed row names (`TIMED`), or one for each slice; a
     row without one is an error. Gathers and reductions of a rank share one stream in the background of its compute.
@@ -53,8 +53,8 @@ class Costs:
     time of a group of rows, which is one action, as a fraction of the sum of its rows' times; ``groups`` gives the
     time itself for groups of whole chunks, by the kind and stage of each row; groups of units take the same fraction.
     ``links`` replaces ``link`` for pairs of ranks (from, to). Sends run in the background, one after another on each
-    link; with ``blocking_sends`` they hold the sender until the message arrived, and start only when the receive is
-    posted.
+    link; with ``blocking_sends`` they block the sender until the message has arrived, and start only when the
+    receive is posted.
     """
 
     times: Mapping[CostPlace, float]

@@ -1,4 +1,4 @@
-"""An event-driven run of a lowered schedule: when does each action start and end, and what does that cost?"""
+"""Event-driven simulation of lowered schedules: the start and end of each action, and the bubbles that follow."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from megapipe.schedules.table import Table
 
 
 class _Clocks:
-    """Streams of all ranks, and what each row waits for."""
+    """Clocks of the streams of all ranks, and the rows for which each row waits."""
 
     def __init__(self, dependencies: Dependencies, costs: Costs, durations: Times) -> None:
         table, messages = dependencies.table, dependencies.messages
@@ -46,7 +46,7 @@ class _Clocks:
         self._collectives = dependencies.collective_needs()
 
     def run(self) -> None:
-        """Give every row its times."""
+        """Compute the times of every row."""
         next_row, last_row = self._table.offsets[:-1].tolist(), self._table.offsets[1:].tolist()
         moved = True
         while moved:
@@ -62,11 +62,11 @@ class _Clocks:
         self.close_collectives()
 
     def ready(self, row: int) -> bool:
-        """Whether all that the row awaits from other ranks has its time."""
+        """Return whether all rows for which this row waits have their times."""
         return row not in self._awaits or all(self._done[other] or other == row for other in self._awaits[row])
 
     def take(self, rank: int, row: int) -> None:
-        """Give the row its times and move its rank's stream on."""
+        """Set the times of the row, and advance the stream of its rank."""
         kind = self._kind[row]
         self._done[row] = True
         if kind in SENDS:
@@ -174,7 +174,7 @@ class Simulation:
 
     @property
     def finish(self) -> float:
-        """When the last rank ends."""
+        """End of the last rank."""
         return float(self.end[self.working].max(initial=0.0))
 
     @property
@@ -221,7 +221,7 @@ class Simulation:
 
     @property
     def pending_weight_halves(self) -> tuple[float, ...]:
-        """Most weight halves that wait at once, per rank, in micro-batches of the whole rank's layers."""
+        """Peak number of waiting weight halves per rank, in micro-batches of the whole rank's layers."""
         return pending_weight_halves(self.table)
 
     @property
@@ -236,7 +236,7 @@ class Simulation:
         return tuple(np.bincount(ranks, minlength=self.table.header.num_ranks).tolist())
 
     def critical_path(self) -> list[int]:
-        """Rows of ``table`` on which the finish depends, first to last."""
+        """Return the rows of ``table`` on which the finish depends, first to last."""
         row = int(np.argmax(np.where(self.working, self.end, -np.inf)))
         path = []
         while row >= 0:

@@ -132,7 +132,7 @@ def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
 
 
 def _placed(name: str, origin: Origin | None, key: str) -> str:
-    """The name of a schedule, with the first header line of a key if it was read from a text that has one."""
+    """Return the name of a schedule, with the first header line of a key if it was read from a text that has one."""
     number = None if origin is None else origin.header.get(key)
     return name if origin is None or number is None else f"{name} ({origin.source}, line {number})"
 
@@ -292,7 +292,7 @@ def check_compute(schedule: Schedule) -> None:
 
 
 def _on_route(table: Table) -> Mask:
-    """Whether the micro-batch passes the stage, for each key."""
+    """Return for each key whether the micro-batch passes the stage."""
     header = table.header
     member = np.zeros((table.num_stages, len(header.routes)), dtype=np.bool_)
     for index, route in enumerate(header.routes):

@@ -61,8 +61,8 @@ class Report:
 def validate(schedule: Schedule, *, activation_budget: float | None = None) -> Report:
     """Check a lowered schedule and report its properties.
 
-    ``activation_budget`` is the most micro-batches' activations that a rank may keep. Raises ScheduleError that names
-    the rank, the action and what it waits for, and shows the rows around it.
+    ``activation_budget``: maximum number of micro-batches whose activations a rank may keep. Raises ScheduleError,
+    which names the rank, the action and what it waits for, and shows the rows around it.
 
     Example:
         >>> from megapipe import build, validate

@@ -1,4 +1,4 @@
-"""Checks of order: every action comes after what it needs, messages meet, and ranks never wait in a circle.
+"""Checks of order: every action comes after what it needs, messages match, and ranks never wait in a cycle.
 
 On one rank, program order decides. Between ranks, a link carries the messages of an ordered pair of ranks, activations
 and gradients together, and matches them by their order: it has no tags (docs/nccl.md).
@@ -79,7 +79,7 @@ def hanging(table: Table, waits: Needs) -> Ints:
 
 
 def deadlock(table: Table, waits: Needs, stuck: Ints, problem: str, remedy: str = "") -> ScheduleError:
-    """Follow the waits from one stuck rank until they close, and report the circle.
+    """Return the error for a deadlock: follow the waits from one stuck rank until they form a cycle, and describe it.
 
     stuck: as `hanging` gives it. remedy: by default, to move one of the actions that are waited for.
     """
@@ -114,7 +114,7 @@ def _placed(table: Table, row: int) -> str:
 
 
 def _word(table: Table, row: int) -> str:
-    """The word of a row, without what lowering adds to it."""
+    """Return the word of a row, without what lowering adds to it."""
     return short_word(action_at(table, row), table.header.slices)
 
 
@@ -155,7 +155,7 @@ def check_collectives(table: Table, *, flushes: bool) -> None:
 
 
 def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]:
-    """For each communicator over pipeline ranks, the rows of its collectives on each member, in program order.
+    """Yield, for each communicator over pipeline ranks, the rows of its collectives on each member, in program order.
 
     A schedule that never flushes sums its scalars in a communicator of their own, in the background of its actions.
     """
@@ -176,14 +176,15 @@ def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]
 
 
 def _sums_over_ranks(table: Table) -> Ints:
-    """Rows that sum gradients of tied weights, or of a part of the model that several stages hold, ascending."""
+    """Return the rows that sum gradients of tied weights, or of a part of the model that several stages hold,
+    ascending."""
     return np.sort(np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions]))
 
 
 def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
     """Raise ScheduleError if ranks can end up waiting for one another.
 
-    Two kinds of waits are proved free of circles. With blocking sends nothing is buffered: a send ends when its
+    Two kinds of waits are proved free of cycles. With blocking sends nothing is buffered: a send ends when its
     receive is posted. With one hardware queue (CUDA_DEVICE_MAX_CONNECTIONS=1) a GPU starts operations in the order of
     their launch, and one starts when the one before it on its communicator has ended. More queues, whatever they
     hold, leave out some of these waits, so the proof for one queue is a proof for any number.
@@ -212,7 +213,7 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
 
 
 def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
-    """Indices of all messages that follow one another on a link: of the first, of the second."""
+    """Return the indices of all messages that follow one another on a link: of the first, of the second."""
     table, messages = dependencies.table, dependencies.messages
     link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
     order = np.lexsort((messages.send, link))
@@ -245,7 +246,7 @@ _BODIES = 2
 
 
 def needs_resident_kernels(schedule: Schedule) -> bool:
-    """Whether ranks deadlock where each device runs its communication kernels one after another.
+    """Return whether ranks deadlock if each device runs its communication kernels one after another.
 
     The schedule is valid and lowered. Its compute runs in the background of the kernels, on a stream of its own.
     """
