@@ -64,8 +64,8 @@ class Backend:
     """One implementation of an op: a module of functions, and a rule for the tensors that it supports.
 
     name: `reference`, `triton`, `cuda` or `apex`. source: the module or its full name, by which it is imported at its
-    first use. unavailable: device type -> why the backend supports no tensors there, or None; called before that
-    import. only_requested: chosen only if the configuration names it, because some calls have arguments that it
+    first use. unavailable: returns for a device type why the backend supports no tensors there, or None; called before
+    that import. only_requested: chosen only if the configuration names it, because some calls have arguments that it
     refuses.
     """
 

@@ -4,8 +4,8 @@ gradient, and the sum of weight gradients.
 AdamW consists of torch's elementwise operations: the bits do not depend on where a buffer is cut.
 
 Stochastic rounding of fp32 to bf16: a number between two neighbours in bf16 becomes either, the nearer one with the
-higher probability, so that the mean is the number itself: updates too small for bf16 add up all the same (Gupta et al.
-2015, 1502.02551, section 3.1).
+higher probability, so that the mean is the number itself: updates that are too small for bf16 still add up on average
+(Gupta et al. 2015, 1502.02551, section 3.1).
 """
 
 from collections.abc import Callable, Sequence
@@ -57,12 +57,12 @@ class Coefficients:
 
     @property
     def step_size(self) -> float:
-        """Learning rate over the first moment's bias."""
+        """Learning rate over the bias correction of the first moment."""
         return self.learning_rate / (1 - self.beta1**self.step)
 
     @property
     def root_correction(self) -> float:
-        """Square root of the second moment's bias."""
+        """Square root of the bias correction of the second moment."""
         return (1 - self.beta2**self.step) ** 0.5
 
     def of_kernels(self) -> tuple[float, ...]:
@@ -215,7 +215,7 @@ class Elements:
     skipped: int = 0
 
     def indices(self, start: int, stop: int, device: torch.device) -> Tensor:
-        """Global indices of the local elements from `start` to `stop`, int64."""
+        """Return the global indices of the local elements from `start` to `stop`, int64."""
         local = torch.arange(start + self.skipped, stop + self.skipped, device=device)
         if self.run == self.stride:
             return local.add_(self.first)

@@ -258,6 +258,7 @@ def _rotary_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Rotation of ROWS heads of single tokens, by the angles of the token's position; backwards unless FORWARD."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     token = row // num_heads
     position = token % num_tokens

@@ -251,9 +251,9 @@ RESIDENT = 16384
 """Largest number of columns for which a row stays in registers: 16 in each of 1024 threads."""
 
 _STREAMED, _WHOLE = 8192, 32768
-# Longer rows that become gradients are read in blocks so large that one program fills a multiprocessor: the rows that
-# are processed at the same time, 34 MB of 128k bf16 columns on 132 multiprocessors, then stay in the cache until their
-# second read.
+# Columns of a block: at most the first number for statistics, the second one for rows above `RESIDENT` that become
+# gradients. The latter is so large that one program fills a multiprocessor: the rows that are processed at the same
+# time, 34 MB of 128k bf16 columns on 132 multiprocessors, then stay in the cache until their second read.
 
 _ELEMENTS_PER_WARP = 512
 

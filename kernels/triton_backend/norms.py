@@ -39,6 +39,8 @@ def _resident_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Norm of ROWS whole rows. CENTER: a layer norm, which has a bias; otherwise an RMS norm. ADD: the sum of x and
+    the residual is normalised, and stored in `total`."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = row < num_rows
@@ -88,6 +90,8 @@ def _chunked_kernel(
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Norm of one row that is too long for registers, in passes over BLOCK columns. CENTER, ADD: as in
+    `_resident_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     first = row * width
     center = 0.0

@@ -258,7 +258,7 @@ def norm_gradients(
 
 @dataclass(frozen=True)
 class RowTiling:
-    """How rows are divided into groups of `group` rows, and groups into tiles of `rows` x `block`."""
+    """The division of rows into groups of `group` rows, and of groups into tiles of `rows` x `block`."""
 
     num_rows: int
     width: int

@@ -62,8 +62,9 @@ class Run:
     """Content of a run folder. Every problem becomes one line in `problems`; what can be read is read.
 
     config: configuration of the last start, with dotted names. steps: steps that led to the newest weights, by number.
-    ranks: last event `ranks`. events: notable events, as (step, text). step_seconds, evaluation_seconds, save_seconds:
-    totals of all starts, including steps that were repeated. last_record: Unix time of the last change.
+    ranks: values of the last event `ranks`, by part. events: notable events, as (step, text). step_seconds,
+    evaluation_seconds, save_seconds: totals of all starts, including steps that were repeated. last_record: Unix time
+    of the last change.
     """
 
     folder: Path

@@ -51,7 +51,7 @@ _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 @dataclass(frozen=True)
 class Job:
-    """Where the ranks of a run are started.
+    """The ranks of a run, and where they are started.
 
     ranks: number of ranks per node. nodes: number of nodes. rendezvous: HOST:PORT of one of the nodes, None for a
     single node. restarts: maximum number of restarts after failures. name: name of the job, the same on all nodes.

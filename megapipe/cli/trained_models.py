@@ -149,7 +149,6 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-
     from megapipe.inference import trained_model as request
     from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, generate
     from megapipe.inference.trained_model import LoadedModel

@@ -367,8 +367,7 @@ class DistributedGroup(Group):
             return finished
 
     def errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
-        """As `errors_named`, but for functional collectives, which a compiler may trace: its graphs have no exception
-        handlers."""
+        """Return `errors_named`, or no context while a compiler traces: its graphs have no exception handlers."""
         return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:

@@ -201,7 +201,7 @@ class ThreadGroup(Group):
 
 
 class _ThreadWork(Work):
-    """A collective that was started; `finish` takes every member's tensor, in rank order."""
+    """A collective that was started; finish: takes every member's tensor, in rank order."""
 
     def __init__(self, group: ThreadGroup, number: int, finish: Callable[[list[Tensor]], object]) -> None:
         self._group = group

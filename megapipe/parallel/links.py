@@ -58,7 +58,7 @@ class Transfer(ABC):
         On a GPU, the current stream waits.
 
         Raises:
-            CommunicationError: the peer died, fell silent, or sent something else than was expected.
+            CommunicationError: the peer died, did not answer, or sent something other than expected.
         """
 
 
@@ -80,7 +80,7 @@ class Loan(ABC):
         """Wait for the message and return it. The tensor is valid until `give_back`, also in graphs that saved it.
 
         Raises:
-            CommunicationError: the peer died, fell silent, or sent something else than was expected.
+            CommunicationError: the peer died, did not answer, or sent something other than expected.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class LinkEnd:
         timeout: seconds that a wait gives the peer.
 
     Attributes:
-        lends: the receiving end has `borrow`.
+        lends: whether this end has `borrow`, as the receiving end of shared memory does.
     """
 
     lends = False
@@ -119,7 +119,7 @@ class LinkEnd:
 
         Raises:
             ValueError: the tensor is larger than the link's maximum.
-            CommunicationError: the peer died or fell silent.
+            CommunicationError: the peer died or did not answer.
         """
         if not self._sends:
             raise ValueError(f"rank {self.rank} is the receiving end of {self.edge} and cannot send on it")

@@ -30,7 +30,9 @@ failed."""
 _LONGEST_PAUSE_SECONDS = 0.25
 _LISTED_PROBLEMS = 8
 _MARGIN_SECONDS = 2.0
+"""Seconds after its timeout in which the connecting thread may still end by itself."""
 _BACKLOG = 4096
+"""Connections that wait at the store's socket: all ranks of a large job may connect at once."""
 
 
 class StartError(LaunchError):

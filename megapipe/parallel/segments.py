@@ -100,7 +100,8 @@ class SegmentTable:
         return len(self._segments)
 
     def counted(self) -> Iterator[Segment]:
-        """Segments whose elements this tensor rank counts in a global sum: replicated ones count only on rank 0."""
+        """Yield the segments whose elements this tensor rank counts in a global sum: replicated ones count only on
+        rank 0."""
         for segment in self:
             if segment.spec.partition_axis is not None or self.tensor_rank == 0:
                 yield segment
@@ -108,7 +109,8 @@ class SegmentTable:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How replicas shard a unit's state, and the index of one of them (Rajbhandari et al. 2020, arXiv 1910.02054).
+    """The division of a unit's state over replicas, and the index of one of them (Rajbhandari et al. 2020, arXiv
+    1910.02054).
 
     stage: 0 nothing is sharded, 1 master weights and moments, 2 gradients too, 3 weights too. index, count: this
     replica's index among those that share a copy, and their number. whole_matrices: do not cut matrices that fit into

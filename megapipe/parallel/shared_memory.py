@@ -42,7 +42,7 @@ class Links(list["SharedMemoryLink"]):
     """The open shared-memory links of one rank. A wait for any of them moves the messages of all."""
 
     def wait(self, take: Callable[[float], Taken | None], link: "SharedMemoryLink") -> Taken | None:
-        """Return the result of `take`, or None once `link`'s peer has ended or its time is over.
+        """Return the result of `take`, or None if the peer of `link` has ended or the timeout of `link` is over.
 
         take: waits up to this number of seconds.
         """

@@ -204,7 +204,7 @@ class UnitState(GradientAccumulators):
         return self.moments[name][part.start - start : part.stop - start]
 
     def update_buffers(self) -> dict[str, Tensor]:
-        """The buffers that only updates use: the moments, and the master if it is not a weight version."""
+        """Return the buffers that only updates use: the moments, and the master if it is not a weight version."""
         return self.moments | ({} if self._master is None else {"master": self._master})
 
     def place_update_buffers(self, buffers: dict[str, Tensor], *, in_host: bool) -> None:

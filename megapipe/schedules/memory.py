@@ -84,7 +84,7 @@ def _peaks(table: Table, opening: Mask, closing: Mask) -> tuple[float, ...]:
 
 
 STATES_ON_DEVICE: Final = 2
-"""Units of a rank whose optimizer state may be on the device at once: one in its update, one on its way."""
+"""Maximum number of units of a rank whose optimizer state is on the device: one in its update, one on its way."""
 
 
 @dataclass(frozen=True)

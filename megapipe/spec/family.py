@@ -64,7 +64,7 @@ class Tensors(NamedTuple):
 
 
 class ParameterPlace(NamedTuple):
-    """Where a parameter is in a family's files: the full names of its tensors, and the steps of `Tensors`. model:
+    """Place of a parameter in a family's files: the full names of its tensors, and the steps of `Tensors`. model:
     configuration of its layer."""
 
     spec: ParameterSpec

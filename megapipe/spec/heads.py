@@ -150,14 +150,14 @@ def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
 
 
 def last_norm_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the op of a GPT's last norm, where all pipeline ranks share the output matrix."""
+    """Yield the op of a GPT's last norm, if all pipeline ranks shard the output matrix."""
     yield next(gpt_head_ops(shape))
 
 
 def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the op of an output matrix that all pipeline ranks share, with its loss.
+    """Yield the op of an output matrix that all pipeline ranks shard, with its loss.
 
-    shape: its tensor ranks are all ranks that share the matrix. They get the last hidden states by a broadcast, and
+    shape: its tensor ranks are all ranks that shard the matrix. They get the last hidden states by a broadcast, and
     sum the gradients of these. Statistics of all ranks arrive between forward and backward. If the backward is split,
     the forward saves the product of the softmax over the rank's own columns and the matrix.
     """
@@ -295,7 +295,7 @@ def _loss_use(shape: MicrobatchShape, rows: int) -> KernelUse:
 
 
 def _shared_output_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
-    """Yield the kernels of an output matrix that all pipeline ranks share. A pass over the logits completes their
+    """Yield the kernels of an output matrix that all pipeline ranks shard. A pass over the logits completes their
     gradient; if the backward is split, the forward has already multiplied the gradient from its own columns by the
     matrix."""
     for each in _output_kernels(shape):
@@ -316,7 +316,7 @@ def _output_elements(model: ModelConfig) -> int:
 
 
 def _columns(shape: MicrobatchShape) -> int:
-    """Columns of the logits on this rank, padding included."""
+    """Return the columns of the logits on this rank, padding included."""
     weight = table(shape.model, "output.weight", shape.model.vocabulary_size, padded=True)
     return weight.local_shape(shape.tensor, shape.alignment)[0]
 

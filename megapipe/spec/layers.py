@@ -40,7 +40,7 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
 
 def sharded_vocabulary(layers: Sequence[LayerSpec], ranks: int) -> tuple[LayerSpec, ...]:
     """Return a GPT's layers with embedding and head cut in two. The last two layers are the output matrix and the
-    table of word embeddings, which this number of pipeline ranks share; if they are tied, each rank has the same rows
+    table of word embeddings, which this number of pipeline ranks shard; if they are tied, each rank has the same rows
     of both."""
     embedding, *blocks, head = layers
     (positions, words), (norm, output) = (

@@ -36,7 +36,7 @@ class MicrobatchShape:
     sequence_parallel: tensor ranks shard the tokens between matrix products, in sequence_chunks pieces. context:
     number of ranks that shard each sample, by context_attention. predictions: masked tokens of a sample that a BERT's
     head predicts on this rank; None for all tokens. recompute: parts of a block that the backward recomputes.
-    recompute_logits: the head saves no logits. splits_loss: the backward of an output layer that pipeline ranks share
+    recompute_logits: the head saves no logits. splits_loss: the backward of an output layer that pipeline ranks shard
     is split. isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a
     mask.
     fp8: matrix products of blocks are in fp8; tensorwise_fp8: with scales that the tensor ranks agree on.
@@ -120,7 +120,8 @@ class MicrobatchShape:
         return self if narrow is self.model else replace(self, model=narrow)
 
     def statistics(self, rows: int) -> int:
-        """Bytes of the fp32 statistics of `rows` normalised rows: mean and deviation, or the deviation alone."""
+        """Return the bytes of the fp32 statistics of `rows` normalised rows: mean and deviation, or the deviation
+        alone."""
         return rows * FULL_BYTES * (1 + self.model.norm_kind.centred)
 
     @property

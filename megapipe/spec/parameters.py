@@ -8,7 +8,7 @@ from typing import Literal
 from megapipe.config.model import BASE_KIND
 
 LayerKind = Literal["embedding", "block", "head", "positions", "norm", "output", "words"]
-"""Kinds of layers. The last four are those of a GPT whose vocabulary all pipeline ranks share. words: the table of
+"""Kinds of layers. The last four are those of a GPT whose vocabulary all pipeline ranks shard. words: the table of
 word embeddings. positions: the rest of the embedding. norm, output: the two parts of the head."""
 SEGMENT_ALIGNMENT = 64
 """Parameters start at multiples of this many elements in the flat buffers of their unit, so that kernels and
@@ -29,13 +29,13 @@ class Box:
 
     @property
     def num_elements(self) -> int:
-        """Elements inside."""
+        """Number of elements in the box."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class Init:
-    """How a parameter is initialised: `normal` with standard deviation `std`, or a constant `zeros` / `ones`."""
+    """Initial values of a parameter: `normal` with standard deviation `std`, or a constant, `zeros` or `ones`."""
 
     kind: Literal["normal", "zeros", "ones"]
     std: float = 0.0
@@ -53,7 +53,7 @@ class ParameterSpec:
     state_unit: the one of its layer's state units that has it, if there are several; by default the layer's own.
     balance_rate: above 0 for biases that balance experts, which the loss does not train: their gradient says how much
     more than an even share each expert got, and an update moves them by this rate against its sign. shards: number of
-    ranks that shard the partition axis for each tensor rank: pipeline ranks that share a vocabulary. one_accumulator:
+    ranks that shard the partition axis for each tensor rank: pipeline ranks that shard a vocabulary. one_accumulator:
     all uses of a tied weight on a rank add to one gradient. Otherwise each use has its own gradient, which is needed
     for sums with the same bits on any division into stages.
     """

@@ -1,4 +1,4 @@
-"""Which tokens of a sample each rank of a context-parallel group holds, and the pieces of a ring's attention.
+"""The tokens of a sample that each rank of a context-parallel group holds, and the pieces of ring attention.
 
 Under a causal mask late tokens see more than early ones. `head_tail` cuts a sample into twice as many chunks as ranks
 and pairs an early with a late one, so that all ranks have the same work (Llama 3, arXiv 2407.21783, section 3.3.2).

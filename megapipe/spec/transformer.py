@@ -379,7 +379,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of a GPT's embedding after the lookup of words, for a table of words that all pipeline ranks
-    share: positions, dropout, and a norm if the model has one. The sum of looked-up words that arrives is kept until
+    shard: positions, dropout, and a norm if the model has one. The sum of looked-up words that arrives is kept until
     its gradient comes, unless it leaves unchanged."""
     model, stream = shape.model, shape.own_stream
     learned, normalized = model.positions == "learned", model.normalizes_embeddings
@@ -405,9 +405,9 @@ def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 
 def shared_word_ops(shape: MicrobatchShape) -> Iterator[Op]:
-    """Yield the op of a table of word embeddings that all pipeline ranks share.
+    """Yield the op of a table of word embeddings that all pipeline ranks shard.
 
-    shape: its tensor ranks are all ranks that share the table. They sum what they look up, and get the gradient of the
+    shape: its tensor ranks are all ranks that shard the table. They sum what they look up, and get the gradient of the
     sum by a broadcast.
     """
     words = table(shape.model, "word.weight", shape.model.vocabulary_size, padded=True)
