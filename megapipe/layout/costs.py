@@ -18,7 +18,6 @@ from megapipe.layout.units import Unit, UnitCosts
 from megapipe.spec.attention import why_a_mask
 from megapipe.spec.layers import layer_ops
 from megapipe.spec.linear import OUTPUT_GRADIENT
-from megapipe.spec.moments import peaks_within
 from megapipe.spec.ops import (
     FULL_BYTES,
     AttentionPath,
@@ -34,6 +33,7 @@ from megapipe.spec.ops import (
     weight_half_bytes,
 )
 from megapipe.spec.parameters import LayerKind, LayerSpec, TiedNames, tied_names
+from megapipe.spec.peaks import peaks_within
 
 _ops = lru_cache(maxsize=4096)(layer_ops)
 

@@ -104,7 +104,7 @@ class Held(NamedTuple, Generic[Size]):
     units whose state is sharded. summands: further memory of sums of such gradients, over gloo the parts of other
     ranks. reloaded: optimizer state that has come from host memory for an update. activations: of all micro-batches.
     sent: messages that may not have left. temporaries: peak bytes within the action beyond those after it
-    (`spec.moments`).
+    (`spec.peaks`).
     """
 
     weights: Size

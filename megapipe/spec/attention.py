@@ -24,7 +24,6 @@ from megapipe.spec.linear import (
     vector,
     with_bias,
 )
-from megapipe.spec.moments import attention_moments
 from megapipe.spec.ops import (
     FULL_BYTES,
     AttentionPath,
@@ -39,6 +38,7 @@ from megapipe.spec.ops import (
     passes,
 )
 from megapipe.spec.parameters import Init, ParameterSpec
+from megapipe.spec.peaks import attention_peaks
 from megapipe.spec.token_order import TokenOrder, Visibility, order_of, pieces, slice_pieces
 
 CAUSAL_SHARE = 0.5
@@ -214,7 +214,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         collectives=tuple(collectives),
         kernels=partial(_attention_kernels, shape),
         uses=_attention_uses(shape),
-        moments=partial(attention_moments, shape),
+        peaks=partial(attention_peaks, shape),
     ), result
 
 

@@ -19,16 +19,15 @@ from megapipe.spec.linear import (
     table,
     vector,
 )
-from megapipe.spec.moments import output_moments, table_moments
 from megapipe.spec.ops import (
     FULL_BYTES,
+    BackwardPeak,
     Collective,
     GroupName,
     Kernel,
     KernelPhase,
     KernelUse,
     MicrobatchShape,
-    Moment,
     Op,
     Value,
     linear_flops,
@@ -36,6 +35,7 @@ from megapipe.spec.ops import (
     passes,
 )
 from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.peaks import output_peaks, table_peaks
 from megapipe.spec.transformer import INDEX_BYTES, block_ops, lookup_kernels, norm, word_collectives
 
 LOSS_STATISTICS = 3
@@ -80,7 +80,7 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
         weight_needs=(tokens, gradient("words", shape.stream)),
         collectives=word_collectives(shape),
         kernels=partial(lookup_kernels, shape),
-        moments=partial(table_moments, shape, (words,)),
+        peaks=partial(table_peaks, shape, (words,)),
     )
     # The gradients of both norms' results are views of one tensor, which has the two side by side.
     norms = (
@@ -104,15 +104,15 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
     last = norm(shape, "norm", Value("output", stream))
     # When the block's backward starts, the tensors of the last ops have been freed, and its output's gradient exists.
     freed = sum(value.bytes for value in output.saves if value != normalised)
-    block = [each._replace(moments=partial(_held_more, each, stream - freed)) for each in block]
+    block = [each._replace(peaks=partial(_held_more, each, stream - freed)) for each in block]
     for op in (lookup, *norms, join, *block, last, output):
         yield _renamed(op, prefix, (hidden, scale, tokens, labels))
 
 
-def _held_more(op: Op, more: int) -> tuple[Moment, ...]:
-    """Return an op's moments plus `more` bytes: those held before the op's backward but not before its layer's
+def _held_more(op: Op, more: int) -> tuple[BackwardPeak, ...]:
+    """Return an op's peaks plus `more` bytes: those held before the op's backward but not before its layer's
     backward."""
-    return tuple(each._replace(bytes=each.bytes + more) for each in op.moments())
+    return tuple(each._replace(bytes=each.bytes + more) for each in op.peaks())
 
 
 def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
@@ -145,7 +145,7 @@ def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
         collectives=(*_loss_collectives(shape, tokens), *hidden),
         kernels=partial(_output_kernels, shape),
         uses=(_loss_use(shape, tokens),),
-        moments=partial(output_moments, shape, columns),
+        peaks=partial(output_peaks, shape, columns),
     )
 
 
@@ -236,7 +236,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         collectives=collectives,
         kernels=partial(_output_kernels, narrow),
         uses=(_loss_use(narrow, rows),),
-        moments=partial(output_moments, narrow, columns),
+        peaks=partial(output_peaks, narrow, columns),
     )
     if model.sentence_head:
         yield from _sentence_ops(shape, states)

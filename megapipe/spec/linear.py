@@ -8,10 +8,10 @@ from functools import lru_cache, partial
 from megapipe.config.model import ModelConfig, NormKind
 from megapipe.spec.ops import (
     FULL_BYTES,
+    BackwardPeak,
     Collective,
     Kernel,
     MicrobatchShape,
-    Moment,
     Op,
     Value,
     linear_flops,
@@ -170,7 +170,7 @@ def linear_op(
     *,
     rows: int | None = None,
     collectives: tuple[Collective, ...] = (),
-    moments: Callable[[], tuple[Moment, ...]] = tuple,
+    peaks: Callable[[], tuple[BackwardPeak, ...]] = tuple,
 ) -> Op:
     """Return the op of a linear layer of every token. weights: its matrix, and its bias if it has one. source: its
     input. grad_output: gradient of its output. rows: of its products on this rank, by default the tokens on its
@@ -184,7 +184,7 @@ def linear_op(
         flops=linear_flops(all_tokens(shape), weight.num_elements),
         collectives=collectives,
         kernels=partial(linear_products, shape, weight, shape.tokens if rows is None else rows),
-        moments=moments,
+        peaks=peaks,
     )
 
 

@@ -212,7 +212,7 @@ class KernelUse(NamedTuple):
         return self.calls if self.backward is None else self.backward
 
 
-class Moment(NamedTuple):
+class BackwardPeak(NamedTuple):
     """Peak bytes within a layer's backward, or one half of it, while an op runs: beyond those held before it."""
 
     phase: BackwardPhase
@@ -260,7 +260,7 @@ class Op(NamedTuple):
     copies: tensors that the forward copies for that half. handed: bytes that later slices of the sample read until the
     backward. handed_gradient: bytes of the gradient of these, to which later slices add. kernels: returns its executed
     work, which only estimates of time ask for; nothing if other ops' kernels do the work, or its time is not counted.
-    uses: calls of ops of the kernel registry. moments: returns the peaks of tensors that exist only within its
+    uses: calls of ops of the kernel registry. peaks: returns the peaks of tensors that exist only within its
     backward; nothing if other ops of the layer need more memory.
     """
 
@@ -276,7 +276,7 @@ class Op(NamedTuple):
     collectives: tuple[Collective, ...] = ()
     kernels: Callable[[], tuple[Kernel, ...]] = tuple
     uses: tuple[KernelUse, ...] = ()
-    moments: Callable[[], tuple[Moment, ...]] = tuple
+    peaks: Callable[[], tuple[BackwardPeak, ...]] = tuple
 
 
 class Exchange(NamedTuple):

@@ -33,14 +33,6 @@ from megapipe.spec.linear import (
     vector,
     with_bias,
 )
-from megapipe.spec.moments import (
-    activation_moments,
-    down_moments,
-    gate_moments,
-    projection_moments,
-    table_moments,
-    up_moments,
-)
 from megapipe.spec.ops import (
     FULL_BYTES,
     Collective,
@@ -55,6 +47,14 @@ from megapipe.spec.ops import (
     passes,
 )
 from megapipe.spec.parameters import ParameterSpec
+from megapipe.spec.peaks import (
+    activation_peaks,
+    down_peaks,
+    gate_peaks,
+    projection_peaks,
+    table_peaks,
+    up_peaks,
+)
 
 ROUTER = "mlp.router.weight"
 """Path of the matrix that chooses a token's experts, in blocks with experts."""
@@ -165,7 +165,7 @@ def mlp(shape: MicrobatchShape, source: Value, grad_output: Value, *, shared: bo
         source,
         gradient(outer.name, outer.bytes),
         collectives=pair_exchanges(shape),
-        moments=partial(up_moments, shape, up, shared=shared),
+        peaks=partial(up_peaks, shape, up, shared=shared),
     )
     yield _activation(shape, outer, inner, ffn // shape.tensor, biased=model.has_bias(f"{path}.up"), shared=shared)
     yield linear_op(
@@ -175,7 +175,7 @@ def mlp(shape: MicrobatchShape, source: Value, grad_output: Value, *, shared: bo
         activated,
         grad_output,
         collectives=scales(shape),
-        moments=partial(down_moments, shape, down, shared=shared),
+        peaks=partial(down_peaks, shape, down, shared=shared),
     )
 
 
@@ -193,7 +193,7 @@ def _activation(
             passes, "activation", (inputs + 1) * inner, (2 * inputs + 1) * inner, again="mlp" in shape.recompute
         ),
         uses=(KernelUse(op, inputs * channels, part="mlp"),),
-        moments=partial(activation_moments, shape, shared=shared),
+        peaks=partial(activation_peaks, shape, shared=shared),
     )
 
 
@@ -244,7 +244,7 @@ def experts(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterat
         weight_needs=(picked, gradient("up", outer.bytes)),
         flops=_expert_flops(shape, up),
         kernels=partial(_expert_products, shape, up),
-        moments=partial(up_moments, shape, up),
+        peaks=partial(up_peaks, shape, up),
     )
     yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
     yield Op(
@@ -254,7 +254,7 @@ def experts(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterat
         weight_needs=(activated, gradient("down", picked.bytes)),
         flops=_expert_flops(shape, down),
         kernels=partial(_expert_products, shape, down),
-        moments=partial(down_moments, shape, down),
+        peaks=partial(down_peaks, shape, down),
     )
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
     if model.shared_expert_size is not None:
@@ -278,7 +278,7 @@ def _shared_sum(shape: MicrobatchShape, source: Value) -> Op:
         weight_needs=(source, gradient("shared gate", opened)),
         flops=linear_flops(all_tokens(shape), gate.num_elements),
         kernels=partial(passes, "shared sum", 6 * stream, 5 * stream),
-        moments=partial(gate_moments, shape),
+        peaks=partial(gate_peaks, shape),
     )
 
 
@@ -369,7 +369,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         collectives=word_collectives(shape),
         kernels=partial(lookup_kernels, shape),
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
-        moments=partial(table_moments, shape, tables),
+        peaks=partial(table_peaks, shape, tables),
     )
     if normalized:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
@@ -398,7 +398,7 @@ def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
         saves=(arriving, Value("embedding mask", masked * shape.stored_masks)),
         weight_needs=tuple(read if learned else ()),
         uses=(KernelUse("dropout", model.hidden_size),) if model.embedding_dropout else (),
-        moments=partial(table_moments, shape, tables) if tables else tuple,
+        peaks=partial(table_peaks, shape, tables) if tables else tuple,
     )
     if normalized:
         yield norm(shape, "norm", Value("sum", stream), kernels=False)
@@ -420,7 +420,7 @@ def shared_word_ops(shape: MicrobatchShape) -> Iterator[Op]:
             Collective("pipeline+tensor", "broadcast", elements, shape.width, 0, 1),
         ),
         kernels=partial(lookup_kernels, shape),
-        moments=partial(table_moments, shape, [words]),
+        peaks=partial(table_peaks, shape, [words]),
     )
 
 
@@ -441,7 +441,7 @@ def _projection(shape: MicrobatchShape) -> Op:
         Value("embeddings", narrow.own_stream),
         Value(OUTPUT_GRADIENT, shape.own_stream),
         rows=shape.tokens // shape.shards,
-        moments=partial(projection_moments, shape, weight),
+        peaks=partial(projection_peaks, shape, weight),
     )
 
 

@@ -28,7 +28,7 @@ class RankMemory(NamedTuple):
     weights to moments: state between steps. activations: peak during a step. buffers: peak of whole weights and
     gradients of sharded units, and of buffers to sum them. messages: slots of received tensors, which are kept until
     their backward, and tensors that are being sent. temporaries: peak bytes of tensors that exist only within a
-    backward (`spec.moments`).
+    backward (`spec.peaks`).
     """
 
     weights: int

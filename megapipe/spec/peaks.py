@@ -1,4 +1,4 @@
-"""Moments of a backward: peak bytes within it that an op declares, beyond what the rank held when it started.
+"""Peaks within a backward: bytes that an op needs while it runs, beyond what the rank held when the backward started.
 
 A matrix's gradient is computed in the compute dtype, and a second copy of it in fp32 exists while it is added to its
 accumulator; the gradients of the operation's inputs and the tensors that the forward saved exist at the same time.
@@ -11,7 +11,7 @@ from math import prod
 from typing import NamedTuple
 
 from megapipe.spec.linear import chunk_rows
-from megapipe.spec.ops import FULL_BYTES, BackwardPhase, MicrobatchShape, Moment, Op
+from megapipe.spec.ops import FULL_BYTES, BackwardPeak, BackwardPhase, MicrobatchShape, Op
 from megapipe.spec.parameters import ParameterSpec
 
 
@@ -20,31 +20,31 @@ def peaks_within(ops: Sequence[Op], shape: MicrobatchShape) -> dict[BackwardPhas
 
     A weight half adds each gradient to its accumulator without a cast.
     """
-    moments = [each for op in ops for each in op.moments()]
-    moments += [Moment("weight half", _elements(shape, spec) * shape.width) for op in ops for spec in op.weights]
+    peaks = [each for op in ops for each in op.peaks()]
+    peaks += [BackwardPeak("weight half", _elements(shape, spec) * shape.width) for op in ops for spec in op.weights]
     phases: tuple[BackwardPhase, ...] = "backward", "input half", "weight half"
-    return {phase: max((each.bytes for each in moments if each.phase == phase), default=0) for phase in phases}
+    return {phase: max((each.bytes for each in peaks if each.phase == phase), default=0) for phase in phases}
 
 
-def table_moments(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[Moment, ...]:
-    """Return the moments of an embedding's lookup. Rows of a table's gradient are summed in fp32. Tensor ranks copy
+def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of an embedding's lookup. Rows of a table's gradient are summed in fp32. Tensor ranks copy
     the output's gradient, to mask the rows of tokens that other ranks hold."""
     largest = max(_elements(shape, spec) for spec in tables)
     masked = shape.tensor > 1 and any(spec.padded for spec in tables)
     needed = FULL_BYTES * largest + _gathered(shape) + (shape.stream if masked else 0)
     if shape.width != FULL_BYTES:
         needed += max(shape.tokens * shape.model.hidden_size * FULL_BYTES, shape.width * largest)
-    return Moment("backward", needed), Moment("weight half", needed)
+    return BackwardPeak("backward", needed), BackwardPeak("weight half", needed)
 
 
-def projection_moments(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[Moment, ...]:
-    """Return the moments of the projection of the embeddings: the gradients of its input and of its matrix."""
-    source = shape.of_embedding.own_stream
-    return Moment("backward", source + _gradient(shape, _elements(shape, weight))), Moment("input half", source)
+def projection_peaks(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of the projection of the embeddings: the gradients of its input and of its matrix."""
+    source, matrix = shape.of_embedding.own_stream, _gradient(shape, _elements(shape, weight))
+    return BackwardPeak("backward", source + matrix), BackwardPeak("input half", source)
 
 
-def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
-    """Return the moments of a head's output matrix: the gradients of the last hidden states and of the matrix,
+def output_peaks(shape: MicrobatchShape, columns: int) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of a head's output matrix: the gradients of the last hidden states and of the matrix,
     computed from the logits' gradient. columns: number of columns of the logits on this rank."""
     rows, elements = shape.rows, columns * shape.model.hidden_size
     hidden = rows * shape.model.hidden_size * shape.width
@@ -54,9 +54,9 @@ def output_moments(shape: MicrobatchShape, columns: int) -> tuple[Moment, ...]:
     else:  # rows are scaled before the product
         whole = hidden + max(hidden + elements * shape.width, _gradient(shape, elements))
     return (
-        Moment("backward", whole),
-        Moment("input half", hidden),
-        Moment("weight half", elements * shape.width + hidden + _gathered(shape)),
+        BackwardPeak("backward", whole),
+        BackwardPeak("input half", hidden),
+        BackwardPeak("weight half", elements * shape.width + hidden + _gathered(shape)),
     )
 
 
@@ -105,8 +105,8 @@ def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) 
     )
 
 
-def down_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[Moment, ...]:
-    """Return the moments of an MLP's second matrix. A product's output gradient is freed before its weight's gradient
+def down_peaks(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of an MLP's second matrix. A product's output gradient is freed before its weight's gradient
     is cast, unless it is the gradient of the residual stream."""
     model = shape.model
     experts = model.num_experts is not None and not shared
@@ -121,8 +121,8 @@ def down_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool 
     return _both(of)
 
 
-def activation_moments(shape: MicrobatchShape, *, shared: bool = False) -> tuple[Moment, ...]:
-    """Return the moments of an MLP's activation: the gradients of its result and of its input."""
+def activation_peaks(shape: MicrobatchShape, *, shared: bool = False) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of an MLP's activation: the gradients of its result and of its input."""
 
     def of(whole: bool) -> int:
         sizes = _feed_forward(shape, whole=whole, shared=shared)
@@ -131,8 +131,8 @@ def activation_moments(shape: MicrobatchShape, *, shared: bool = False) -> tuple
     return _both(of)
 
 
-def up_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[Moment, ...]:
-    """Return the moments of an MLP's first matrix."""
+def up_peaks(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of an MLP's first matrix."""
 
     def of(whole: bool) -> int:
         sizes = _feed_forward(shape, whole=whole, shared=shared)
@@ -144,14 +144,14 @@ def up_moments(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = 
     return _both(of)
 
 
-def gate_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
-    """Return the moments of a shared expert's gate: the gradients of the result and of the gate, the latter before its
+def gate_peaks(shape: MicrobatchShape) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of a shared expert's gate: the gradients of the result and of the gate, the latter before its
     sum."""
     return _both(lambda whole: 2 * shape.own_stream)
 
 
-def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
-    """Return the moments of attention without a fused kernel: the weights and the gradient of the values if weights
+def attention_peaks(shape: MicrobatchShape) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of attention without a fused kernel: the weights and the gradient of the values if weights
     are recomputed, and the gradients of the weights before and after the softmax. Its backward follows that of the
     MLP, which has freed its saved tensors."""
     if shape.attention != "unfused":
@@ -172,10 +172,10 @@ def attention_moments(shape: MicrobatchShape) -> tuple[Moment, ...]:
     return _both(of)
 
 
-def _both(of: Callable[[bool], int]) -> tuple[Moment, ...]:
-    """Return the moments of a whole backward and of the input half. of: returns the bytes; its argument is whether the
+def _both(of: Callable[[bool], int]) -> tuple[BackwardPeak, ...]:
+    """Return the peaks of a whole backward and of the input half. of: returns the bytes; its argument is whether the
     backward is whole."""
-    return Moment("backward", of(True)), Moment("input half", of(False))
+    return BackwardPeak("backward", of(True)), BackwardPeak("input half", of(False))
 
 
 def _elements(shape: MicrobatchShape, spec: ParameterSpec) -> int:
