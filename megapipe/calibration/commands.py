@@ -239,7 +239,7 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
 
 def _bytes(state: UnitState) -> list[int]:
     """Return the persistent bytes of a unit: weights, master weights and gradients."""
-    weights = state.weight_shards if state.weights_come_and_go else state.weights
+    weights = state.weight_shards if state.transient_weights else state.weights
     master = [] if state.working_copy is None else [state.master]
     gradients = state.gradient_shards if state.sharding.gradients else state.gradients
     return [sum(each.nbytes for each in tensors) for tensors in (weights, master, gradients)]

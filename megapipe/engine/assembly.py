@@ -257,14 +257,14 @@ class Assembly:
                 parts = [stage.states[state] for state in self._header.states_of(number, unit)]
                 for state in (*parts, *self._tied_states.values()):
                     copy = state.newest % len(state.weights)
-                    if state.weights_come_and_go:
+                    if state.transient_weights:
                         count = state.sharding.count
                         state.gather_weights(copy, self._mesh.shard_group(count) if count > 1 else self.swaps)
                     state.await_weights(copy)
                 twins = cast(Sequence[nn.Module], stage.units[unit])
                 yield index, twins[stage.newest % len(twins)]
                 for state in parts:
-                    if state.weights_come_and_go:
+                    if state.transient_weights:
                         state.release_weights(state.newest % len(state.weights))
 
     def engine(

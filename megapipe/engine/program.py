@@ -121,7 +121,7 @@ class Program:
             run, stage = make(action), self.stages[action.stage]
             units = self._header.states_of(action.stage, action.unit) if action.unit != WHOLE else range(0)
             states = [(unit, stage.states[unit]) for unit in units if unit in stage.states]
-            uses = [state for _, state in states if state.weights_come_and_go and action.kind != Kind.BACKWARD_WEIGHT]
+            uses = [state for _, state in states if state.transient_weights and action.kind != Kind.BACKWARD_WEIGHT]
             halves = action.kind == Kind.BACKWARD_INPUT
             adds = [
                 (state, int(self._header.state_sizes[action.stage, unit]))

@@ -113,7 +113,7 @@ def shared_states(header: Header, stages: Mapping[int, Stage], stage: int) -> li
 
 
 def _awaits(state: UnitState) -> bool:
-    return state.sharding.count > 1 or state.weights_come_and_go
+    return state.sharding.count > 1 or state.transient_weights
 
 
 class GradientReduction(Work):

@@ -455,7 +455,7 @@ class UserModules:
 def _start(state: UnitState, whole: Tensor) -> None:
     """Give a state its initial weights. whole: in the layout of its table."""
     state.master.copy_(whole[state.shard])
-    if not state.weights_come_and_go:
+    if not state.transient_weights:
         for copy in state.weights:
             copy.copy_(whole)
     state.restore(state.newest)

@@ -158,7 +158,7 @@ class UnitState(GradientAccumulators):
         size = self.table.num_elements
         self.shard = sharding.part_of(size)
         shard_size = self.shard.stop - self.shard.start
-        buffer = transient if self.weights_come_and_go else torch.zeros
+        buffer = transient if self.transient_weights else torch.zeros
         self.weights = [buffer(size, dtype=compute_dtype, device=device) for _ in range(num_versions)]
         self.weight_shards = self.weights
         if sharding.weights:
@@ -178,7 +178,7 @@ class UnitState(GradientAccumulators):
             self._master = self._update_zeros(shard_size)
 
     @property
-    def weights_come_and_go(self) -> bool:
+    def transient_weights(self) -> bool:
         """Whether a whole copy of the weights only has memory from a gather to its release."""
         return self.sharding.weights
 
@@ -228,7 +228,7 @@ class UnitState(GradientAccumulators):
             flat = torch.from_numpy(values).reshape(-1)
             held = self.held(segment)
             self.in_shard(self.master, segment).copy_(flat[held.start : held.stop])
-            if not self.weights_come_and_go:
+            if not self.transient_weights:
                 for copy in self.weights:
                     copy[segment.start : segment.start + segment.owned].copy_(flat)
         self.restore(self.newest)
@@ -257,7 +257,7 @@ class UnitState(GradientAccumulators):
         """Start filling a whole copy of the weights: from all ranks' shards through their group, or from host memory.
         The next use of the copy waits for it."""
         whole = self.weights[copy]
-        if self.weights_come_and_go:
+        if self.transient_weights:
             allocate(whole)
         if whole.numel() == 0:
             return
@@ -295,7 +295,7 @@ class UnitState(GradientAccumulators):
         memory, on the device. Gradients are shared, and no gather is awaited."""
         twin = shallow_copy(self)
         same_list = self.weight_shards is self.weights
-        if not self.weights_come_and_go:
+        if not self.transient_weights:
             twin.weights = [each.clone() for each in self.weights]
         twin.weight_shards = twin.weights if same_list else [each.clone() for each in self.weight_shards]
         device = self.weights[0].device
@@ -356,7 +356,7 @@ class HostWeights(UnitState):
         self.weight_shards = [self._update_zeros(self.table.num_elements, self.weights[0].dtype)]
 
     @property
-    def weights_come_and_go(self) -> bool:
+    def transient_weights(self) -> bool:
         return True
 
     def update_buffers(self) -> dict[str, Tensor]:
