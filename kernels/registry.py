@@ -178,7 +178,7 @@ class Registry:
 
         self._name_picked = name_picked
         for op, backend in self._overrides.items():
-            names = [known.name for known in self._op(op).backends]
+            names = [each.name for each in self._op(op).backends]
             if backend not in names:
                 raise KernelError(
                     f"op {op!r} has no backend {backend!r}{nearest(backend, names)}; it has {', '.join(names)}"

@@ -76,10 +76,10 @@ def command(nvcc: str, sources: Sequence[Path], output: Path, architectures: Seq
 def known_architectures(nvcc: str) -> list[int]:
     """Return the ARCHITECTURES for which this nvcc can compile. Raises BuildError if there is none."""
     listed = subprocess.run([nvcc, "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
-    known = [number for number in ARCHITECTURES if f"sm_{number}" in listed]
-    if not known:
+    supported = [number for number in ARCHITECTURES if f"sm_{number}" in listed]
+    if not supported:
         raise BuildError(f"{nvcc} compiles for none of sm_80, sm_90 and sm_100; install CUDA 12 or newer")
-    return known
+    return supported
 
 
 def build(sources: Sequence[Path], output: Path) -> None:

@@ -150,19 +150,19 @@ def svg(curves: Sequence[Curve], axis: Axis, *, standalone: bool) -> str:
             _TOP + (box.high - y) / (box.high - box.low) * down,
         )
 
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">']
+    elements = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" role="img">']
     if standalone:
-        parts.append(f"<style>{_STYLE}</style>")
-        parts.append(f'<rect class="paper" width="{_WIDTH}" height="{height}"/>')
+        elements.append(f"<style>{_STYLE}</style>")
+        elements.append(f'<rect class="paper" width="{_WIDTH}" height="{height}"/>')
     for value in ticks(box.low, box.high, 6):
         y = place(box.left, value)[1]
-        parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
-        parts.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label(value)}</text>')
+        elements.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
+        elements.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label(value)}</text>')
     for value in ticks(box.left, box.right, 7):
         x = place(value, box.low)[0]
-        parts.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{label(value)}</text>')
-    parts.append(
+        elements.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>')
+        elements.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{label(value)}</text>')
+    elements.append(
         f'<text x="{_LEFT + across / 2}" y="{_HEIGHT - 8}" text-anchor="middle">{_AXIS_LABELS[axis]}</text>'
         f'<text transform="translate(14 {_TOP + down / 2}) rotate(-90)" text-anchor="middle">loss (nats per token)'
         "</text>"
@@ -171,17 +171,17 @@ def svg(curves: Sequence[Curve], axis: Axis, *, standalone: bool) -> str:
         colour, dashes = COLOURS[number % len(COLOURS)], _dashes(number)
         if len(curve.x):
             points = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in zip(curve.x, curve.loss, strict=True))
-            parts.append(
+            elements.append(
                 f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="1.8"{dashes} '
                 'stroke-linejoin="round"/>'
             )
         for x, y in zip(curve.held_out_x, curve.held_out, strict=True):
             across_x, down_y = place(x, y)
-            parts.append(f'<circle cx="{across_x:.1f}" cy="{down_y:.1f}" r="3.2" fill="{colour}"/>')
+            elements.append(f'<circle cx="{across_x:.1f}" cy="{down_y:.1f}" r="3.2" fill="{colour}"/>')
         y = _HEIGHT + 20 * number + 8
-        parts.append(f'<path d="M{_LEFT} {y}h26" stroke="{colour}" stroke-width="2.4"{dashes}/>')
-        parts.append(f'<text x="{_LEFT + 34}" y="{y + 4}">{_escaped(legend(curve))}</text>')
-    return "\n".join([*parts, "</svg>"])
+        elements.append(f'<path d="M{_LEFT} {y}h26" stroke="{colour}" stroke-width="2.4"{dashes}/>')
+        elements.append(f'<text x="{_LEFT + 34}" y="{y + 4}">{_escaped(legend(curve))}</text>')
+    return "\n".join([*elements, "</svg>"])
 
 
 def legend(curve: Curve) -> str:

@@ -215,14 +215,14 @@ class _ThreadWork(Work):
             self._finished = True
 
 
-def _reduce_into(target: Tensor, parts: list[Tensor], op: ReduceOperation) -> None:
-    """Reduce `parts` in their order."""
-    target.copy_(parts[0])
-    for part in parts[1:]:
+def _reduce_into(target: Tensor, tensors: list[Tensor], op: ReduceOperation) -> None:
+    """Reduce `tensors` into `target`, in their order."""
+    target.copy_(tensors[0])
+    for tensor in tensors[1:]:
         if op == "sum":
-            target.add_(part)
+            target.add_(tensor)
         else:
-            torch.maximum(target, part, out=target)
+            torch.maximum(target, tensor, out=target)
 
 
 def _described(operation: str, tensor: Tensor) -> str:

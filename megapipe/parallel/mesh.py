@@ -76,8 +76,8 @@ class Mesh:
         """
         names = tuple(name for name in DIMENSIONS if name in dimensions)
         if names not in self._groups or len(names) != len(dimensions):
-            known = "; ".join(", ".join(names) for names in self._groups)
-            raise ValueError(f"the mesh has no group over {dimensions}: it has groups over {known}, and `world`")
+            existing = "; ".join(", ".join(names) for names in self._groups)
+            raise ValueError(f"the mesh has no group over {dimensions}: it has groups over {existing}, and `world`")
         return self._groups[names]
 
     def stage_group(self, stages: tuple[int, ...]) -> Group | None:
@@ -134,11 +134,11 @@ class Mesh:
         if all(part_of(place) == part_of(replicas.rank) for place in range(replicas.size)):
             return replicas
         if (name, size) not in self._part_groups:
-            parts: dict[tuple[int, int], list[int]] = {}
+            ranks_by_part: dict[tuple[int, int], list[int]] = {}
             for index, ranks in enumerate(self.shape.partition("data", "context")):
                 for place, rank in enumerate(ranks):
-                    parts.setdefault((index, part_of(place)), []).append(rank)
-            self._part_groups[name, size] = self._create(name, tuple(tuple(ranks) for ranks in parts.values()))
+                    ranks_by_part.setdefault((index, part_of(place)), []).append(rank)
+            self._part_groups[name, size] = self._create(name, tuple(tuple(ranks) for ranks in ranks_by_part.values()))
         return self._part_groups[name, size]
 
     def _combined(self, names: tuple[str, ...]) -> Group:

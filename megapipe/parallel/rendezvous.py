@@ -229,8 +229,8 @@ def in_words(ranks: Iterable[int]) -> str:
     # Consecutive ranks have the same distance from their places in the list.
     groups = groupby(enumerate(ordered), key=lambda place_and_rank: place_and_rank[1] - place_and_rank[0])
     runs = [[rank for _, rank in group] for _, group in groups]
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"rank{'s' * (len(ordered) > 1)} {', '.join(parts)}"
+    ranges = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"rank{'s' * (len(ordered) > 1)} {', '.join(ranges)}"
 
 
 def _merged(problems: dict[int, str], world_size: int) -> str:

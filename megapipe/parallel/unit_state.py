@@ -374,12 +374,12 @@ def sum_partial_gradients(state: UnitState, gradient: Tensor, group: Group) -> N
 
     gradient: a flat accumulator of `state`. Ranks hold the same bits afterwards.
     """
-    parts = [gradient[segment.start : segment.stop] for segment in state.table if segment.spec.name in state.partial]
-    if not parts:
+    partial = [gradient[segment.start : segment.stop] for segment in state.table if segment.spec.name in state.partial]
+    if not partial:
         return
-    total = torch.cat(parts)
+    total = torch.cat(partial)
     group.all_reduce(total)
-    for part, summed in zip(parts, total.split([part.numel() for part in parts]), strict=True):
+    for part, summed in zip(partial, total.split([part.numel() for part in partial]), strict=True):
         part.copy_(summed)
 
 

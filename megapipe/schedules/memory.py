@@ -35,12 +35,12 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
     """Return for each stage the peak number of micro-batches whose activations it holds."""
     table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
-    parts = np.where(table.unit < 0, 1, table.units) * table.header.slices
+    pieces = np.where(table.unit < 0, 1, table.units) * table.header.slices
     held = (
         np.where(table.stage == stage, np.where(activations_made(table), 1.0, 0.0) - activations_gone(table), 0.0)
         for stage in range(table.num_stages)
     )
-    return tuple(float(np.round(np.cumsum(change / parts).max(initial=0.0), 9)) for change in held)
+    return tuple(float(np.round(np.cumsum(change / pieces).max(initial=0.0), 9)) for change in held)
 
 
 def activations_made(table: Table) -> Mask:

@@ -118,25 +118,25 @@ class Scanner:
         self.depth -= 1
         return value
 
-    def _either(self, word: str, part: Callable[[], Expression]) -> Expression:
-        parts = [part()]
+    def _either(self, word: str, operand: Callable[[], Expression]) -> Expression:
+        operands = [operand()]
         while self.take(word):
-            parts.append(part())
-        if len(parts) == 1:
-            return parts[0]
+            operands.append(operand())
+        if len(operands) == 1:
+            return operands[0]
         choose = any if word == "or" else all
-        return lambda values: int(choose(each(values) for each in parts))
+        return lambda values: int(choose(each(values) for each in operands))
 
     def _comparison(self) -> Expression:
-        parts, compare = [self._sum()], []
+        operands, compare = [self._sum()], []
         while sign := self.take(*_COMPARISONS):
             compare.append(_COMPARISONS[sign])
-            parts.append(self._sum())
+            operands.append(self._sum())
         if not compare:
-            return parts[0]
+            return operands[0]
 
         def value(values: Values) -> int:
-            numbers = [each(values) for each in parts]
+            numbers = [each(values) for each in operands]
             return int(all(map(lambda test, a, b: test(a, b), compare, numbers, numbers[1:])))
 
         return value
@@ -144,10 +144,10 @@ class Scanner:
     def _sum(self) -> Expression:
         return self._chain(_SUMS, lambda: self._chain(_PRODUCTS, self._factor))
 
-    def _chain(self, signs: Mapping[str, Callable[[int, int], int]], part: Callable[[], Expression]) -> Expression:
-        value = part()
+    def _chain(self, signs: Mapping[str, Callable[[int, int], int]], operand: Callable[[], Expression]) -> Expression:
+        value = operand()
         while sign := self.take(*signs):
-            value = self._applied(signs[sign], sign, value, part())
+            value = self._applied(signs[sign], sign, value, operand())
         return value
 
     def _applied(
@@ -177,12 +177,12 @@ class Scanner:
             return inner
         if self.take("min", "max"):
             self.expect("(", token)
-            parts = [self.expression()]
+            arguments = [self.expression()]
             while self.take(","):
-                parts.append(self.expression())
+                arguments.append(self.expression())
             self.expect(")", f"the numbers of {token}")
             choose = min if token == "min" else max
-            return lambda values: choose(each(values) for each in parts)
+            return lambda values: choose(each(values) for each in arguments)
         if re.fullmatch(DIGITS, token):
             column = len(self.content) - len(self.content[self.at :].lstrip()) + 1
             number = self.line.whole_number(Word(token, column), self.take(token))

@@ -389,7 +389,7 @@ class Schedule:
 
         Raises ScheduleError if the schedule cannot run that few steps.
         """
-        return tuple(np.concatenate(parts) for parts in self.expand_sections(steps))
+        return tuple(np.concatenate(sections) for sections in self.expand_sections(steps))
 
     def expand_sections(self, steps: int) -> list[list[Rows]]:
         """Return the rows of :meth:`expand` for each rank, cut into prologue, every body and epilogue."""

@@ -190,8 +190,8 @@ class Table:
 
     def rows_with(self, *kinds: Kind) -> Ints:
         """Return the indices of the rows that have one of the kinds, ascending."""
-        parts = [self._rows_by_kind[kind] for kind in kinds]
-        return parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
+        by_kind = [self._rows_by_kind[kind] for kind in kinds]
+        return by_kind[0] if len(by_kind) == 1 else np.sort(np.concatenate(by_kind))
 
     @cached_property
     def _rows_by_kind(self) -> list[Ints]:

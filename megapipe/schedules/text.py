@@ -454,15 +454,15 @@ def _read_rank(line: TextLine, slices: int) -> RankLine:
     places: list[tuple[int, int]] = []
     groups = 0
     for word in line.words[2:]:
-        parts = word.text.split("+")
-        group, groups = (groups, groups + 1) if len(parts) > 1 else (-1, groups)
+        action_words = word.text.split("+")
+        group, groups = (groups, groups + 1) if len(action_words) > 1 else (-1, groups)
         try:
-            actions += [read_action(part, slices)._replace(group=group) for part in parts]
+            actions += [read_action(action_word, slices)._replace(group=group) for action_word in action_words]
         except ScheduleError as error:
             raise line.error(word, str(error)) from None
         column = word.column
-        for part in parts:
+        for action_word in action_words:
             places.append((word.line or line.number, column))
-            column += (len(part) + 1) * (word.line == 0)
+            column += (len(action_word) + 1) * (word.line == 0)
     rows = np.array(actions, dtype=np.int32) if actions else empty_rows()
     return RankLine(line.number, rows, np.array(places, dtype=np.int32).reshape(-1, 2))

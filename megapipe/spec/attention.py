@@ -180,9 +180,9 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     result = Value("attention result", shape.tokens * heads * model.value_dim * width)
     if exchanged:
         copied = keys * copies
-        chunk, own = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
+        chunk, own_heads = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
         # Heads arrive rotated and normalised, so attention saves the same tensors as in a model without either.
-        saves += _attended(shape, shape.micro_size * chunks, chunk, *own, changed=False, keeps_projected=False)
+        saves += _attended(shape, shape.micro_size * chunks, chunk, *own_heads, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
         if not _is_unfused(shape):  # the fused backward reads the result from before the exchange

@@ -285,7 +285,7 @@ class Family:
 
     def _checked(self, config: dict[str, Any]) -> dict[str, Any]:
         fixed = {**_ALWAYS, **self.fixed}
-        known = self.known_keys | self.ignored | _WITHOUT_EFFECT | self.run_keys.keys()
+        accepted = self.known_keys | self.ignored | _WITHOUT_EFFECT | self.run_keys.keys()
         for key, value in config.items():
             if key in fixed:
                 # In Python, 0 equals False; in JSON, it does not.
@@ -294,7 +294,7 @@ class Family:
                         f"{key} is {_shown(value)}, which the model configuration cannot express; it can be "
                         f"{' or '.join(map(_shown, fixed[key]))}"
                     )
-            elif key not in known and value is not None:
+            elif key not in accepted and value is not None:
                 if key == "quantization_config":
                     raise FamilyError(f"{key} is {_shown(value)}: {_how_to_convert(value)}")
                 raise FamilyError(
@@ -365,9 +365,9 @@ class Family:
                 )
             names[name] = theirs
             origins[theirs] = name
-        for again, first in self.repeats.items():
-            if first not in origins and again in names:
-                names[again] = first
+        for repeat, first in self.repeats.items():
+            if first not in origins and repeat in names:
+                names[repeat] = first
         return names
 
     def is_redundant(self, name: str, model: ModelConfig) -> bool:
@@ -378,8 +378,8 @@ class Family:
         layer = re.fullmatch(rf"{re.escape(self.body)}layers\.([0-9]+)\..*", name) if self.more_layers else None
         if layer is not None and int(layer[1]) >= model.num_layers:
             return True
-        absent = (parts for flag, parts in self.optional.items() if not vars(model)[flag])
-        return name in self.repeats or name.endswith(self.buffers) or any(name.startswith(parts) for parts in absent)
+        absent = (prefixes for flag, prefixes in self.optional.items() if not vars(model)[flag])
+        return name in self.repeats or name.endswith(self.buffers) or any(map(name.startswith, absent))
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -424,27 +424,27 @@ def _package_errors() -> dict[str, str]:
 
 def family_of(model_type: Any, kind: str | None = None) -> Family:
     """Return the family of a model_type. Raises FamilyError unless it is known and of this kind."""
-    known = families(kind)
+    registered = families(kind)
     if isinstance(model_type, str) and model_type in _package_errors():
         raise FamilyError(_package_errors()[model_type])
-    if not isinstance(model_type, str) or model_type not in known:
-        near = nearest(model_type, known) if isinstance(model_type, str) else ""
+    if not isinstance(model_type, str) or model_type not in registered:
+        near = nearest(model_type, registered) if isinstance(model_type, str) else ""
         raise FamilyError(
-            f"model_type {model_type!r} is not supported{near}; weights can be taken from {', '.join(known)}"
+            f"model_type {model_type!r} is not supported{near}; weights can be taken from {', '.join(registered)}"
         )
-    return known[model_type]
+    return registered[model_type]
 
 
 def family_problems(model: ModelConfig) -> list[str]:
     """Return at most one message: `model.family` is unknown, or its models are of another kind than this one."""
     if not model.family:
         return []
-    known = families().get(model.family)
-    if known is not None and known.kind != model.kind:
+    family = families().get(model.family)
+    if family is not None and family.kind != model.kind:
         hint = ", leave out options that only BERT runs have, such as data.pairs" if model.kind == "bert" else ""
         return [
-            f"model.family is {model.family!r}, a family of {known.kind.upper()} models, but this run is a "
-            f"{model.kind.upper()}; train with --kind {known.kind}{hint}, or choose a model of the other kind"
+            f"model.family is {model.family!r}, a family of {family.kind.upper()} models, but this run is a "
+            f"{model.kind.upper()}; train with --kind {family.kind}{hint}, or choose a model of the other kind"
         ]
     try:
         family_of(model.family, model.kind)
@@ -471,7 +471,7 @@ _UNREADABLE = "its family has no configuration like this"
 
 def _export_problems(model: ModelConfig, family: Family) -> list[str]:
     """Return the differences between a model and what a family can express of it, one message each."""
-    present = [prefix for flag, parts in family.optional.items() if vars(model)[flag] for prefix in parts]
+    present = [prefix for flag, prefixes in family.optional.items() if vars(model)[flag] for prefix in prefixes]
     try:
         return field_differences(model, family.model_fields(family.config(model), present))
     except FamilyError as error:

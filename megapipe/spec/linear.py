@@ -111,8 +111,8 @@ def over_tensor_ranks(
     elements = shape.tokens * channels
     if not shape.sequence_parallel:
         return (Collective("tensor", "all_reduce", elements, shape.width, *all_reduce),) if all_reduce else ()
-    made = ((name, elements // chunks, shape.width, *calls) for name, calls in sharded.items())
-    return tuple(Collective("tensor", *each) for each in made)  # type: ignore[arg-type]  # names of operations
+    exchanges = ((name, elements // chunks, shape.width, *calls) for name, calls in sharded.items())
+    return tuple(Collective("tensor", *each) for each in exchanges)  # type: ignore[arg-type]  # names of operations
 
 
 def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:

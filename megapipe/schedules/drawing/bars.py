@@ -161,15 +161,15 @@ def draw_svg(simulation: Simulation, width: int = 1100, unit: str = "") -> str:
     height = bottom + LEGEND + 8
     title = f"{header.name}: {header.num_ranks} ranks, {counted(header)}"
     title += f", {simulation.table.steps} steps" * (simulation.table.steps > 1)
-    parts = svg_head(title, _figures(simulation, unit), width, height, 24)
+    elements = svg_head(title, _figures(simulation, unit), width, height, 24)
     for rank in range(header.num_ranks):
         y = TOP + rank * ROW_HEIGHT
-        parts.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
-        parts.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{BAR_HEIGHT}" fill="#f1f3f6"/>')
-    parts += axis(0.0, simulation.finish, scale, (LEFT, TOP, bottom), unit)
-    parts += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
-    parts += legend(bars, bottom + 8, LEFT)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+        elements.append(f'<text x="12" y="{y + 17}" fill="#4a5361">rank {rank}</text>')
+        elements.append(f'<rect x="{LEFT}" y="{y}" width="{width - LEFT - 12}" height="{BAR_HEIGHT}" fill="#f1f3f6"/>')
+    elements += axis(0.0, simulation.finish, scale, (LEFT, TOP, bottom), unit)
+    elements += ['<g font-size="11" text-anchor="middle">', *(_bar(bar, scale) for bar in bars), "</g>"]
+    elements += legend(bars, bottom + 8, LEFT)
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def svg_head(title: str, note: str, width: int, height: int, y: int, attributes: str = "") -> list[str]:
@@ -197,15 +197,15 @@ def axis(first: float, last: float, scale: float, place: tuple[int, int, int], u
     rough = (last - first) / 10
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(float(factor * power) for factor in (1, 2, 5, 10) if factor * power >= rough)
-    parts = []
+    elements = []
     for index in range(int(np.ceil(first / step)), int(last / step) + 1):
         x = left + (index * step - first) * scale
-        parts.append(f'<path d="M{x:.1f} {top - 6}V{bottom}" stroke="#dfe3e9"/>')
+        elements.append(f'<path d="M{x:.1f} {top - 6}V{bottom}" stroke="#dfe3e9"/>')
         label = f"{index * step:g}" + unit * (index == 0)
-        parts.append(
+        elements.append(
             f'<text x="{x:.1f}" y="{top - 10}" font-size="10" text-anchor="middle" fill="#4a5361">{label}</text>'
         )
-    return parts
+    return elements
 
 
 def _figures(simulation: Simulation, unit: str) -> str:
@@ -261,18 +261,18 @@ def notes(bars: Sequence[Bar]) -> list[str]:
 
 def legend(bars: list[Bar], y: int, x: int) -> list[str]:
     """Draw the names and colours of the bars' kinds, from the point (x, y) to the right."""
-    parts = []
+    elements = []
     for kind, colours in shades(bars).items():
         for colour in colours:
-            parts.append(f'<rect x="{x}" y="{y}" width="12" height="14" fill="{colour}"/>')
+            elements.append(f'<rect x="{x}" y="{y}" width="12" height="14" fill="{colour}"/>')
             x += 12
-        parts.append(f'<text x="{x + 6}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
+        elements.append(f'<text x="{x + 6}" y="{y + 11}" fill="#4a5361">{NAMES[kind]}</text>')
         x += 22 + round(6.4 * len(NAMES[kind]))
     steps = ["dark edge: every other step"] * any(bar.step % 2 for bar in bars)
     for note in notes(bars) + steps:
-        parts.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">{note}</text>')
+        elements.append(f'<text x="{x}" y="{y + 11}" fill="#4a5361">{note}</text>')
         x += 16 + round(6.2 * len(note))
-    return parts
+    return elements
 
 
 CELLS: Final = {

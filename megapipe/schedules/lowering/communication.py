@@ -53,15 +53,15 @@ class MessageTable:
         opens, closes = table.opens_chunk(), table.closes_chunk()
         forward = table.is_kind(Kind.FORWARD)
         backward = table.is_kind(*BACKWARDS)
-        parts = [
+        pairs = [
             _match(table, np.flatnonzero(forward & closes & (following >= 0)),
                    np.flatnonzero(forward & opens & (preceding >= 0)), following),
             _match(table, np.flatnonzero(backward & closes & (preceding >= 0)),
                    np.flatnonzero(backward & opens & (following >= 0)), preceding),
         ]  # fmt: skip
-        producer = np.concatenate([producers for producers, _ in parts])
-        consumer = np.concatenate([consumers for _, consumers in parts])
-        gradient = np.repeat(np.arange(2), [len(producers) for producers, _ in parts])
+        producer = np.concatenate([producers for producers, _ in pairs])
+        consumer = np.concatenate([consumers for _, consumers in pairs])
+        gradient = np.repeat(np.arange(2), [len(producers) for producers, _ in pairs])
         link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
         order = np.lexsort((producer, link))
         microbatch = table.microbatch[producer].astype(np.int64)

@@ -430,42 +430,42 @@ def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
     first = min(0.0, *(bar.start - bar.wait for bar in measured))
     scale = (width - LEFT - 12) / (overlay.finish - first)
     bottom = TOP + ranks * ROW_HEIGHT
-    parts = svg_head(headline(overlay), sentence(overlay), width, bottom + 30, 20, ' font-size="11"')
-    parts += axis(first, overlay.finish, scale, (LEFT, TOP, bottom - GAP), " ms")
+    elements = svg_head(headline(overlay), sentence(overlay), width, bottom + 30, 20, ' font-size="11"')
+    elements += axis(first, overlay.finish, scale, (LEFT, TOP, bottom - GAP), " ms")
     for rank in range(ranks):
         y = TOP + rank * ROW_HEIGHT
-        parts.append(f'<text x="12" y="{y + 17}" fill="#1d2430">rank {rank}</text>')
-        parts.append(f'<text x="12" y="{y + 36}" font-size="10" fill="#4a5361">predicted</text>')
-    parts += [_bar(bar, first, scale, 0, MEASURED) for bar in measured]
-    parts += [_bar(bar, first, scale, MEASURED + 1, PREDICTED) for bar in predicted]
+        elements.append(f'<text x="12" y="{y + 17}" fill="#1d2430">rank {rank}</text>')
+        elements.append(f'<text x="12" y="{y + 36}" font-size="10" fill="#4a5361">predicted</text>')
+    elements += [_bar(bar, first, scale, 0, MEASURED) for bar in measured]
+    elements += [_bar(bar, first, scale, MEASURED + 1, PREDICTED) for bar in predicted]
     first_step = overlay.window.steps[0] + 1
     numbered = [bar._replace(step=bar.step - first_step) for bar in measured]
-    parts += [
+    elements += [
         f'<rect x="{LEFT + (bar.start - first) * scale:.2f}" y="{TOP + bar.rank * ROW_HEIGHT}" '
         f'width="{(bar.end - bar.start) * scale:.2f}" height="3" fill="#1d2430"/>'
         for bar in numbered
         if bar.step % 2
     ]
-    parts += legend(numbered, bottom + 6, LEFT)
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    elements += legend(numbered, bottom + 6, LEFT)
+    return "\n".join([*elements, "</svg>"]) + "\n"
 
 
 def _bar(bar: Bar, first: float, scale: float, offset: int, height: int) -> str:
     x, y = LEFT + (bar.start - first) * scale, TOP + bar.rank * ROW_HEIGHT + offset
     width, colour = (bar.end - bar.start) * scale, fill(bar.kind, bar.shade)
-    parts = [f"<title>{escape(f'{NAMES[bar.kind]}, {bar.text}, {bar.start:.4g} to {bar.end:.4g} ms')}</title>"]
+    elements = [f"<title>{escape(f'{NAMES[bar.kind]}, {bar.text}, {bar.start:.4g} to {bar.end:.4g} ms')}</title>"]
     if bar.wait > 0:
         middle, wait_start = y + height / 2, x - bar.wait * scale
-        parts.append(f'<path d="M{wait_start:.2f} {middle}H{x:.2f}" stroke="#98a2b3" stroke-width="1.2"/>')
-    parts.append(
+        elements.append(f'<path d="M{wait_start:.2f} {middle}H{x:.2f}" stroke="#98a2b3" stroke-width="1.2"/>')
+    elements.append(
         f'<rect x="{x:.2f}" y="{y}" width="{max(width, 0.4):.2f}" height="{height}" fill="{colour}" stroke="#ffffff" '
         'stroke-width="0.5"/>'
     )
     label = bar.label
     if bar.kind != Kind.UPDATE and width > 6.5 * len(label) + 2:
         size = 11 if height == MEASURED else 9
-        parts.append(
+        elements.append(
             f'<text x="{x + width / 2:.2f}" y="{y + height / 2 + size * 0.36:.1f}" font-size="{size}" '
             f'text-anchor="middle" fill="{ink(colour)}">{label}</text>'
         )
-    return f"<g>{''.join(parts)}</g>"
+    return f"<g>{''.join(elements)}</g>"

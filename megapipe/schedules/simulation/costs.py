@@ -149,13 +149,13 @@ def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[
         slices = 1 if kind in OF_STATES else header.slices
         for stage, total in enumerate(each / slices for each in by_stage):
             times[CostPlace(kind, stage)] = total
-            parts = dict(_parts(header, kind, stage))
-            whole = sum(parts.values())
-            times |= {CostPlace(kind, stage, unit): total * part / whole for unit, part in parts.items()}
+            portions = dict(_unit_portions(header, kind, stage))
+            whole = sum(portions.values())
+            times |= {CostPlace(kind, stage, unit): total * portion / whole for unit, portion in portions.items()}
     return times
 
 
-def _parts(header: Header, kind: Kind, stage: int) -> Iterator[tuple[int, int]]:
+def _unit_portions(header: Header, kind: Kind, stage: int) -> Iterator[tuple[int, int]]:
     """Yield each unit of a stage that a kind of action names, and its part of the stage's time."""
     if kind in (Kind.UPDATE, Kind.SNAPSHOT):
         yield from ((unit, 1) for unit in header.state_units(stage))

@@ -47,8 +47,8 @@ class OrderCosts(NamedTuple):
 
     def repeated(self, times: int) -> "OrderCosts":
         """Return the costs of a number of equal layouts for each layout."""
-        parts = (None if each is None else np.repeat(each, times, axis=0) for each in self)
-        return OrderCosts(*parts)  # type: ignore[arg-type]
+        costs = (None if each is None else np.repeat(each, times, axis=0) for each in self)
+        return OrderCosts(*costs)  # type: ignore[arg-type]
 
 
 class OrderGraph:

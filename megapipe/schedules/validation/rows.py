@@ -335,9 +335,9 @@ def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
     cut = table.unit[rows] >= 0
     wholes = np.bincount(table.key[rows[~cut]], minlength=len(units))
     refuse_repeated(table, rows[~cut], table.key[rows[~cut]], REMOVE_ONE)
-    parts = rows[cut]
-    refuse_repeated(table, parts, unit_places(table)[parts], REMOVE_ONE)
-    counts = np.bincount(table.key[parts], minlength=len(units))
+    unit_rows = rows[cut]
+    refuse_repeated(table, unit_rows, unit_places(table)[unit_rows], REMOVE_ONE)
+    counts = np.bincount(table.key[unit_rows], minlength=len(units))
     partial = (counts > 0) & ((counts != units) | (wholes > 0))
     problem = "some of its units are missing, or it is present both whole and in units; write it whole"
     _refuse(table, kind, partial, problem)

@@ -48,9 +48,9 @@ def check_compute_order(table: Table) -> None:
         raise deadlock(table, waits, stuck, "deadlocks")
 
 
-def check_local_order(table: Table, parts: Iterable[Needs]) -> None:
+def check_local_order(table: Table, kinds_of_needs: Iterable[Needs]) -> None:
     """Raise ScheduleError at the first action that comes before something that it needs on its rank."""
-    for needs in parts:
+    for needs in kinds_of_needs:
         wrong = needs.needed > needs.row
         if wrong.any():
             index = int(np.argmax(wrong))
