@@ -122,6 +122,11 @@ def test_files_round_trip(capsys, tmp_path):
     assert "is valid" in output(capsys, "validate", str(path))
 
 
+@pytest.mark.parametrize(("flag", "line"), [("--units", "stage 0 rank 0 units 2"), ("--vocabulary", "vocabulary 4 5")])
+def test_write_keeps_flags_of_the_header(capsys, flag, line):
+    assert line in output(capsys, "write", "--schedule", "1f1b", flag, "2")
+
+
 def test_write_prints_the_form_that_the_guide_teaches(capsys, tmp_path):
     shape = ("--schedule", "1f1b", "--ranks", "2", "--microbatches", "4")
     guide = (ROOT / "docs" / "schedules.md").read_text(encoding="utf-8")

@@ -37,6 +37,8 @@ LOWERING_FLAGS = {
     "offload_weights": 0, "snapshot": False,
 }  # fmt: skip
 """Flags that change what lowering adds to the compute actions, and their defaults."""
+HEADER_FLAGS = {"units": 1, "vocabulary": 0, "weight_buffers": 0, "whole_gradients": 0, "reduce_time": 0.0}
+"""Flags that change the header of compute actions, and their defaults. A file for all sizes has no such header."""
 JSON: Final = ("json", "machine-readable output")
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
@@ -212,6 +214,7 @@ def is_short(flags: argparse.Namespace) -> bool:
     """Return whether `write` prints a file for all ranks and micro-batches: no flag asks for particular ones."""
     options = ("ranks", "microbatches", *OPTIONS, "two_bp")
     unset = all(getattr(flags, name) is None for name in options)
+    unset = unset and all(getattr(flags, name) == value for name, value in HEADER_FLAGS.items())
     return unset and not flags.lowered and not is_schedule_file(flags.schedule)
 
 
