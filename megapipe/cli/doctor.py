@@ -76,7 +76,7 @@ def missing_packages(findings: Diagnosis) -> None:
         try:
             importlib.metadata.version(name[0])
         except importlib.metadata.PackageNotFoundError:
-            findings.problems.append(f"the package {requirement} is not installed: install megapipe with pip again")
+            findings.problems.append(f"the package {requirement} is not installed: reinstall megapipe with pip")
 
 
 def versions(findings: Diagnosis) -> None:

@@ -164,7 +164,7 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
 
     Args:
         address, port: MASTER_ADDR and MASTER_PORT.
-        serve: whether this process runs the store: rank 0, where the launcher does not.
+        serve: whether this process runs the store: rank 0, if the launcher does not.
         timeout: seconds.
 
     Raises:

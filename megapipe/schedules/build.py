@@ -226,7 +226,7 @@ def read_file_header(path: Path, sizes: FileParameters) -> Header:
 
 
 def is_for_all_sizes(path: Path) -> bool:
-    """Return whether a schedule file has parameters in the place of numbers of ranks and micro-batches."""
+    """Return whether a schedule file has parameters instead of numbers of ranks and micro-batches."""
     return has_parameters(_read_text(path))
 
 

@@ -26,7 +26,7 @@ class Progress:
 
     ``row[i]`` waits for ``needed[i]``; both index one table, rank by rank, whose first rows per rank are ``offsets``
     (shape [ranks + 1]). A row may have several waits. All ranks advance together, one wait per sweep, as columns:
-    the cost is the longest chain of waits, whatever the number of ranks.
+    the cost grows with the longest chain of waits, not with the number of ranks.
     """
 
     def __init__(self, row: Ints, needed: Ints, offsets: Ints) -> None:

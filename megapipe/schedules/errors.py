@@ -12,7 +12,7 @@ class ScheduleError(ValueError):
     """A schedule that cannot be built, read or run.
 
     The message is one line that names the rule that the schedule breaks and how to fix it. near: the actions around
-    the fault, in lines of their own; a note of the exception, which tracebacks show.
+    the fault, in separate lines; a note of the exception, which tracebacks show.
     """
 
     def __init__(self, message: str, near: str = "") -> None:

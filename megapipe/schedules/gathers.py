@@ -59,8 +59,7 @@ class Residence:
 
 
 def check_states(schedule: Schedule) -> None:
-    """Raise ScheduleError where a schedule cannot run on sharded weights or gradients, or on weights in host
-    memory."""
+    """Raise ScheduleError if a schedule cannot run on sharded weights or gradients, or on weights in host memory."""
     header = schedule.header
     header.states.checked(header.name, header.units_per_stage)
     alone = header.mode == "train" and not header.data_parallel

@@ -63,7 +63,8 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Generator:
-    """A named schedule: the pure function that orders its compute actions, where its stages are, what it promises.
+    """A named schedule: the pure function that orders its compute actions, the placement of its stages, and its
+    properties.
 
     Calling it with the function registers it: under the name `schedule`, it is used as a decorator.
 
@@ -71,7 +72,7 @@ class Generator:
         name: letters, digits and underscores.
         numerical_class: A for the bits of one process, B for the bits of the schedule's own serial recursion, C for
             results within a tolerance.
-        placement: ``(num_ranks, chunks)`` -> where the stages are.
+        placement: ``(num_ranks, chunks)`` -> the placement of the stages.
         chunks: default number of stages on each rank.
         takes_two_bp: backwards are whole, and the option ``two_bp`` may split them.
         splits: backwards come in halves.
@@ -202,7 +203,7 @@ class Generator:
         return slices
 
     def placed(self, num_ranks: int, options: Options) -> StagePlacement:
-        """Return where the stages are. Raises ScheduleError for a wrong number of chunks."""
+        """Return the placement of the stages. Raises ScheduleError for a wrong number of chunks."""
         return self.placement(num_ranks, self.number_of_chunks(options))
 
     def arguments(self, names: tuple[str, ...], options: Options) -> dict[str, Any]:

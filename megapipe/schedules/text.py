@@ -20,7 +20,7 @@ line is one unit that is kept whole. Words are those of :mod:`megapipe.schedules
 are several; compute actions joined by a plus sign, ``F0.4+B1.2``, are one action whose rows overlap. A schedule of
 compute actions alone (``lowered no``, the default) can be lowered.
 
-Files of format 3 have parameters in the place of numbers (:mod:`megapipe.schedules.parameters`).
+Files of format 3 have parameters instead of numbers (:mod:`megapipe.schedules.parameters`).
 
 Files of format 1 are read too. Instead of state lines and pools they have ``weight_buffers`` and ``whole_gradients``,
 which shard all units, ``weights_in_host``, and ``zero Z Z ...``, by stage the ZeRO stage of each unit.
@@ -388,7 +388,7 @@ def has_parameters(text: str) -> bool:
 def _read_header(
     text: str, source: str, sizes: FileParameters, header_only: bool = False
 ) -> tuple[list[TextLine], HeaderReader, Header]:
-    """Return the lines of a text, with values in the place of parameters, and what its header says."""
+    """Return the lines of a text, with values instead of parameters, the reader of its header, and the header."""
     lines = list(split_lines(text, source))
     if not lines or not lines[0].text.startswith(MAGIC):
         raise ScheduleError(f"{source}: the first line must be '{MAGIC} {FORMAT_VERSION}'")

@@ -304,7 +304,7 @@ class Family:
         return config
 
     def places(self, model: ModelConfig) -> Iterator[ParameterPlace]:
-        """Yield where every parameter of a model is. Raises FamilyError for a parameter that has no place."""
+        """Yield the place of every parameter of a model. Raises FamilyError for a parameter that has no place."""
         specs: dict[str, tuple[LayerSpec, ParameterSpec]] = {}
         for layer in model_layers(model):
             for spec in layer.parameters.values():

@@ -15,7 +15,7 @@ from megapipe.schedules.schedule import Sections
 
 
 def check_enough_microbatches(name: str, num_ranks: int, num_microbatches: int) -> None:
-    """Raise ScheduleError where a step has fewer micro-batches than the pipeline is deep."""
+    """Raise ScheduleError if a step has fewer micro-batches than the pipeline is deep."""
     if num_microbatches < num_ranks:
         raise ScheduleError(
             f"{name} needs at least as many micro-batches as pipeline ranks: {num_microbatches} micro-batches on "
@@ -50,6 +50,6 @@ def pipedream(num_ranks: int, num_microbatches: int) -> Sections:
     """PipeDream: 1F1B without a flush and an update after every micro-batch, weights stashed until their backward
     (arXiv 1806.03377; SOSP 2019, section 3.3).
 
-    Rank r keeps ``num_ranks - r`` versions; with vertical sync, every rank keeps as many as the first one.
+    Rank r keeps ``num_ranks - r`` versions; with vertical sync, every rank keeps the number of the first one.
     """
     return never_flushing(num_ranks, num_microbatches)

@@ -30,6 +30,6 @@ def two_buffered_weights(num_ranks: int, num_microbatches: int) -> Sections:
     """PipeDream-2BW: 1F1B without a flush on two weight versions (arXiv 2006.09503, section 3.1).
 
     Batch t computes with the weights before batch t-1's update: ``W(t+1) = W(t) - lr * gradient(W(t-1))``, on every
-    stage alike. Needs at least as many micro-batches as ranks.
+    stage alike. A step needs at least one micro-batch per rank.
     """
     return never_flushing(num_ranks, num_microbatches)

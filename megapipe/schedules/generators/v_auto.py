@@ -30,8 +30,8 @@ def v_auto(
     """The cheapest order in a V that is found for given times and memory (among building blocks of arXiv 2405.15362,
     section 2, and ZB-V's order).
 
-    ``memory_limit`` is the most micro-batches that a rank may hold between forward and weight half, ``num_ranks`` by
-    default (that is 1F1B's memory); V-Min's floor((p + 4) / 3) is the least.
+    ``memory_limit`` is the maximum number of micro-batches that a rank holds between forward and weight half,
+    ``num_ranks`` by default (that is 1F1B's memory); V-Min's floor((p + 4) / 3) is the least.
     """
     times = Times() if times is None else times
     least = (num_ranks + 4) // 3

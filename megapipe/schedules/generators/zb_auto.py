@@ -40,8 +40,9 @@ def zb_auto(
 ) -> Sections:
     """The cheapest order found for given times and memory (the heuristic of arXiv 2401.10241, section 3.1).
 
-    ``memory_limit`` is the most micro-batches that a rank may hold between forward and weight half, ``num_ranks`` by
-    default (that is 1F1B's memory). Eight greedy orders and the hand-made ones within the limit compete.
+    ``memory_limit`` is the maximum number of micro-batches that a rank holds between forward and weight half,
+    ``num_ranks`` by default (that is 1F1B's memory). Eight greedy orders and the hand-made ones within the limit
+    compete.
     """
     times = Times() if times is None else times
     limit = float(num_ranks) if memory_limit is None else memory_limit

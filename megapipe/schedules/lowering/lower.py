@@ -33,7 +33,7 @@ def lower(
     """Add to a schedule of compute actions everything else that a step does.
 
     ``receive_ahead``: at most this number of compute actions between a receive's posting and its use (at least 1: less
-    can hang where sends wait for their receive), and never before the use of the link's previous message. With two
+    can hang if sends wait for their receive), and never before the use of the link's previous message. With two
     gradient buffers updates wait until right before the first forward that reads the new version. If weights are
     gathered, every chunk is cut into units, whose weights are gathered before their use and released after it.
     ``recompute``: the spans that each stage recomputes before its backward; then, too, every chunk is cut into units.

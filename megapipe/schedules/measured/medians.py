@@ -27,7 +27,7 @@ MILLISECOND = 1e6
 class Window:
     """Rows of a table and what the run did with them, in milliseconds.
 
-    ``table`` unrolls as many steps as the window needs, ``first_step`` is the number of its first one (from 0).
+    ``table`` unrolls the steps that the window needs, ``first_step`` is the number of the first one (from 0).
     ``start``, ``wait`` and ``end`` are NaN for rows without an event. ``rows`` are those inside the window, and
     ``owner`` gives, for each row of the table, the row whose event covers it: an update's first, else itself.
     """
@@ -51,7 +51,7 @@ def choose(run: MeasuredRun, step: int | None) -> Window:
     """Return the window of a step (from 0), or of the longest episode if it is None; of equally long ones, the one
     with the median duration.
 
-    Raises ScheduleError where that step was not recorded.
+    Raises ScheduleError if that step was not recorded.
     """
     episodes = run.episodes
     if step is not None:
@@ -119,7 +119,7 @@ class MeasuredCosts:
 def measured_costs(run: MeasuredRun, window: Window) -> MeasuredCosts:
     """Return times of compute and updates over all recorded steps, without waiting, and of messages over the window.
 
-    A message's time is known where its receiver waited for it, from its send to its arrival; if its receivers never
+    A message's time is known if its receiver waited for it, from its send to its arrival; if its receivers never
     waited, it counts as zero. The same holds for gathers of weights. The sum of scalars takes from its last rank's
     start to its end on the others, which includes the rest of gradient reductions.
     """

@@ -1,9 +1,9 @@
 """A schedule on ranks that share a machine: ranks that compute at the same time slow each other down.
 
-`simulate` gives every rank a device of its own. Here the work of an action is the seconds that it
-takes by itself, and between two events the remaining work of every running action decreases by the time that passed,
-divided by the slowdown for the number of busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol.
-2, section 4.4), with a measured rate instead of an ideal one.
+`simulate` gives every rank a device of its own. Here the work of an action is the seconds that it takes alone, and
+between two events the remaining work of every running action decreases by the time that passed, divided by the
+slowdown for the number of busy ranks. This is processor sharing (Kleinrock 1976, Queueing Systems vol. 2, section
+4.4), with a measured rate instead of an ideal one.
 """
 
 from collections import deque
@@ -41,7 +41,7 @@ def simulate_contended(
 ) -> Simulation:
     """Run `steps` steps of a lowered schedule on ranks that share a machine.
 
-    costs: seconds of each action when it runs by itself. slowdown: number of busy ranks -> how many times longer work
+    costs: seconds of each action when it runs alone. slowdown: number of busy ranks -> how many times longer work
     takes. processes: ranks of the run at each pipeline coordinate, which do the same at the same time. traffic_share:
     the part of a busy rank that a sum or gather takes while compute runs.
 
@@ -165,13 +165,13 @@ class _Run:
         return True
 
     def _open(self, row: int) -> None:
-        """Start the work of a row. The time of a collective starts once all ranks are there, and is not its work."""
+        """Start the work of a row. The time of a collective is not work: it starts when all ranks have started it."""
         self.start[row] = self._now
         if self._kind[row] in SUMS_OF_RANKS:
             self._left[row] = 0.0
 
     def _ready(self, row: int) -> float:
-        """Return the time at which all results for which the row waits are there; NEVER while it is unknown."""
+        """Return the time at which all results for which the row waits are available; NEVER while it is unknown."""
         return max((self._result(other) for other in self._awaits.get(row, ())), default=0.0)
 
     def _result(self, row: int) -> float:

@@ -186,8 +186,8 @@ def rank_costs(
     group: float = 1.0,
     vocabulary: float = PASS_SECONDS,
 ) -> Costs:
-    """Return costs from the times of one rank's layers of one copy of the model, which its stages share equally, as do
-    the slices of a micro-batch its compute, copies and messages.
+    """Return costs from the times of one rank's layers of one copy of the model. Its stages take equal parts of these
+    times, and the slices of a micro-batch take equal parts of its compute, copies and messages.
 
     A whole backward takes ``backward`` or the sum of its halves; halves not given are equal parts of it. Without any
     of the three a backward takes twice the forward. A recomputed forward takes ``recompute``, or as long as the

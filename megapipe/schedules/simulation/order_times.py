@@ -174,8 +174,8 @@ class OrderGraph:
     def slope(self, ends: Floats, period: int) -> Floats | None:
         """Return the seconds by which a step of the same order takes longer with `period` more micro-batches.
 
-        None where the step is not in a steady state: the state of all ranks and links must repeat after each period,
-        for at least as many micro-batches as an action is away from the one before it on its rank. Then all that
+        None if the step is not in a steady state: the state of all ranks and links must repeat after each period, for
+        at least the largest difference between the micro-batches of neighbouring actions of a rank. Then all that
         follows repeats as well. ends: by `ends`.
         """
         grid = self._grid
@@ -206,7 +206,7 @@ class OrderGraph:
 class _Nodes(NamedTuple):
     """Nodes of the compute rows of a schedule, in program order; a row that is an action by itself is one node.
 
-    A group starts when its rank is free and all messages for its rows are there, runs its rows in their order, and
+    A group starts when its rank is free and all messages for its rows have arrived, runs its rows in their order, and
     sends when all have ended. Work right before a row, such as recomputation, is before the whole group and waits for
     no message. So a group is a chain: such work of all rows, the messages of all but the first one, the rows, and the
     moments at which the results of all but the last one leave.

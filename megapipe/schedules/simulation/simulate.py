@@ -162,7 +162,7 @@ class Simulation:
     """The simulated steps.
 
     ``start`` and ``end`` give each row of ``table`` its time: a send ends when its message has arrived, a receive when
-    it is posted, a reduction when its result is there. ``cause`` is the row whose end let it start, -1 for none.
+    it is posted, a reduction when its result is available. ``cause`` is the row whose end let it start, -1 for none.
     """
 
     table: Table

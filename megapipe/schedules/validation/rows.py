@@ -33,7 +33,7 @@ from megapipe.schedules.validation.waits import check_compute_order
 
 
 def check_header(header: Header, origin: Origin | None = None) -> None:
-    """Raise ScheduleError where stages, routes, counts and groups contradict one another. origin: of the schedule."""
+    """Raise ScheduleError if stages, routes, counts and groups contradict one another. origin: of the schedule."""
     routes, tied = (_placed(header.name, origin, key) for key in ("route", "tied"))
     stages = range(len(header.stages))
     for rank in range(header.num_ranks):

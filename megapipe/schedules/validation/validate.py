@@ -45,8 +45,8 @@ class Report:
 
     ``canonical_order``: on every stage gradients are added in micro-batch order, as one process would.
     ``peak_activations`` and ``pending_weight_halves``: per rank, in micro-batches of the whole rank's layers.
-    ``weight_versions``: copies of the weights per rank. ``lazy_links``: the first step also gets through where a link
-    connects at its first use, which blocks both hosts, as NCCL does; megapipe connects all links at start. ``links``:
+    ``weight_versions``: copies of the weights per rank. ``lazy_links``: whether the first step also completes if links
+    connect at their first use, which blocks both hosts, as NCCL does; megapipe connects all links at start. ``links``:
     number of links of each rank; NCCL can have `STREAMS_PER_PRIORITY`.
     """
 
@@ -129,7 +129,7 @@ class Promise(NamedTuple):
 
     @classmethod
     def of(cls, table: Table, *, flushes: bool) -> "Promise":
-        """Return the promise of a schedule, unrolled over as many steps as it is checked for."""
+        """Return the promise of a schedule, unrolled over the steps for which it is checked."""
         header = table.header
         parts = [place.part for place in header.stages]
         if len(set(parts)) < len(parts):

@@ -73,7 +73,7 @@ def check_local_order(table: Table, kinds_of_needs: Iterable[Needs]) -> None:
 
 
 def hanging(table: Table, waits: Needs) -> Ints:
-    """Return the wait in which each rank hangs, empty if all ranks get through."""
+    """Return the wait in which each rank is stuck; empty if all ranks complete."""
     # A group is one action: it starts when all of its rows can.
     return Progress(table.action_first[waits.row], waits.needed, table.offsets).stuck()
 
@@ -134,7 +134,7 @@ def check_links(dependencies: Dependencies) -> None:
 
 
 def check_collectives(table: Table, *, flushes: bool) -> None:
-    """Raise ScheduleError where two ranks start the collectives of one group of ranks in different order.
+    """Raise ScheduleError if two ranks start the collectives of one group of ranks in different orders.
 
     Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica.
     Reductions over several holders of a part need it.
@@ -157,7 +157,7 @@ def check_collectives(table: Table, *, flushes: bool) -> None:
 def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]:
     """Yield, for each communicator over pipeline ranks, the rows of its collectives on each member, in program order.
 
-    A schedule that never flushes sums its scalars in a communicator of their own, in the background of its actions.
+    A schedule that never flushes sums its scalars in a separate communicator, in the background of its actions.
     """
     header = table.header
     rows = table.rows_with(Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS)

@@ -1,1 +1,1 @@
-"""One file for each family of Hugging Face transformers; `megapipe.spec.family` finds them by itself."""
+"""One file for each family of Hugging Face transformers; `megapipe.spec.family` imports all of them."""
