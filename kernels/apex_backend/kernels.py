@@ -277,6 +277,7 @@ softmax, attention_probabilities = softmax_operators("apex", _softmax, _softmax_
 
 
 _CHUNK = 65_536
+"""Elements that one thread block of apex's kernels for lists processes."""
 _ADAMW_LONGEST = 2**30
 """Elements of one tensor of a list; apex counts them in 32 bits."""
 _DECOUPLED_DECAY, _CORRECT_BIAS = 1, 1
@@ -330,6 +331,7 @@ def gradient_norm(values: Tensor) -> Tensor:
 
 
 _MOST = 2**31
+"""Numbers of rows must be below this one, because apex counts rows in 32 bits."""
 
 
 def weight_gradient(x: Tensor, dy: Tensor, total: Tensor) -> None:

@@ -23,6 +23,7 @@ from megapipe.parallel.shared_memory import memory_is_shared, shared_memory_link
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY
 
 _NCCL_MAXIMUM_BLOCKS = 4
+"""Maximum number of thread blocks of a kernel of a link (max_ctas)."""
 _BLOCKS_OF_A_MULTIPROCESSOR = 2
 """Number of NCCL's thread blocks that a multiprocessor can run: they have up to 640 threads, and it runs at least
 1536."""

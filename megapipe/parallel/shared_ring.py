@@ -73,7 +73,9 @@ class Semaphore:
 
 
 _PAGE = 4096
+"""Bytes of a page of memory."""
 _WORD = 8
+"""Bytes of a number in the control part of a ring."""
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from numpy.typing import ArrayLike, DTypeLike, NDArray
 Words = NDArray[np.uint32]
 
 DOMAIN = 0x6D656761
+# Odd numbers, so that a product with one of them is a bijection: two primes of xxHash, and 2**32 / golden ratio.
 SITE = 0x9E3779B1
 TOKEN = 0x85EBCA77
 CHANNEL = 0x9E3779B9

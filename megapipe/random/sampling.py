@@ -1,11 +1,11 @@
 """Random choices for data: keyed permutations, and draws for one numbered item.
 
-A permutation of [0, n) is the order of samples as a function of the key, computed position by position and never
-stored. Position `i` passes through an alternating Feistel network over Z_a x Z_b, a = ceil(sqrt(n)) and
-b = ceil(n / a), with addition in place of exclusive-or; a result outside [0, n) passes through it again until it falls
-inside (cycle walking), which keeps the map a bijection. Because a * b - n < a, a second pass is needed with
-probability below 1 / sqrt(n). Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002,
-sections 4 and 5.
+A permutation of [0, n) is the order of samples as a function of the key. Up to `LARGEST_TABLE` elements are sorted by
+a keyed hash, and the result is stored. A larger permutation is computed position by position and not stored. Position
+`i` passes through an alternating Feistel network over Z_a x Z_b, a = ceil(sqrt(n)) and b = ceil(n / a), with addition
+in place of exclusive-or; a result outside [0, n) passes through it again until it falls inside (cycle walking), which
+keeps the map a bijection. Because a * b - n < a, a second pass is needed with probability below 1 / sqrt(n). Source:
+Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002, sections 4 and 5.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 UnsignedArray = npt.NDArray[np.uint64]
 
 LARGEST_TABLE = 4096
+"""Largest size of a permutation that is stored as a table."""
 FEW = 8
 """Largest number of positions for which Python's integers are faster than numpy's arrays."""
 LARGEST_SIZE = 2**62

@@ -134,6 +134,7 @@ _KINDS: Final = {kind.letters: kind for kind in Kind}
 _MARKS: Final = ("", "/", ".", ":", "@", "^")
 _WORD: Final = re.compile(r"([A-Z]+)(\d+)?(?:/(\d+))?(?:\.(\d+))?(?::(\d+))?(?:@(\d+))?(?:\^(\d+))?", re.ASCII)
 _LARGEST: Final = 2**31 - 1
+"""Largest number of a row, whose type is int32."""
 
 
 def write_action(action: Action, slices: int = 1) -> str:

@@ -37,6 +37,7 @@ MOST_STEPS = 4_000_000
 DEEPEST: Final = 30
 """Maximum depth of nested parentheses, and of nested blocks."""
 _LARGEST: Final = 2**31 - 1
+"""Largest absolute value of an expression."""
 
 Values = dict[str, int]
 Expression = Callable[[Values], int]

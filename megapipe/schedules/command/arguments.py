@@ -29,6 +29,7 @@ from megapipe.schedules.states import StateTable
 from megapipe.schedules.vocabulary import PASS_SECONDS
 
 NEVER_FLUSHING_STEPS = 4
+"""Default number of simulated steps of a schedule that never flushes."""
 DEFAULT_SIZES: Final = {"ranks": 4, "microbatches": 8}
 STAGE_TIMES: Final = {kind.name.lower(): kind for kind in (*COMPUTE_KINDS, Kind.UPDATE)}
 """Compute actions by the flag that sets their time."""
