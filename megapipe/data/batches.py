@@ -122,8 +122,8 @@ class MicrobatchSource:
         places = np.arange(self.samples.sequence_length)
         mask = (places < self.samples.num_labels(ordinals)[:, None]).astype(np.float32)
         if self.mask_end_of_document:
-            for row, begins in zip(mask, boundaries, strict=True):
-                row[begins - 1] = 0
+            for row, starts in zip(mask, boundaries, strict=True):
+                row[starts - 1] = 0
         return mask
 
 

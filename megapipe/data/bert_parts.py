@@ -163,7 +163,7 @@ class Masking:
     probability: float
     whole_words: bool
     lengths: np.ndarray
-    alike: bool
+    same_replacement: bool
 
     @classmethod
     def of(cls, data: BertDataConfig, vocabulary: BertVocabulary) -> "Masking":
@@ -172,7 +172,7 @@ class Masking:
         geometric = data.ngram_lengths == "geometric"
         weights = (1 - SPANBERT_PROBABILITY) ** (numbers - 1) if geometric else 1 / numbers
         lengths = np.cumsum(weights) / weights.sum()
-        return cls(vocabulary, data.mask_probability, data.whole_words, lengths, alike=geometric)
+        return cls(vocabulary, data.mask_probability, data.whole_words, lengths, same_replacement=geometric)
 
     def apply(self, tokens: np.ndarray, parts: np.ndarray, draws: Draws) -> Masked:
         """Mask tokens of one sample.
@@ -184,7 +184,7 @@ class Masking:
         positions = np.array(sorted(place for begin, end in runs for place in range(begin, end)), dtype=np.int64)
         labels = tokens[positions]
         fractions = draws.fractions(len(positions))
-        if self.alike:
+        if self.same_replacement:
             fractions = _first_of_each_run(fractions, positions, runs)
         random_tokens = (draws.fractions(len(positions)) * self.vocabulary.size).astype(np.int64)
         inputs = tokens.copy()
@@ -213,7 +213,7 @@ class Masking:
 
         starts, ends, limits: see `_words`. budget: largest number of tokens to mask.
         """
-        hidden = [False] * len(starts)
+        masked = [False] * len(starts)
         numbers = np.searchsorted(self.lengths, draws.fractions(len(starts)), side="right") + 1
         runs: list[tuple[int, int]] = []
         for word, number in zip(draws.order(len(starts)).tolist(), numbers.tolist(), strict=True):
@@ -222,17 +222,17 @@ class Masking:
             count = min(number, limits[word])
             while count and ends[word + count - 1] - starts[word] > budget:
                 count -= 1
-            if count and not any(hidden[word : word + count]):
-                hidden[word : word + count] = [True] * count
+            if count and not any(masked[word : word + count]):
+                masked[word : word + count] = [True] * count
                 runs.append((starts[word], ends[word + count - 1]))
                 budget -= runs[-1][1] - runs[-1][0]
         return runs
 
 
 def _first_of_each_run(values: np.ndarray, positions: np.ndarray, runs: list[tuple[int, int]]) -> np.ndarray:
-    begins = np.array(sorted(begin for begin, _ in runs), dtype=np.int64)
-    of_run = begins[np.searchsorted(begins, positions, side="right") - 1]
-    return values[np.searchsorted(positions, of_run)]
+    starts = np.array(sorted(begin for begin, _ in runs), dtype=np.int64)
+    run_starts = starts[np.searchsorted(starts, positions, side="right") - 1]
+    return values[np.searchsorted(positions, run_starts)]
 
 
 LONGEST_SEARCH = 10_000
@@ -257,7 +257,7 @@ class Parts(NamedTuple):
         return self.first[1] - self.first[0] + self.second[1] - self.second[0]
 
 
-NOTHING = Parts((0, 0), (0, 0), 0, real=False)
+NO_PARTS = Parts((0, 0), (0, 0), 0, real=False)
 
 
 class SentencePairs:
@@ -303,28 +303,28 @@ class SentencePairs:
         formed."""
         epoch, position = divmod(ordinal, self._num_samples)
         if not self._shuffle and epoch:
-            return NOTHING
+            return NO_PARTS
         draws = Draws(self._seed, self._purpose, ordinal)
-        stretch = self._order(epoch)[position] if self._shuffle else position
-        seed_token = self._begin + stretch * self.max_tokens + draws.below(self.max_tokens)
+        range_number = self._order(epoch)[position] if self._shuffle else position
+        seed_token = self._begin + range_number * self.max_tokens + draws.below(self.max_tokens)
         document, sentence = self._seed_sentence(seed_token)
         target = self.max_tokens
         if draws.chance(self._short_probability):
             target = 2 + draws.below(self.max_tokens - 1)
         if self._pairs == "none":
-            part = self._tokens(*self._grown(document, sentence, target, at_least=1))
+            part = self._tokens(*self._grow(document, sentence, target, at_least=1))
             return Parts(_cut(part, self.max_tokens, draws), (0, 0), 0)
         return self._pair(document, sentence, target, draws)
 
     def _pair(self, document: int, sentence: int, target: int, draws: Draws) -> Parts:
-        begin, end = self._grown(document, sentence, target, at_least=2)
+        begin, end = self._grow(document, sentence, target, at_least=2)
         pivot = begin + 1 + draws.below(end - begin - 1)
         first, second = self._tokens(begin, pivot), self._tokens(pivot, end)
         changed = draws.chance(0.5)
         if changed and self._pairs == "order":
             first, second = second, first
         elif changed:
-            second = self._elsewhere(document, target - (first[1] - first[0]), draws)
+            second = self._random_range(document, target - (first[1] - first[0]), draws)
         return Parts(*_cut_pair(first, second, self.max_tokens, draws), int(changed))
 
     def _seed_sentence(self, token: int) -> tuple[int, int]:
@@ -343,27 +343,27 @@ class SentencePairs:
             "which data.pairs needs; preprocess with --split-sentences, or set data.pairs none"
         )
 
-    def _grown(self, document: int, sentence: int, target: int, at_least: int) -> tuple[int, int]:
+    def _grow(self, document: int, sentence: int, target: int, at_least: int) -> tuple[int, int]:
         """Return sentences [begin, end) of the document around `sentence`, with at least `target` tokens if
         possible."""
         first, last = self._shard.document_indices[document : document + 2].tolist()
         lengths = self._shard.sequence_lengths
-        begin, end, held = sentence, sentence + 1, int(lengths[sentence])
-        while (held < target or end - begin < at_least) and end < last:
-            held += int(lengths[end])
+        begin, end, num_tokens = sentence, sentence + 1, int(lengths[sentence])
+        while (num_tokens < target or end - begin < at_least) and end < last:
+            num_tokens += int(lengths[end])
             end += 1
-        while (held < target or end - begin < at_least) and begin > first:
+        while (num_tokens < target or end - begin < at_least) and begin > first:
             begin -= 1
-            held += int(lengths[begin])
+            num_tokens += int(lengths[begin])
         return begin, end
 
-    def _elsewhere(self, document: int, target: int, draws: Draws) -> tuple[int, int]:
+    def _random_range(self, document: int, target: int, draws: Draws) -> tuple[int, int]:
         """Return the range of tokens around a random sentence of another document of the split."""
         for _ in range(LONGEST_SEARCH):
             other = self._documents[draws.below(len(self._documents))]
             if other != document and self._num_sentences(other):
                 sentence = int(self._shard.document_indices[other]) + draws.below(self._num_sentences(other))
-                return self._tokens(*self._grown(other, sentence, target, at_least=1))
+                return self._tokens(*self._grow(other, sentence, target, at_least=1))
         raise DataError(
             f"{self._shard.prefix}: data.pairs next needs sentences of other documents, but {LONGEST_SEARCH:,} random "
             f"documents were empty or document {document} itself; set data.pairs order, or add documents"

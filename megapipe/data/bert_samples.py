@@ -91,14 +91,14 @@ class BertSamples:
     def batch(self, ordinals: npt.ArrayLike) -> BertBatch:
         """Return samples with masked tokens. Raises DataError, with the shard, for an id outside the vocabulary."""
         numbers = [int(each) for each in np.asarray(ordinals)]
-        size, length, most = len(numbers), self.sequence_length, self.max_predictions
+        size, length, max_masked = len(numbers), self.sequence_length, self.max_predictions
         batch = BertBatch(
             tokens=np.full((size, length), self.vocabulary.padding, dtype=np.int64),
             token_types=np.zeros((size, length), dtype=np.int64),
             lengths=np.zeros(size, dtype=np.int64),
-            positions=np.zeros((size, most), dtype=np.int64),
-            labels=np.zeros((size, most), dtype=np.int64),
-            loss_mask=np.zeros((size, most), dtype=np.float32),
+            positions=np.zeros((size, max_masked), dtype=np.int64),
+            labels=np.zeros((size, max_masked), dtype=np.int64),
+            loss_mask=np.zeros((size, max_masked), dtype=np.float32),
             sentence_labels=np.zeros(size, dtype=np.int64),
             sentence_weights=np.zeros(size, dtype=np.float32),
         )

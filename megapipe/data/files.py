@@ -44,11 +44,11 @@ class HashedFile:
         digest = xxhash.xxh3_128()
         file = path.open("r+b", buffering=_BUFFER)
         try:
-            left = size
-            while left and (block := file.read(min(left, _BUFFER))):
+            remaining = size
+            while remaining and (block := file.read(min(remaining, _BUFFER))):
                 digest.update(block)
-                left -= len(block)
-            if left or _named(digest) != checksum:
+                remaining -= len(block)
+            if remaining or _named(digest) != checksum:
                 raise DataError(
                     f"{path} has changed since it was written: expected {size} bytes with checksum {checksum}"
                 )
@@ -166,12 +166,12 @@ def _resident_share(mapped: np.ndarray, pages: int) -> float:
     library = ctypes.CDLL(None, use_errno=True)
     if not hasattr(library, "mincore"):
         raise OSError("this system has no mincore")
-    seen = 0
+    num_resident = 0
     for first in np.linspace(0, pages - length, runs).astype(np.int64).tolist():
         address = mapped.ctypes.data + first * mmap.PAGESIZE
         if library.mincore(
             ctypes.c_void_p(address), ctypes.c_size_t(length * mmap.PAGESIZE), ctypes.c_void_p(flags.ctypes.data)
         ):
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        seen += int((flags & 1).sum())
-    return seen / (runs * length)
+        num_resident += int((flags & 1).sum())
+    return num_resident / (runs * length)

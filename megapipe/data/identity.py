@@ -142,7 +142,7 @@ def shard_identity(prefix: str | Path) -> ShardIdentity:
         bin_sample, idx_sample = sampled_checksum(bin_path(prefix)), sampled_checksum(idx_path(prefix))
     except OSError as error:
         raise DataError(f"{prefix} cannot be read: {error.strerror}") from error
-    known = {} if manifest is None else {name: getattr(manifest, name) for name in UNKNOWN_WITHOUT_MANIFEST}
+    manifest_facts = {} if manifest is None else {name: getattr(manifest, name) for name in UNKNOWN_WITHOUT_MANIFEST}
     return ShardIdentity(
         dtype=shard.dtype.name,
         num_documents=shard.num_documents,
@@ -150,7 +150,7 @@ def shard_identity(prefix: str | Path) -> ShardIdentity:
         num_tokens=shard.num_tokens,
         bin_sample=bin_sample,
         idx_sample=idx_sample,
-        **known,
+        **manifest_facts,
     )
 
 

@@ -158,9 +158,9 @@ def open_shard(
 
 def check_one_tokenizer(manifests: Iterable[ShardManifest | None]) -> None:
     """Raise DataError if two shards were written with different tokenizers. None: a shard without a manifest."""
-    known = [manifest for manifest in manifests if manifest is not None]
-    for manifest in known[1:]:
-        manifest.check_tokenizer(known[0].tokenizer, known[0].tokenizer_fingerprint)
+    present = [manifest for manifest in manifests if manifest is not None]
+    for manifest in present[1:]:
+        manifest.check_tokenizer(present[0].tokenizer, present[0].tokenizer_fingerprint)
 
 
 def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_size: int | None) -> None:

@@ -70,11 +70,11 @@ class Blend(Generic[Corpus]):
         corpora, within = self._order.assign(flat)
         if not self._repeats:
             # Samples after the end of the blend are replaced by a sample after the end of a corpus, which is empty.
-            beyond = flat >= len(self)
-            corpora[beyond], within[beyond] = 0, len(self.corpora[0])
+            is_after_end = flat >= len(self)
+            corpora[is_after_end], within[is_after_end] = 0, len(self.corpora[0])
         for index in np.unique(corpora):
-            chosen = np.flatnonzero(corpora == index)
-            yield self.corpora[index], chosen, within[chosen]
+            positions = np.flatnonzero(corpora == index)
+            yield self.corpora[index], positions, within[positions]
 
 
 class BlendedSamples(Blend[SampleSet]):
@@ -87,22 +87,22 @@ class BlendedSamples(Blend[SampleSet]):
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.num_labels`."""
         counts = np.zeros(np.shape(ordinals), dtype=np.int64)
-        for corpus, chosen, within in self.shares(ordinals):
-            counts.reshape(-1)[chosen] = corpus.num_labels(within)
+        for corpus, positions, within in self.shares(ordinals):
+            counts.reshape(-1)[positions] = corpus.num_labels(within)
         return counts
 
     def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.tokens`. Raises DataError for an id outside the vocabulary."""
         tokens = np.zeros((*np.shape(ordinals), self.sequence_length + 1), dtype=np.int64)
-        for corpus, chosen, within in self.shares(ordinals):
-            tokens.reshape(-1, self.sequence_length + 1)[chosen] = corpus.tokens(within)
+        for corpus, positions, within in self.shares(ordinals):
+            tokens.reshape(-1, self.sequence_length + 1)[positions] = corpus.tokens(within)
         return tokens
 
     def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
         """See `SampleSet.boundaries`."""
         starts = [np.empty(0, dtype=np.int64)] * np.size(ordinals)
-        for corpus, chosen, within in self.shares(ordinals):
-            for place, boundaries in zip(chosen, corpus.boundaries(within), strict=True):
+        for corpus, positions, within in self.shares(ordinals):
+            for place, boundaries in zip(positions, corpus.boundaries(within), strict=True):
                 starts[place] = boundaries
         return starts
 
@@ -203,20 +203,20 @@ def _one_period(parts: Sequence[int]) -> npt.NDArray[np.int32]:
     firsts = np.concatenate([[0], np.cumsum(parts)])[corpora]
     shares = np.array(parts, dtype=np.int64)[corpora]
     earlier = np.arange(period) - firsts
-    begins = earlier * period // shares
-    ends = -((earlier + 1) * -period // shares)
-    order = np.argsort(begins, kind="stable")
-    started = np.searchsorted(begins[order], np.arange(period), side="right").tolist()
-    keys = (ends * len(parts) + corpora)[order].tolist()
-    picked: list[int] = []
-    waiting: list[int] = []
-    known = 0
-    for stop in started:
-        for key in keys[known:stop]:
-            heapq.heappush(waiting, key)
-        known = stop
-        picked.append(heapq.heappop(waiting))
-    return (np.array(picked) % len(parts)).astype(np.int32)
+    window_starts = earlier * period // shares
+    window_ends = -((earlier + 1) * -period // shares)
+    order = np.argsort(window_starts, kind="stable")
+    started_counts = np.searchsorted(window_starts[order], np.arange(period), side="right").tolist()
+    keys = (window_ends * len(parts) + corpora)[order].tolist()
+    keys_in_order: list[int] = []
+    heap: list[int] = []
+    num_pushed = 0
+    for num_started in started_counts:
+        for key in keys[num_pushed:num_started]:
+            heapq.heappush(heap, key)
+        num_pushed = num_started
+        keys_in_order.append(heapq.heappop(heap))
+    return (np.array(keys_in_order) % len(parts)).astype(np.int32)
 
 
 _DRAWS = 4

@@ -81,7 +81,7 @@ def split_documents(num_documents: int, shares: str) -> dict[SplitName, range]:
     return {name: range(start, end) for name, start, end in zip(SPLIT_NAMES, starts, ends, strict=True)}
 
 
-FEW = 256
+MAX_CACHED_ORDINALS = 256
 """Largest number of ordinals whose result is cached, because lengths, boundaries and tokens of a micro-batch use the
 same ordinals."""
 
@@ -97,16 +97,16 @@ class EpochOrder:
         self.shuffle = shuffle
         # Samples are requested one at a time, and all samples of an epoch use the same permutation.
         self._permutation = lru_cache(maxsize=2)(partial(KeyedPermutation, size, seed))
-        self._few = lru_cache(maxsize=16)(lambda few: self._found(np.frombuffer(few, dtype=np.int64)).tobytes())
+        self._cached = lru_cache(maxsize=16)(lambda raw: self._items(np.frombuffer(raw, dtype=np.int64)).tobytes())
 
     def __call__(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return item numbers for sample ordinals: int64 of the same shape. Raises DataError for negative ordinals."""
         ordinals = np.asarray(ordinals, dtype=np.int64)
-        if ordinals.size > FEW:
-            return self._found(ordinals)
-        return np.frombuffer(self._few(ordinals.tobytes()), dtype=np.int64).reshape(ordinals.shape)
+        if ordinals.size > MAX_CACHED_ORDINALS:
+            return self._items(ordinals)
+        return np.frombuffer(self._cached(ordinals.tobytes()), dtype=np.int64).reshape(ordinals.shape)
 
-    def _found(self, ordinals: np.ndarray) -> np.ndarray:
+    def _items(self, ordinals: np.ndarray) -> np.ndarray:
         if ordinals.size and ordinals.min() < 0:
             raise DataError(f"sample ordinal {ordinals.min()} is negative; ordinals start at 0")
         if not self.shuffle:
@@ -146,7 +146,7 @@ class ShardSamples(ABC):
         if size == 0:
             raise DataError(self._shortage(split, f"{len(documents)} of {self._shard.num_documents}", shares))
         if shuffle:
-            self._shard.scatter()
+            self._shard.advise_random_tokens()
         self._order = EpochOrder(size, seed, shuffle=shuffle)
 
     @abstractmethod
@@ -196,7 +196,7 @@ class GptSamples(ShardSamples):
     """
 
     def _arrange(self, documents: range, seed: int, shuffle: bool) -> int:
-        self._shard.search_index()
+        self._shard.advise_random_index()
         self._begin = self._shard.document_start(documents.start)
         self._num_tokens = self._shard.document_start(documents.stop) - self._begin
         self.num_predictions = max(0, self._num_tokens - 1)

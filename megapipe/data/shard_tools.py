@@ -13,11 +13,11 @@ from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 
-_SHOWN_TOKENS = 200
-_AT_ONCE = 1 << 22
+_MAX_SHOWN_TOKENS = 200
+_CHUNK = 1 << 22
 _PERCENTILES = (0, 1, 10, 50, 90, 99, 100)
 _BINS = 60
-_ALIKE = (
+_EQUAL_FIELDS = (
     "tokenizer_fingerprint",
     "vocabulary_size",
     "end_of_document",
@@ -62,21 +62,21 @@ def verify(prefix: str) -> str:
     """
     dataset, manifest = IndexedDataset(prefix), read_manifest(prefix)
     offset = 0
-    for begin in range(0, dataset.num_sequences, _AT_ONCE):
-        lengths = dataset.sequence_lengths[begin : begin + _AT_ONCE].astype(np.int64)
+    for begin in range(0, dataset.num_sequences, _CHUNK):
+        lengths = dataset.sequence_lengths[begin : begin + _CHUNK].astype(np.int64)
         _check_index(prefix, lengths >= 0, begin, "sequence {} has a negative length")
         ends = offset + np.cumsum(lengths) * dataset.dtype.itemsize
-        follows = dataset.sequence_offsets[begin : begin + _AT_ONCE] == ends - lengths * dataset.dtype.itemsize
+        follows = dataset.sequence_offsets[begin : begin + _CHUNK] == ends - lengths * dataset.dtype.itemsize
         _check_index(prefix, follows, begin, "sequence {} does not follow the previous one")
         offset = int(ends[-1])
-    for begin in range(0, dataset.num_documents, _AT_ONCE):
-        steps = np.diff(dataset.document_indices[begin : begin + _AT_ONCE + 1])
+    for begin in range(0, dataset.num_documents, _CHUNK):
+        steps = np.diff(dataset.document_indices[begin : begin + _CHUNK + 1])
         _check_index(prefix, steps >= 0, begin, "document {} ends before it starts")
     if manifest is None:
         return f"{counts(dataset)}; no problem found, but without a manifest the tokens cannot be checked"
     manifest.check_shard(dataset)
-    for begin in range(0, dataset.num_tokens, _AT_ONCE):
-        tokens = dataset.tokens[begin : begin + _AT_ONCE]
+    for begin in range(0, dataset.num_tokens, _CHUNK):
+        tokens = dataset.tokens[begin : begin + _CHUNK]
         if (bad := first_outside(tokens, manifest.vocabulary_size)) is not None:
             raise DataError(
                 f"{prefix}.bin holds token {tokens[bad]} at position {begin + bad}, but the vocabulary has "
@@ -192,17 +192,17 @@ def _joined_manifest(
     manifests: Sequence[ShardManifest | None], prefixes: Sequence[str], datasets: Sequence[IndexedDataset]
 ) -> ShardManifest | None:
     """Return the manifest of the merged shard; None if one of the shards has no manifest."""
-    known = [manifest for manifest in manifests if manifest is not None]
-    if len(known) < len(manifests):
+    present = [manifest for manifest in manifests if manifest is not None]
+    if len(present) < len(manifests):
         return None
-    for prefix, manifest in zip(prefixes, known, strict=True):
-        for name in _ALIKE:
-            if getattr(manifest, name) != getattr(known[0], name):
+    for prefix, manifest in zip(prefixes, present, strict=True):
+        for name in _EQUAL_FIELDS:
+            if getattr(manifest, name) != getattr(present[0], name):
                 raise DataError(
                     f"{prefix} and {prefixes[0]} differ in {name} ({getattr(manifest, name)}, "
-                    f"{getattr(known[0], name)}): one shard cannot have both; preprocess them with the same settings"
+                    f"{getattr(present[0], name)}): one shard cannot have both; preprocess them with the same settings"
                 )
-    return _counted(known[0], datasets)
+    return _counted(present[0], datasets)
 
 
 def _counted(manifest: ShardManifest, parts: Sequence[IndexedDataset | ShardWriter]) -> ShardManifest:
@@ -238,7 +238,7 @@ def _tokenizer_of(name: str | None, prefix: str, manifest: ShardManifest | None)
 
 
 def _shown(dataset: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> str:
-    ids = dataset.document(document)[:_SHOWN_TOKENS].tolist()
+    ids = dataset.document(document)[:_MAX_SHOWN_TOKENS].tolist()
     return str(ids) if tokenizer is None else repr(tokenizer.decode(ids))
 
 

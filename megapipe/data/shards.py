@@ -206,21 +206,21 @@ class IndexedDataset:
         last = bisect_left(documents, high)
         return np.unique(offsets[documents[first:last]] // item)
 
-    def search_index(self) -> None:
+    def advise_random_index(self) -> None:
         """Tell the kernel that the index is accessed randomly.
 
         The kernel then reads only the page that a search touches, and not hundreds of pages after it.
         """
         _advise(self._index, "MADV_RANDOM")
 
-    def scatter(self) -> None:
+    def advise_random_tokens(self) -> None:
         """Tell the kernel that the tokens are accessed randomly. They must then be read by `window`."""
-        self._scattered = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
+        self._random_tokens = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
 
     def window(self, begin: int, end: int) -> np.ndarray:
         """Return tokens [begin, end) in the shard's dtype. After `scatter`, all their pages are requested at once."""
         tokens = self.tokens
-        if self._scattered and self._tokens is not None:
+        if self._random_tokens and self._tokens is not None:
             item = self.dtype.itemsize
             first = begin * item // mmap.PAGESIZE * mmap.PAGESIZE
             self._tokens.madvise(mmap.MADV_WILLNEED, first, end * item - first)
@@ -269,7 +269,7 @@ class IndexedDataset:
                 f"{path} has {size} bytes, but its index describes {expected}: the files belong to different shards"
             )
         self._tokens: mmap.mmap | None = None
-        self._scattered = False
+        self._random_tokens = False
         if size:  # an empty file cannot be mapped
             with path.open("rb") as file:
                 self._tokens = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from megapipe.config.bert import BertDataConfig, masking_budget
 from megapipe.data import DataError
-from megapipe.data.bert_parts import NOTHING, BertVocabulary, Masking, Parts, SentencePairs
+from megapipe.data.bert_parts import NO_PARTS, BertVocabulary, Masking, Parts, SentencePairs
 from megapipe.data.bert_samples import BertSamples
 from megapipe.data.shards import IndexedDataset
 from megapipe.random.sampling import Draws
@@ -236,7 +236,7 @@ def test_every_range_is_used_once_in_an_epoch(tmp_path: Path) -> None:
     assert len(source) == 30
     # The last may fill up with what is before it.
     assert [source.parts(ordinal).first[0] // 14 for ordinal in range(29)] == list(range(29))
-    assert source.parts(30) == NOTHING
+    assert source.parts(30) == NO_PARTS
     source = open_pairs(shard_of(tmp_path, [[14] for _ in range(60)]), pairs="none", short=0.0)
     firsts = [[source.parts(epoch * 60 + position).first for position in range(60)] for epoch in range(3)]
     assert all(sorted(epoch) == [(14 * index, 14 * index + 14) for index in range(60)] for epoch in firsts)

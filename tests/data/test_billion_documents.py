@@ -57,9 +57,9 @@ class ComputedShard(IndexedDataset):
         )
         self.document_indices = ComputedArray(num_documents + 1, lambda place: place)
         self.tokens = ZeroTokens()
-        self._tokens, self._scattered = None, False
+        self._tokens, self._random_tokens = None, False
 
-    def search_index(self) -> None:
+    def advise_random_index(self) -> None:
         """No file, no pages."""
 
     @property

@@ -100,7 +100,7 @@ FORMATS: list[Callable[[Path], str]] = [
 @pytest.fixture(autouse=True)
 def _offline(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-    tables._opened.cache_clear()  # relative names of earlier tests
+    tables._load_dataset.cache_clear()  # relative names of earlier tests
 
 
 @pytest.mark.parametrize("write", FORMATS)
@@ -142,7 +142,7 @@ def test_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatc
     for texts in (["one"], ["two"], ["one"]):
         datasets.Dataset.from_dict({"text": texts}).save_to_disk("saved")
         fingerprint = datasets.load_from_disk("saved")._fingerprint
-        tables._opened.cache_clear()
+        tables._load_dataset.cache_clear()
         preprocess("--input", "saved", "--output-prefix", "out")
         sources = manifest_of("out_text_document").sources
         assert sources is not None

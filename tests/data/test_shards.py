@@ -377,7 +377,7 @@ def test_index_searches_read_only_the_pages_they_touch(tmp_path: Path) -> None:
     assert pages > 400
     make_cold(index)
     shard = IndexedDataset(prefix)
-    shard.search_index()
+    shard.advise_random_index()
     for position in (10_000, 50_000, 90_000):
         assert shard.document_starts_between(position - 1, position + 2).tolist() == [position, position + 1]
     assert resident_share([index]) * pages <= 100

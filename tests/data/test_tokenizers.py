@@ -152,7 +152,7 @@ def fast(path: Path) -> HuggingFaceTokenizer:
     assert is_byte_level_bpe(tokenizer)
     assert why_no_fast_core(tokenizer, texts()) is None
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hugging_face, "_RENEWED_AFTER", 50_000)
+        patch.setattr(hugging_face, "_RENEWAL_CHARACTERS", 50_000)
         use_fast_core(tokenizer)
         for text in texts():
             assert tokenizer.encode_array(text).tolist() == tokenizer.encode(text)

@@ -210,8 +210,8 @@ def main(argv: Sequence[str]) -> int:
             run(build_parser().parse_args(words))
         return 0
 
-    left = "nothing was written" if trains else "the same command continues where it stopped"
-    return exit_status(work, left)
+    state_after_interrupt = "nothing was written" if trains else "the same command continues where it stopped"
+    return exit_status(work, state_after_interrupt)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -127,7 +127,7 @@ def _files_of(spec: str, include: Sequence[str], exclude: Sequence[str]) -> Iter
         yield from _files_in_folder(Path(spec), include, exclude)
     else:
         matches = sorted(PurePath(match).parts for match in glob.glob(spec, recursive=True) if os.path.isfile(match))
-        yield from (Path(*parts) for parts in matches if _wanted(PurePath(*parts), include, exclude))
+        yield from (Path(*parts) for parts in matches if _is_selected(PurePath(*parts), include, exclude))
 
 
 def _files_in_folder(folder: Path, include: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
@@ -135,17 +135,17 @@ def _files_in_folder(folder: Path, include: Sequence[str], exclude: Sequence[str
     inner_paths = []
     for current, folders, names in os.walk(folder):
         inner = PurePath(current).relative_to(folder)
-        folders[:] = [name for name in folders if not name.startswith(".") and not _excluded(inner / name, exclude)]
+        folders[:] = [name for name in folders if not name.startswith(".") and not _is_excluded(inner / name, exclude)]
         inner_paths += [inner / name for name in names if not name.startswith(".")]
-    yield from (folder / path for path in sorted(inner_paths) if _wanted(path, include, exclude))
+    yield from (folder / path for path in sorted(inner_paths) if _is_selected(path, include, exclude))
 
 
-def _wanted(path: PurePath, include: Sequence[str], exclude: Sequence[str]) -> bool:
+def _is_selected(path: PurePath, include: Sequence[str], exclude: Sequence[str]) -> bool:
     included = not include or any(fnmatchcase(name, p) for p in include for name in (path.name, path.as_posix()))
-    return included and not _excluded(path, exclude)
+    return included and not _is_excluded(path, exclude)
 
 
-def _excluded(path: PurePath, exclude: Sequence[str]) -> bool:
+def _is_excluded(path: PurePath, exclude: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in exclude for name in (*path.parts, path.as_posix()))
 
 
@@ -212,9 +212,9 @@ def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
     busy = sum(1 for _ in cut_into_parts(files, PART_BYTES))
     if busy >= workers:
         return None
-    many = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"
+    subject = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"
     return (
-        f"{many} {busy} of {workers} workers busy: compressed and text files cannot be read from the middle; split "
+        f"{subject} {busy} of {workers} workers busy: compressed and text files cannot be read from the middle; split "
         "them into several files, or write plain JSON lines or Parquet"
     )
 

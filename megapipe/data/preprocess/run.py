@@ -268,8 +268,8 @@ class _Outputs:
                     f"the input contains no usable document for {writer.prefix} (documents without text: "
                     f"{writer.num_documents:,}), so the shard would be empty: check --input and --json-keys"
                 )
-        described = sources.result()
-        return [self._commit(writer, described) for writer in self.writers]
+        source_facts = sources.result()
+        return [self._commit(writer, source_facts) for writer in self.writers]
 
     def _commit(self, writer: ShardWriter, sources: dict[str, Any]) -> ShardManifest:
         settings, tokenizer, journal = self._settings, self._tokenizer, self.journal

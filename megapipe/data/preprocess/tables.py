@@ -236,25 +236,25 @@ def with_options(spec: str, revision: str | None, stream: bool) -> str:
     """
     if not (revision or stream):
         return spec
-    named = DatasetName.of(spec)
-    if Path(named.name).exists():
+    dataset = DatasetName.of(spec)
+    if Path(dataset.name).exists():
         raise DataError(
-            f"{named.name} is a folder, but --dataset-revision and --dataset-streaming are for datasets on the hub: "
+            f"{dataset.name} is a folder, but --dataset-revision and --dataset-streaming are for datasets on the hub: "
             "remove them"
         )
-    named = named._replace(revision=revision or "", stream=stream)
-    return str(named._replace(revision=_commit(named)) if stream else named)
+    dataset = dataset._replace(revision=revision or "", stream=stream)
+    return str(dataset._replace(revision=_commit(dataset)) if stream else dataset)
 
 
-def _commit(named: DatasetName) -> str:
+def _commit(dataset: DatasetName) -> str:
     """Return the commit of a dataset on the hub."""
     try:
         import huggingface_hub
 
-        commit = huggingface_hub.HfApi().dataset_info(named.name, revision=named.revision or None).sha
+        commit = huggingface_hub.HfApi().dataset_info(dataset.name, revision=dataset.revision or None).sha
     except Exception as error:  # the library raises various errors of its network library
         raise DataError(
-            f"{named} cannot be opened on {_host()}; check name and revision ({_first_line(error)})"
+            f"{dataset} cannot be opened on {_host()}; check name and revision ({_first_line(error)})"
         ) from error
     return str(commit)
 
@@ -267,8 +267,8 @@ def is_saved_dataset(folder: str) -> bool:
 def dataset_bytes(spec: str) -> int:
     """Return the bytes of the rows in memory, about the size of their texts; 0 if the size of a stream is unknown."""
     if DatasetName.of(spec).stream:
-        return int(_opened(spec).info.dataset_size or 0)
-    return _open(spec).data.nbytes
+        return int(_load_dataset(spec).info.dataset_size or 0)
+    return _open_as_arrow(spec).data.nbytes
 
 
 def dataset_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int, int]]:
@@ -277,9 +277,9 @@ def dataset_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int
     spec = str(path)
     if DatasetName.of(spec).stream:
         # With this size each file becomes one part, because a file can only be streamed from its beginning.
-        yield from ((number, number + 1, range_bytes, number) for number in range(_opened(spec).num_shards))
+        yield from ((number, number + 1, range_bytes, number) for number in range(_load_dataset(spec).num_shards))
         return
-    dataset = _open(spec)
+    dataset = _open_as_arrow(spec)
     row_bytes = max(1, dataset.data.nbytes // max(1, len(dataset)))
     step = max(1, range_bytes // row_bytes)
     for begin in range(0, len(dataset), step):
@@ -294,7 +294,7 @@ TABLE_RANGES: dict[str, Ranges] = {"parquet": parquet_ranges, "arrow": arrow_ran
 
 def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"]:
     """Yield the rows [begin, end) of a dataset in batches. For a streamed dataset, yield the files [begin, end)."""
-    dataset = _open(spec)
+    dataset = _open_as_arrow(spec)
     if DatasetName.of(spec).stream:
         for number in range(begin, end):
             yield from dataset.shard(dataset.num_shards, number).iter(_ROWS_AT_ONCE)
@@ -305,19 +305,19 @@ def dataset_batches(spec: str, begin: int, end: int) -> Iterator["pyarrow.Table"
 
 def dataset_fingerprint(spec: str) -> str:
     """Return an identifier of a dataset's state: its commit if it is streamed. It is not a checksum of the rows."""
-    named = DatasetName.of(spec)
-    if named.stream:
-        return f"commit:{named.revision}"
-    return f"datasets:{_opened(spec)._fingerprint}"
+    dataset_name = DatasetName.of(spec)
+    if dataset_name.stream:
+        return f"commit:{dataset_name.revision}"
+    return f"datasets:{_load_dataset(spec)._fingerprint}"
 
 
-def _open(spec: str) -> Any:
+def _open_as_arrow(spec: str) -> Any:
     """Return the dataset, with rows as Arrow tables."""
-    return _opened(spec).with_format("arrow")
+    return _load_dataset(spec).with_format("arrow")
 
 
 @lru_cache(maxsize=4)
-def _opened(spec: str) -> Any:
+def _load_dataset(spec: str) -> Any:
     """Open the dataset. spec: see DatasetName; NAME may be a folder.
 
     Raises DataError if the library is missing, the dataset cannot be opened, or it does not have the split. Without a
@@ -334,9 +334,9 @@ def _opened(spec: str) -> Any:
         raise DataError(f"{spec} needs the datasets library: pip install datasets") from error
     try:
         if is_saved_dataset(name):
-            opened = datasets.load_from_disk(name)
+            dataset = datasets.load_from_disk(name)
         else:
-            opened = datasets.load_dataset(
+            dataset = datasets.load_dataset(
                 name, configuration or None, split=split or None, revision=revision or None, streaming=stream
             )
     except Exception as error:  # the library raises various errors of file formats and networks
@@ -346,16 +346,16 @@ def _opened(spec: str) -> Any:
                 f"({unreachable or _first_line(error)}): load it once with a network, or name a folder with "
                 f"its files, {DATASET_PREFIX}FOLDER"
             ) from error
-        what = "folder" if Path(name).is_dir() else "name and revision"
-        raise DataError(f"{spec} cannot be opened as a dataset; check the {what} ({_first_line(error)})") from error
-    if isinstance(opened, dict):
-        split = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in opened or len(opened) != 1 else next(iter(opened)))
-        if split not in opened:
-            raise DataError(f"{spec} has the splits {', '.join(opened)}: name one, {DATASET_PREFIX}{name}@SPLIT")
-        opened = opened[split]
-    elif split and str(opened.split or split) != split:
-        raise DataError(f"{spec}: that folder contains only the split {opened.split}")
-    return opened
+        checked = "folder" if Path(name).is_dir() else "name and revision"
+        raise DataError(f"{spec} cannot be opened as a dataset; check the {checked} ({_first_line(error)})") from error
+    if isinstance(dataset, dict):
+        split = split or (DEFAULT_SPLIT if DEFAULT_SPLIT in dataset or len(dataset) != 1 else next(iter(dataset)))
+        if split not in dataset:
+            raise DataError(f"{spec} has the splits {', '.join(dataset)}: name one, {DATASET_PREFIX}{name}@SPLIT")
+        dataset = dataset[split]
+    elif split and str(dataset.split or split) != split:
+        raise DataError(f"{spec}: that folder contains only the split {dataset.split}")
+    return dataset
 
 
 def _host() -> str:

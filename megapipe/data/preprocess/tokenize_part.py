@@ -180,7 +180,7 @@ class TokenizedPart(NamedTuple):
 def tokenize_part(part: Part, prefix: str, settings: TokenizeSettings) -> TokenizedPart:
     """Write the shards `<prefix>_<number of the output>`. Raises DataError for a broken document that is not
     skipped."""
-    tokenizer = _opened(settings)
+    tokenizer = _open_tokenizer(settings)
     dtype = token_dtype(tokenizer.vocabulary_size)
     skipped: list[str] = []
     digests = bytearray()
@@ -253,6 +253,6 @@ def _sequences(document: Document, text: str, tokenizer: Tokenizer, settings: To
 
 
 @lru_cache(maxsize=1)
-def _opened(settings: TokenizeSettings) -> Tokenizer:
+def _open_tokenizer(settings: TokenizeSettings) -> Tokenizer:
     """Open the tokenizer, which a worker keeps for its later parts."""
     return settings.open()

@@ -247,9 +247,9 @@ def _configuration(path: Path) -> dict[str, object]:
 
 CHECKED_BYTES = 1_000_000
 """Bytes of input text that are compared; the library needs about 0.3 s for them."""
-_RENEWED_AFTER = 64_000_000
+_RENEWAL_CHARACTERS = 64_000_000
 """Bytes of text after which the core is recreated, because it caches every word."""
-_CHARACTERS_AT_ONCE = 500
+_CHARACTERS_PER_TEXT = 500
 
 
 class FastCore:
@@ -259,14 +259,14 @@ class FastCore:
         """Read `definition`, the content of a tokenizer.json. Raises an error of the library if it is not
         supported."""
         self._definition = definition.encode()
-        self._left = 0
+        self._remaining = 0
         self._core: Any = None
         self._renew()
 
     def __call__(self, text: str) -> np.ndarray:
-        if self._left <= 0:
+        if self._remaining <= 0:
             self._renew()
-        self._left -= len(text)
+        self._remaining -= len(text)
         return self._core.encode(text)
 
     def _renew(self) -> None:
@@ -276,7 +276,7 @@ class FastCore:
 
         self._core = None  # free its cache before the next one is created
         self._core = gigatoken.Tokenizer.from_json(self._definition).backend
-        self._left = _RENEWED_AFTER
+        self._remaining = _RENEWAL_CHARACTERS
 
 
 def use_fast_core(tokenizer: Tokenizer) -> None:
@@ -317,22 +317,22 @@ def _tricky_texts(tokenizer: HuggingFaceTokenizer) -> Iterator[str]:
     for space in (" ", "\n", "\t", "\r\n", "\u00a0", " \n "):
         yield f"x{space * 1000}y{space * 7}"
     yield from ("", "\x00", "it's I'M we'Ll don't 'tis 1234567 a1b2", "x" * 10_000)
-    characters = [chr(code) for code in (*range(0x32400), *range(0xE0000, 0xE0200)) if _is_tried(code)]
-    for start in range(0, len(characters), _CHARACTERS_AT_ONCE):
-        chunk = characters[start : start + _CHARACTERS_AT_ONCE]
+    characters = [chr(code) for code in (*range(0x32400), *range(0xE0000, 0xE0200)) if _is_tested(code)]
+    for start in range(0, len(characters), _CHARACTERS_PER_TEXT):
+        chunk = characters[start : start + _CHARACTERS_PER_TEXT]
         yield "".join(f"a{character}1 {character}{character}\n{character}b" for character in chunk)
 
 
-def _is_tried(code: int) -> bool:
+def _is_tested(code: int) -> bool:
     category = unicodedata.category(chr(code))
-    many = 0x3400 <= code < 0xD7A4 or 0x17000 <= code < 0x18D00 or 0x20000 <= code < 0x32400
-    return category not in ("Cn", "Co", "Cs") and (not many or code % 97 == 0)
+    is_large_block = 0x3400 <= code < 0xD7A4 or 0x17000 <= code < 0x18D00 or 0x20000 <= code < 0x32400
+    return category not in ("Cn", "Co", "Cs") and (not is_large_block or code % 97 == 0)
 
 
 def _limited(texts: Iterable[str]) -> Iterator[str]:
-    left = CHECKED_BYTES
+    remaining = CHECKED_BYTES
     for text in texts:
-        yield text[:left]
-        left -= len(text)
-        if left <= 0:
+        yield text[:remaining]
+        remaining -= len(text)
+        if remaining <= 0:
             return
