@@ -117,9 +117,9 @@ class Sandbox:
         deadline = time.monotonic() + REPLY_SECONDS
         try:
             socket.send_fds(self._channel, [request], [descriptor])
-            (length,) = confined.LENGTH.unpack(self._received(confined.LENGTH.size, deadline))
+            (length,) = confined.LENGTH.unpack(self._receive(confined.LENGTH.size, deadline))
             if length <= MAX_REPLY_BYTES:
-                return self._received(length, deadline)
+                return self._receive(length, deadline)
             problem = f"gave an answer of {length:,} bytes; at most {MAX_REPLY_BYTES:,} are read"
         except TimeoutError:
             problem = f"took longer than {REPLY_SECONDS:g} s"
@@ -128,7 +128,7 @@ class Sandbox:
         self.close()
         raise CheckpointError(f"{origin} is not read: the process that reads pickles {problem}")
 
-    def _received(self, size: int, deadline: float) -> bytes:
+    def _receive(self, size: int, deadline: float) -> bytes:
         content = bytearray()
         while len(content) < size:
             self._channel.settimeout(max(0.001, deadline - time.monotonic()))
@@ -230,8 +230,8 @@ class Archive:
             return [str(error)]
         first = self._start + place.start
         checksum = 0
-        for at in range(first, first + place.num_bytes, PIECE_BYTES):
-            content = os.pread(self._descriptor, min(PIECE_BYTES, first + place.num_bytes - at), at)
+        for position in range(first, first + place.num_bytes, PIECE_BYTES):
+            content = os.pread(self._descriptor, min(PIECE_BYTES, first + place.num_bytes - position), position)
             checksum = zlib.crc32(content, checksum)
         # torch can be configured to write no checksums, and then writes zeros.
         if place.crc32 in (0, checksum):
@@ -283,11 +283,11 @@ class _Output:
 
     def write(self, content: Any) -> int:
         """Write all of `content`. After a failure or after `close`, write nothing. Return the size of `content`."""
-        left = memoryview(content)
-        size = left.nbytes
+        remaining = memoryview(content)
+        size = remaining.nbytes
         try:
-            while left and self._descriptor >= 0 and not self.failure:
-                left = left[DISK.write(self._descriptor, left) :]
+            while remaining and self._descriptor >= 0 and not self.failure:
+                remaining = remaining[DISK.write(self._descriptor, remaining) :]
         except OSError as error:
             self.failure = explained(error, self._folder)
         return size
@@ -325,10 +325,10 @@ class ArchiveWriter:
 
     def add(self, key: str, values: Tensor) -> None:
         """Write the elements of the Slot of this key."""
-        whole = values.contiguous()
-        if whole.storage_offset():  # the writer starts at the beginning of the storage
-            whole = whole.clone()
-        self._record(f"data/{key}", whole.untyped_storage(), whole.nbytes)
+        contiguous = values.contiguous()
+        if contiguous.storage_offset():  # the writer starts at the beginning of the storage
+            contiguous = contiguous.clone()
+        self._record(f"data/{key}", contiguous.untyped_storage(), contiguous.nbytes)
 
     def close(self) -> None:
         """Complete the file and make it durable."""

@@ -128,7 +128,7 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
 
 
 def _formats() -> str:
-    return "; ".join(f"{name}: {known.title}" for name, known in FORMATS.items())
+    return "; ".join(f"{name}: {entry.title}" for name, entry in FORMATS.items())
 
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of glibc's malloc.h
@@ -159,8 +159,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _open(path: str, arguments: argparse.Namespace) -> "Source":
-    known = format_of(Path(path), arguments.format)
-    source = known.open_source(Path(path), arguments.allow_pickle)
+    source_format = format_of(Path(path), arguments.format)
+    source = source_format.open_source(Path(path), arguments.allow_pickle)
     for note in source.contents.notes:
         print(f"note: {note}", file=sys.stderr)
     return source
@@ -168,12 +168,12 @@ def _open(path: str, arguments: argparse.Namespace) -> "Source":
 
 def _options(arguments: argparse.Namespace) -> TargetOptions:
     """Return the options of a target. Raises ConfigError for one that the format of --to does not have."""
-    for name in dict.fromkeys(option for known in FORMATS.values() for option in known.options):
+    for name in dict.fromkeys(option for entry in FORMATS.values() for option in entry.options):
         default = getattr(TargetOptions, name, None)
         if getattr(arguments, name) != default and name not in FORMATS[arguments.to].options:
-            having = " and ".join(each for each, known in FORMATS.items() if name in known.options)
+            owners = " and ".join(each for each, entry in FORMATS.items() if name in entry.options)
             raise ConfigError(
-                f"--{name.replace('_', '-')} is an option of --to {having}, not of {arguments.to}; leave it out"
+                f"--{name.replace('_', '-')} is an option of --to {owners}, not of {arguments.to}; leave it out"
             )
     return TargetOptions(**{each.name: getattr(arguments, each.name) for each in fields(TargetOptions)})
 
@@ -185,8 +185,8 @@ def _convert(arguments: argparse.Namespace) -> int:
     source = _open(arguments.source, arguments)
     contents = contents_for(source.contents, target, arguments.precision, arguments.weights_only)
     contents = _with_tokenizer(contents, arguments.tokenizer)
-    made = target.open_target(Path(arguments.target), contents, options)
-    notes = transfer(source, contents, made)
+    writer = target.open_target(Path(arguments.target), contents, options)
+    notes = transfer(source, contents, writer)
     left_out = [kind for kind in source.contents.kinds if kind not in contents.kinds]
     print(f"{arguments.target}: {target.title}, {_counted(len(contents.tensors))}")
     if left_out:
@@ -211,9 +211,9 @@ def _with_tokenizer(contents: "Contents", name: str | None) -> "Contents":
 def _inspect(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import as_json, as_text
 
-    known = format_of(Path(arguments.source), arguments.format)
+    source_format = format_of(Path(arguments.source), arguments.format)
     contents = _open(arguments.source, arguments).contents
-    print(as_json(known, contents) if arguments.json else as_text(known, contents))
+    print(as_json(source_format, contents) if arguments.json else as_text(source_format, contents))
     return 0
 
 
@@ -222,7 +222,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import checkpoints_of, problems_of
 
     damaged = False
-    for path in (each for named in arguments.sources for each in checkpoints_of(Path(named))):
+    for path in (each for folder in arguments.sources for each in checkpoints_of(Path(folder))):
         try:
             source = _open(str(path), arguments)
             problems = problems_of(source)
@@ -243,7 +243,7 @@ def _diff(arguments: argparse.Namespace) -> int:
     ours, theirs = _open(arguments.source, arguments), _open(arguments.other, arguments)
     # If the format of one folder stores only weights, only weights are compared.
     formats = [format_of(Path(path), arguments.format) for path in (arguments.source, arguments.other)]
-    weights_only = arguments.weights_only or not all(known.keeps_run for known in formats)
+    weights_only = arguments.weights_only or not all(each.keeps_run for each in formats)
     differences, compared = compare(ours, theirs, arguments.tolerance, weights_only)
     for line in differences:
         print(line)

@@ -101,7 +101,7 @@ def _dictionary(*args: Any) -> dict[Any, Any]:
     return OrderedDict(args[0]) if args and isinstance(args[0], (list, tuple)) else OrderedDict()
 
 
-_KNOWN: dict[str, Any] = {
+_METADATA_CLASSES: dict[str, Any] = {
     **inert_classes(_METADATA),
     **{f"torch.{name}": f"torch.{name}" for name in DTYPES},
     "torch.Size": _size,
@@ -114,10 +114,10 @@ _KNOWN: dict[str, Any] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        known = _KNOWN.get(f"{module}.{name}")
-        if known is None:
+        allowed = _METADATA_CLASSES.get(f"{module}.{name}")
+        if allowed is None:
             raise Refused(f"it names {module}.{name}, which is not on the list of what a checkpoint may hold")
-        return known
+        return allowed
 
 
 def unpickled(content: bytes) -> Any:
@@ -308,7 +308,7 @@ class Encoder:
         return {"tensor": place}
 
 
-def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mapping[str, Any]:
+def describe_pickle(descriptor: int, start: int, stop: int, *, archive: bool) -> Mapping[str, Any]:
     """Return {"value": ...} for the pickle in these bytes of a file, {"refused": reason}, or {"damaged": reason}."""
     try:
         window = FileWindow(descriptor, start, stop)
@@ -318,7 +318,7 @@ def described(descriptor: int, start: int, stop: int, *, archive: bool) -> Mappi
         members = _Members(window)
         _check_size(members.pickle_bytes)
         window.seek(0)
-        allowed = [(known, name) for name, known in _ALLOWED.items()]
+        allowed = [(placeholder, name) for name, placeholder in _ALLOWED.items()]
         with safe_globals([*allowed, (_mapping, "collections.defaultdict")]):
             value = torch.load(cast(IO[bytes], window), map_location="meta", weights_only=True)
         return {"value": Encoder(members.pickle_bytes, members).encode(value)}
@@ -380,7 +380,7 @@ def warm_up() -> None:
     with open(os.memfd_create("archive"), "w+b") as file:
         torch.save({"tensor": torch.zeros(1), "args": Namespace(content=b"\xff")}, file)
         file.flush()
-        described(file.fileno(), 0, file.tell(), archive=True)
+        describe_pickle(file.fileno(), 0, file.tell(), archive=True)
     unpickled(pickle.dumps({}))
     b"name".decode("cp437")
 
@@ -390,8 +390,8 @@ def serve(channel: socket.socket) -> None:
     try:
         gc.disable()  # finalizers of the parent's objects must not close descriptors that are reused here
         warnings.simplefilter("ignore")
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for source, target in ((channel.detach(), 0), (nowhere, 1), (nowhere, 2)):
+        null_device = os.open(os.devnull, os.O_RDWR)
+        for source, target in ((channel.detach(), 0), (null_device, 1), (null_device, 2)):
             os.dup2(source, target)
         for descriptor in map(int, os.listdir("/proc/self/fd")):
             if descriptor > 2:
@@ -406,7 +406,7 @@ def serve(channel: socket.socket) -> None:
                     os._exit(0)
                 archive, start, stop = REQUEST.unpack(request)
                 _allow_cpu(CPU_SECONDS)
-                reply = json.dumps(described(descriptors[0], start, stop, archive=bool(archive))).encode()
+                reply = json.dumps(describe_pickle(descriptors[0], start, stop, archive=bool(archive))).encode()
                 os.close(descriptors[0])
                 requests.sendall(LENGTH.pack(len(reply)) + reply)
     finally:

@@ -111,9 +111,9 @@ class DcpFiles:
         box = box_of(index, tensor.shape)
         elements = torch.empty(box.num_elements, dtype=DTYPES[tensor.dtype])
         for chunk in tensor.chunks:
-            for shared in overlaps(Extent.whole(chunk.box), Extent.whole(box)):  # two boxes overlap at most once
-                with self._opened(chunk, tensor) as (archive, place):
-                    shared.copy(archive.tensor(place).reshape(-1), elements)
+            for overlap in overlaps(Extent.whole(chunk.box), Extent.whole(box)):  # two boxes overlap at most once
+                with self._open_chunk(chunk, tensor) as (archive, place):
+                    overlap.copy(archive.tensor(place).reshape(-1), elements)
         return elements.reshape(box.shape)
 
     def verify(self, name: str, first: int | None = None) -> list[str]:
@@ -123,14 +123,14 @@ class DcpFiles:
             if first is not None and not chunk.box.starts[0] <= first < chunk.box.stops[0]:
                 continue
             try:
-                with self._opened(chunk, tensor) as (archive, place):
+                with self._open_chunk(chunk, tensor) as (archive, place):
                     problems += archive.verify(place)
             except CheckpointError as error:
                 problems.append(str(error))
         return problems
 
     @contextmanager
-    def _opened(self, chunk: DcpChunk, tensor: DcpTensor) -> Iterator[tuple[Archive, TensorPlace]]:
+    def _open_chunk(self, chunk: DcpChunk, tensor: DcpTensor) -> Iterator[tuple[Archive, TensorPlace]]:
         """Open the archive of one chunk; yield it with the place of the chunk's elements."""
         path = inside(self._folder, chunk.file)
         expected = str(DTYPES[tensor.dtype]).removeprefix("torch.")
@@ -148,9 +148,9 @@ class DcpFiles:
 def _tensors(metadata: InertObject, path: Path) -> Iterator[DcpTensor]:
     """Yield every floating-point tensor of the metadata, after a check that its chunks cover it exactly once."""
     places: dict[tuple[str, tuple[int, ...] | None], Mapping[str, Any]] = {}
-    for index, info in metadata.state["storage_data"] or ():
+    for index, storage_info in metadata.state["storage_data"] or ():
         offset = index.state.get("offset")
-        places[index.state["fqn"], None if offset is None else _size(offset)] = info.state
+        places[index.state["fqn"], None if offset is None else _size(offset)] = storage_info.state
     for name, stored in metadata.state["state_dict_metadata"].items():
         if stored.name != "torch.distributed.checkpoint.metadata.TensorStorageMetadata":
             continue
@@ -217,28 +217,28 @@ class DcpWriter:
 
     def add(self, name: str, shape: Sequence[int], offsets: Sequence[int], values: Tensor) -> None:
         """Write the chunk of a tensor of `shape` that starts at `offsets`."""
-        whole = values.contiguous()
-        if whole.untyped_storage().nbytes() != whole.nbytes:
-            whole = whole.clone()
+        chunk = values.contiguous()
+        if chunk.untyped_storage().nbytes() != chunk.nbytes:
+            chunk = chunk.clone()
         stored = self._tensors.setdefault(
             name, TensorStorageMetadata(TensorProperties(dtype=values.dtype), torch.Size(shape), [])
         )
-        stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), whole.shape))
-        self._item(MetadataIndex(name, offsets, len(stored.chunks) - 1), whole)
+        stored.chunks.append(ChunkStorageMetadata(torch.Size(offsets), chunk.shape))
+        self._write_item(MetadataIndex(name, offsets, len(stored.chunks) - 1), chunk)
 
     def add_object(self, name: str, value: Any) -> None:
         """Write an object other than a tensor, as torch.save does."""
         self._tensors[name] = BytesStorageMetadata()
-        self._item(MetadataIndex(name), value)
+        self._write_item(MetadataIndex(name), value)
 
-    def _item(self, index: MetadataIndex, value: Any) -> None:
+    def _write_item(self, index: MetadataIndex, value: Any) -> None:
         content = io.BytesIO()
         torch.save(value, content)
-        left = content.getbuffer()
-        self._places[index] = _StorageInfo(_DATA, self._position, len(left))
-        self._position += len(left)
+        buffer = content.getbuffer()
+        self._places[index] = _StorageInfo(_DATA, self._position, len(buffer))
+        self._position += len(buffer)
         with writing(self._path):
-            write_all(DISK, self._descriptor, left)
+            write_all(DISK, self._descriptor, buffer)
 
     def finish(self) -> None:
         """Make the file durable and write `.metadata`."""
@@ -284,7 +284,7 @@ class DcpSource:
             specs = parameters_of(model)
             self._keys: dict[tuple[str, str], str] = {}
             for key, tensor in self._files.tensors.items():
-                name, kind = _parsed(key)
+                name, kind = _parse_key(key)
                 if name not in specs:
                     raise CheckpointError(
                         f"{path} contains {key!r}, which is not a parameter of the model in {CONFIG}"
@@ -314,7 +314,7 @@ class DcpSource:
         self._sandbox.close()
 
 
-def _parsed(key: str) -> tuple[str, str]:
+def _parse_key(key: str) -> tuple[str, str]:
     """Return the parameter and the kind that a key names."""
     if key.startswith(_OPTIMIZER):
         name, _, kind = key.removeprefix(_OPTIMIZER).rpartition(".")

@@ -158,12 +158,12 @@ METADATA = ".metadata"
 def iteration_folder(path: Path) -> Path:
     """Return the folder of an iteration: the iteration that the tracker in `path` names, or else `path` itself."""
     try:
-        named = read_bytes(path / TRACKER, ValueError, 100).decode("ascii").strip()
+        iteration = read_bytes(path / TRACKER, ValueError, 100).decode("ascii").strip()
     except (OSError, ValueError):
         return path
-    if named == RELEASE:
+    if iteration == RELEASE:
         return path / RELEASE
-    return path / f"iter_{int(named):07d}" if named.isdecimal() and len(named) < 20 else path
+    return path / f"iter_{int(iteration):07d}" if iteration.isdecimal() and len(iteration) < 20 else path
 
 
 class UnknownFormatError(InputError, ValueError):
@@ -251,7 +251,7 @@ def format_of(path: Path, name: str | None = None) -> Format:
         return FORMATS[name]
     if not path.is_dir():
         raise UnknownFormatError(f"{path} is not a folder; give the folder of a checkpoint")
-    for known in FORMATS.values():
-        if known.recognizes(path):
-            return known
+    for candidate in FORMATS.values():
+        if candidate.recognizes(path):
+            return candidate
     raise UnknownFormatError(f"the files of {path} identify no format; name it with --from: {', '.join(FORMATS)}")

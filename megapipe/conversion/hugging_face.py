@@ -46,12 +46,12 @@ class HuggingFaceSource:
     def __init__(self, path: Path, allow_pickle: bool = False) -> None:
         self._sandbox: Sandbox | None = None
         self._allow_pickle = allow_pickle
-        self._open = ExitStack()
+        self._open_files = ExitStack()
         with on_failure(self.close):
-            self._folder = folder = HuggingFaceFolder(path, self._opened, allow_pickle=allow_pickle)
+            self._folder = folder = HuggingFaceFolder(path, self._open_file, allow_pickle=allow_pickle)
             model = _model(path, folder.config, folder.places)
             folder.fit(model)
-            tensors = tuple(self._described(name) for name in folder.pairs)
+            tensors = tuple(self._stored_tensor(name) for name in folder.pairs)
         notes = (f"{path}: {folder.note}",) if folder.note else ()
         self.contents = Contents(model, tensors, tokenizer=str(path), notes=notes)
 
@@ -77,9 +77,9 @@ class HuggingFaceSource:
 
     def close(self) -> None:
         """Close all files, and end the process that read pickles, if there is one."""
-        self._open.close()
+        self._open_files.close()
 
-    def _described(self, name: str) -> StoredTensor:
+    def _stored_tensor(self, name: str) -> StoredTensor:
         pair = self._folder.pairs[name]
         places = [self._folder.places[theirs] for theirs in pair.theirs]
         entries = [self._folder.file(file).entry(key) for file, key in places]
@@ -90,12 +90,12 @@ class HuggingFaceSource:
             raise CheckpointError(f"{', '.join(pair.theirs)} have different types, {', '.join(sorted(dtypes))}")
         return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())
 
-    def _opened(self, path: Path) -> TensorReader | PickledTensors:
+    def _open_file(self, path: Path) -> TensorReader | PickledTensors:
         if path.suffix == ".bin" and self._sandbox is None:
-            self._sandbox = self._open.enter_context(closing(Sandbox(self._allow_pickle, path.parent)))
+            self._sandbox = self._open_files.enter_context(closing(Sandbox(self._allow_pickle, path.parent)))
         pickled = self._sandbox if path.suffix == ".bin" else None
         file = TensorReader(path) if pickled is None else PickledTensors(path, pickled)
-        return self._open.enter_context(closing(file))
+        return self._open_files.enter_context(closing(file))
 
 
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
@@ -133,10 +133,10 @@ def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, C
         return {pair.spec.name: pair for pair in correspondences(model, family_of(config["model_type"]))}
 
 
-_FURTHER = "head.mtp."
+_MTP_PREFIX = "head.mtp."
 """Start of the names of parameters that predict further tokens."""
 GENERATION = "generation_config.json"
-_Described = tuple[str, str, tuple[int, ...]]
+_FileEntry = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor in the folder."""
 
 
@@ -154,10 +154,10 @@ class HuggingFaceTarget:
         self._pairs = exported_pairs(contents.model, self._config)
         repeats = family_of(self._config["model_type"]).repeats
         # transformers stores a repeated tensor under both names, and reads the second one if the model is untied.
-        self._again = {} if contents.model.tie_embeddings else {first: again for again, first in repeats.items()}
+        self._copies = {} if contents.model.tie_embeddings else {first: copy for copy, first in repeats.items()}
         self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
-        self._shards = self._planned(contents, options.max_shard_bytes)
+        self._shards = self._plan_shards(contents, options.max_shard_bytes)
         count = len(self._shards)
         numbered = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
         self._files = [SINGLE] if count == 1 else numbered
@@ -192,7 +192,7 @@ class HuggingFaceTarget:
             self._folder.write(name, content)
         self._folder.finish()
         notes = [self._tokenizer.note] if self._tokenizer.note else []
-        if any(tensor.startswith(_FURTHER) and tensor not in self._pairs for tensor in self._names):
+        if any(tensor.startswith(_MTP_PREFIX) and tensor not in self._pairs for tensor in self._names):
             notes.append(f"left out: layers that predict further tokens, which {self._config['model_type']} lacks")
         return notes
 
@@ -222,13 +222,13 @@ class HuggingFaceTarget:
             if shapes.get(name) != pair.spec.shape:
                 state = f"of shape {shapes[name]}" if name in shapes else "missing"
                 raise CheckpointError(f"{name} is {state} in the checkpoint; its model needs shape {pair.spec.shape}")
-        unknown = [name for name in shapes if name not in self._pairs and not name.startswith(_FURTHER)]
+        unknown = [name for name in shapes if name not in self._pairs and not name.startswith(_MTP_PREFIX)]
         if unknown:
             raise CheckpointError(f"the checkpoint contains {', '.join(unknown[:4])}, which its model does not have")
 
-    def _planned(self, contents: Contents, max_bytes: int) -> list[list[_Described]]:
+    def _plan_shards(self, contents: Contents, max_bytes: int) -> list[list[_FileEntry]]:
         """Return the tensors of each file."""
-        shards: list[list[_Described]] = [[]]
+        shards: list[list[_FileEntry]] = [[]]
         filled = 0
         for tensor in contents.tensors:
             for name, part in self._parts(tensor, torch.empty(tensor.shape, device="meta")):
@@ -247,8 +247,8 @@ class HuggingFaceTarget:
             return
         for name, part in zip(pair.theirs, pair.part(values), strict=True):
             yield name, part
-            if name in self._again:
-                yield self._again[name], part
+            if name in self._copies:
+                yield self._copies[name], part
 
     def _index(self) -> dict[str, Any]:
         places = {name: file for file, shard in zip(self._files, self._shards, strict=True) for name, *_ in shard}

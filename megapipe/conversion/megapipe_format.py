@@ -86,14 +86,14 @@ class MegapipeTarget:
             chunks=tuple(self._chunks),
         )
         check_files(self._folder.partial, manifest)
-        self._keep_tokenizer()
+        self._copy_tokenizer()
         self._folder.write(MANIFEST, encoded(manifest))
         self._folder.finish()
         if self._contents.applied_updates:
             return [f"to resume from it, move it to RUN/checkpoints/step-{run.step:08d}"]
         return [f"weights for a new run: --init_from {self._folder.path}"]
 
-    def _keep_tokenizer(self) -> None:
+    def _copy_tokenizer(self) -> None:
         """Copy the tokenizer's files of a Hugging Face folder, so that a later export writes them unchanged."""
         if self._contents.tokenizer is None:
             return
@@ -163,12 +163,12 @@ def parameters_of(model: ModelConfig) -> dict[str, ParameterSpec]:
 def ordered(tensors: Iterable[StoredTensor], model: ModelConfig) -> tuple[StoredTensor, ...]:
     """Return tensors in the order of `Contents`: weights first, then the other kinds, parameters in the model's
     order."""
-    places = {name: place for place, name in enumerate(parameters_of(model))}
+    places = {name: sort_key for sort_key, name in enumerate(parameters_of(model))}
 
-    def place(each: StoredTensor) -> tuple[bool, str, int, str]:
-        return each.kind != WEIGHTS, each.kind, places.get(each.name, len(places)), each.name
+    def sort_key(tensor: StoredTensor) -> tuple[bool, str, int, str]:
+        return tensor.kind != WEIGHTS, tensor.kind, places.get(tensor.name, len(places)), tensor.name
 
-    return tuple(sorted(tensors, key=place))
+    return tuple(sorted(tensors, key=sort_key))
 
 
 def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:

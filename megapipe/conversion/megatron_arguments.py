@@ -317,35 +317,35 @@ def _yarn_fields(arguments: Mapping[str, Any], names: Mapping[str, str], prefix:
     """
     scaling: dict[str, Any] = {"kind": "yarn", **{ours: arguments[theirs] for ours, theirs in names.items()}}
     factor = scaling["factor"] = float(scaling["factor"])
-    weight, of_all = arguments.get(f"{prefix}mscale"), arguments.get(f"{prefix}mscale_all_dim")
-    weight, of_all = (1.0, 0.0) if weight is None or of_all is None else (float(weight), float(of_all))
+    mscale, all_dim = arguments.get(f"{prefix}mscale"), arguments.get(f"{prefix}mscale_all_dim")
+    mscale, all_dim = (1.0, 0.0) if mscale is None or all_dim is None else (float(mscale), float(all_dim))
     if factor == 1:
         return {}
-    if weight and of_all:
-        scaling |= {"mscale": weight, "mscale_all_dim": of_all}
-    elif weight != 1 or of_all:
-        scaling["attention_factor"] = yarn_growth(factor, weight) / yarn_growth(factor, of_all)
+    if mscale and all_dim:
+        scaling |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    elif mscale != 1 or all_dim:
+        scaling["attention_factor"] = yarn_growth(factor, mscale) / yarn_growth(factor, all_dim)
     return scaling
 
 
 def _latent_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of multi-latent attention, with the scale of scores that mscale_all_dim changes."""
     arguments = {**_LATENT_DEFAULTS, **arguments}
-    own, rotated = arguments["qk_head_dim"], arguments["qk_pos_emb_head_dim"]
+    unrotated, rotated = arguments["qk_head_dim"], arguments["qk_pos_emb_head_dim"]
     growth = yarn_growth(float(arguments["rotary_scaling_factor"]), float(arguments["mscale_all_dim"]))
-    stretched = (arguments.get("rope_type") or "yarn") == "yarn"
-    plain: float = (own + rotated) ** -0.5
+    uses_yarn = (arguments.get("rope_type") or "yarn") == "yarn"
+    default_scale: float = (unrotated + rotated) ** -0.5
     return {
         "num_kv_heads": arguments["num_attention_heads"],
-        "head_size": own,
+        "head_size": unrotated,
         "kv_latent_size": arguments["kv_lora_rank"],
         "query_latent_size": arguments.get("q_lora_rank"),
         "rotary_head_size": rotated,
         "value_head_size": arguments["v_head_dim"],
         "bias": "none",
         "qk_norm": False,
-        "rope_scaling": _yarn_fields(arguments, _LATENT_YARN) if stretched else {},
-        "attention_scale": None if growth == 1 else plain * growth * growth,
+        "rope_scaling": _yarn_fields(arguments, _LATENT_YARN) if uses_yarn else {},
+        "attention_scale": None if growth == 1 else default_scale * growth * growth,
     }
 
 
@@ -373,8 +373,8 @@ def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
 def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
     if _positions(arguments) == "yarn":
         preset = _GPT_OSS if arguments.get("enable_gpt_oss") else {}
-        given = {name: each for name, each in arguments.items() if each is not None}
-        return _yarn_fields({**preset, **given}, _YARN, "yarn_")
+        set_arguments = {name: each for name, each in arguments.items() if each is not None}
+        return _yarn_fields({**preset, **set_arguments}, _YARN, "yarn_")
     if arguments.get("use_rope_scaling"):
         return {"kind": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA3}
     if arguments.get("rotary_seq_len_interpolation_factor"):
@@ -385,8 +385,8 @@ def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def check_expressible(model: ModelConfig) -> None:
     """Raise CheckpointError for values of fields that Megatron-LM's arguments cannot express."""
     models_of_layers(model)
-    for own in model.kinds_of_layers.values():
-        for field, value, possible in _rules(own):
+    for block in model.kinds_of_layers.values():
+        for field, value, possible in _rules(block):
             if value not in possible:
                 words = " or ".join("null" if each is None else str(each) for each in possible)
                 raise CheckpointError(
@@ -402,11 +402,11 @@ Rule = tuple[str, Any, tuple[Any, ...]]
 def _rules(model: ModelConfig) -> list[Rule]:
     plain = model.head_dim**-0.5
     latent = model.kv_latent_size is not None
-    stretched = ("none", "yarn") if latent else ("none", "linear", "llama3", "yarn")
+    scalings = ("none", "yarn") if latent else ("none", "linear", "llama3", "yarn")
     return [
         ("bias", model.bias, ("all", "qkv", "none")),
-        ("rope_scaling.kind", model.rope_scaling.kind, stretched),
-        *(_of_latents(model) if latent else [("attention_scale", model.attention_scale, (None, plain))]),
+        ("rope_scaling.kind", model.rope_scaling.kind, scalings),
+        *(_latent_rules(model) if latent else [("attention_scale", model.attention_scale, (None, plain))]),
         ("attention_softcap", model.attention_softcap, (None,)),
         ("attention_chunk_size", model.attention_chunk_size, (None,)),
         ("positions", model.positions, ("learned", "rotary", "none")),
@@ -422,20 +422,20 @@ def _rules(model: ModelConfig) -> list[Rule]:
         ("residual_scale", model.residual_scale, (1.0,)),
         ("logit_scale", model.logit_scale, (1.0,)),
         ("logit_softcap", model.logit_softcap, (None,)),
-        *_of_yarn(model),
-        *_of_bert(model),
-        *_of_experts(model),
+        *_yarn_rules(model),
+        *_bert_rules(model),
+        *_expert_rules(model),
     ]
 
 
-def _of_latents(model: ModelConfig) -> list[Rule]:
+def _latent_rules(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that Megatron-LM's multi-latent attention can have)."""
-    scaling, plain = model.rope_scaling, model.head_dim**-0.5
+    scaling, default_scale = model.rope_scaling, model.head_dim**-0.5
     growth = yarn_growth(scaling.factor, scaling.mscale_all_dim or 0.0) if scaling.kind == "yarn" else 1.0
-    scale = plain * growth * growth
-    near = math.isclose(model.score_scale, scale, rel_tol=1e-6)
+    scale = default_scale * growth * growth
+    is_close = math.isclose(model.score_scale, scale, rel_tol=1e-6)
     return [
-        ("attention_scale", scale if near else model.attention_scale, (scale,)),
+        ("attention_scale", scale if is_close else model.attention_scale, (scale,)),
         ("bias", model.bias, ("none",)),
         ("norm_epsilon", model.norm_epsilon, (EPSILON,)),
         ("normalization", model.normalization, ("rms_norm", "rms_norm_unit_offset")),
@@ -443,7 +443,7 @@ def _of_latents(model: ModelConfig) -> list[Rule]:
     ]
 
 
-def _of_yarn(model: ModelConfig) -> list[Rule]:
+def _yarn_rules(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that a model with YaRN can have)."""
     scaling = model.rope_scaling
     if scaling.kind != "yarn":
@@ -454,7 +454,7 @@ def _of_yarn(model: ModelConfig) -> list[Rule]:
     return fields
 
 
-def _of_bert(model: ModelConfig) -> list[Rule]:
+def _bert_rules(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that Megatron-LM's BERT can have)."""
     if not isinstance(model, BertModelConfig):
         return []
@@ -472,7 +472,7 @@ def _of_bert(model: ModelConfig) -> list[Rule]:
     ]
 
 
-def _of_experts(model: ModelConfig) -> list[Rule]:
+def _expert_rules(model: ModelConfig) -> list[Rule]:
     """Return (field, value, values that Megatron-LM's experts can have)."""
     if model.num_experts is None:
         return []
@@ -512,19 +512,19 @@ def _arguments_of_latents(model: ModelConfig) -> dict[str, Any]:
 
 def _arguments_of_yarn(scaling: RopeScaling, names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
     """Return the arguments of YaRN; see `_yarn_fields`."""
-    weight, of_all = _yarn_weights(scaling)
-    known = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
-    return {**known, f"{prefix}mscale": weight, f"{prefix}mscale_all_dim": of_all}
+    mscale, all_dim = _yarn_weights(scaling)
+    arguments = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    return {**arguments, f"{prefix}mscale": mscale, f"{prefix}mscale_all_dim": all_dim}
 
 
 def _yarn_weights(scaling: RopeScaling) -> tuple[float, float]:
     """Return mscale and mscale_all_dim. The quotient of their `yarn_growth` is the factor of cosines and sines."""
-    weight, of_all, factor = scaling.mscale, scaling.mscale_all_dim or 0.0, scaling.factor
-    if weight and of_all and scaling.attention_factor is None:
-        return weight, of_all
-    if factor <= 1 or (scaling.attention_factor is None and not of_all):
-        return 1.0, of_all
-    return (attention_factor(scaling) * yarn_growth(factor, of_all) - 1.0) / (0.1 * math.log(factor)), of_all
+    mscale, all_dim, factor = scaling.mscale, scaling.mscale_all_dim or 0.0, scaling.factor
+    if mscale and all_dim and scaling.attention_factor is None:
+        return mscale, all_dim
+    if factor <= 1 or (scaling.attention_factor is None and not all_dim):
+        return 1.0, all_dim
+    return (attention_factor(scaling) * yarn_growth(factor, all_dim) - 1.0) / (0.1 * math.log(factor)), all_dim
 
 
 def _arguments_of_experts(model: ModelConfig, layers: list[int], tensor: int, grouped: bool) -> dict[str, Any]:

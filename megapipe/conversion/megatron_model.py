@@ -30,7 +30,7 @@ from megapipe.spec.parameters import ParameterSpec
 CHECKPOINT_VERSION = 3.0
 VOCABULARY_DIVISOR = 128
 """By default, Megatron-LM rounds the vocabulary up to a multiple of this on each tensor rank."""
-WORDS = "embedding.word_embeddings.weight"
+WORD_KEY = "embedding.word_embeddings.weight"
 _STACKS = {"gpt": "decoder", "bert": "encoder"}
 """Name of the module with the layers, by the kind of the model."""
 _OUTER = {
@@ -44,15 +44,15 @@ _OUTER = {
     "head.pooler.": "pooler.dense.",
     "head.sentence.": "binary_head.",
 }
-_FURTHER = re.compile(r"head\.mtp\.([0-9]+)\.(block\.)?(.+)")
-_OF_FURTHER = {
+_MTP_NAME = re.compile(r"head\.mtp\.([0-9]+)\.(block\.)?(.+)")
+_MTP_MODULES = {
     "embedding_norm.": "enorm.",
     "hidden_norm.": "hnorm.",
     "projection.": "eh_proj.",
     "norm.": "final_layernorm.",
 }
 """Modules that predict a further token, except their block: our name -> Megatron-LM's name."""
-BLOCK_OF_FURTHER, NEWER_BLOCK = "transformer_layer.", "mtp_model_layer."
+MTP_BLOCK, NEWER_MTP_BLOCK = "transformer_layer.", "mtp_model_layer."
 """Names of this block; later versions of Megatron-LM use the second one, in the torch layout only."""
 _BLOCK = {
     "attention_norm.": "input_layernorm.",
@@ -178,7 +178,7 @@ def layers_prefix(model: ModelConfig) -> str:
     return f"{_STACKS[model.kind]}.layers."
 
 
-def further_prefix(depth: int) -> str:
+def mtp_prefix(depth: int) -> str:
     """Return the start of the names of the modules that predict a further token. depth: number of the token, from
     0."""
     return f"mtp.layers.{depth}."
@@ -211,12 +211,12 @@ def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
     """
     kinds: dict[bool, ModelConfig] = {}
     window = window_of(model)
-    for own in model.kinds_of_layers.values():
-        own = replace(own, ffn_hidden_size=own.ffn_size, sliding_window=own.sliding_window or window)
-        same = kinds.setdefault(own.num_experts is not None, own)
+    for block in model.kinds_of_layers.values():
+        block = replace(block, ffn_hidden_size=block.ffn_size, sliding_window=block.sliding_window or window)
+        same = kinds.setdefault(block.num_experts is not None, block)
         other = _without_mlp(next(iter(kinds.values())))
-        pairs = ((same, own), (other, _without_mlp(own)))
-        for each in fields(own):
+        pairs = ((same, block), (other, _without_mlp(block)))
+        for each in fields(block):
             for one, two in pairs:
                 if getattr(one, each.name) != getattr(two, each.name):
                     raise CheckpointError(
@@ -229,10 +229,10 @@ def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
 
 def window_of(model: ModelConfig) -> int | None:
     """Return the window of the first layer that has one."""
-    return next((own.sliding_window for own in model.kinds_of_layers.values() if own.sliding_window), None)
+    return next((block.sliding_window for block in model.kinds_of_layers.values() if block.sliding_window), None)
 
 
-_OF_MLP = (
+_MLP_FIELDS = (
     "num_experts", "ffn_hidden_size", "experts_per_token", "normalize_expert_shares", "expert_balance_rate",
     "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen",
     "shared_expert_size", "shared_expert_gate",
@@ -241,10 +241,10 @@ _OF_MLP = (
 
 
 def _without_mlp(model: ModelConfig) -> ModelConfig:
-    return replace(model, **{name: getattr(ModelConfig, name) for name in _OF_MLP})
+    return replace(model, **{name: getattr(ModelConfig, name) for name in _MLP_FIELDS})
 
 
-def places(model: ModelConfig) -> dict[str, ParameterLocation]:
+def parameter_locations(model: ModelConfig) -> dict[str, ParameterLocation]:
     """Return each parameter's location. Raises CheckpointError for a model that Megatron-LM cannot express."""
     if model.kind == "bert" and model.num_experts is not None:
         raise CheckpointError(
@@ -252,39 +252,39 @@ def places(model: ModelConfig) -> dict[str, ParameterLocation]:
             "can be converted to and from Megatron-LM"
         )
     layers = models_of_layers(model)
-    mlps = {name: parameters_of(_dense(own)) for name, own in model.kinds_of_layers.items()}
-    found = {}
+    mlps = {name: parameters_of(_dense(block)) for name, block in model.kinds_of_layers.items()}
+    locations = {}
     for name, spec in parameters_of(model).items():
         stem = next((ours for ours in _OUTER if name.startswith(ours)), None)
         if stem is not None:
             key = _OUTER[stem].format(stack=_STACKS[model.kind]) + name.removeprefix(stem)
-            found[name] = ParameterLocation(spec, key, None, key, key)
-        elif (match := _FURTHER.fullmatch(name)) is not None:
-            found[name] = _of_further_token(spec, match, layers[-1], mlps[model.kind_of_head])
+            locations[name] = ParameterLocation(spec, key, None, key, key)
+        elif (match := _MTP_NAME.fullmatch(name)) is not None:
+            locations[name] = _mtp_location(spec, match, layers[-1], mlps[model.kind_of_head])
         else:
             layer, path = name.removeprefix("blocks.").split(".", 1)
             kind = model.kind_of_layer(int(layer))
-            found[name] = _in_layer(spec, path, layers[int(layer)], mlps[kind], int(layer))
-    return found
+            locations[name] = _layer_location(spec, path, layers[int(layer)], mlps[kind], int(layer))
+    return locations
 
 
-def _of_further_token(
+def _mtp_location(
     spec: ParameterSpec, name: re.Match[str], model: ModelConfig, mlps: Mapping[str, ParameterSpec]
 ) -> ParameterLocation:
-    """Return the location of a parameter that predicts a further token. name: match of _FURTHER, with the depth,
-    `block.` or None, and the path. model, mlps: see `_in_layer`, for the last layer."""
-    prefix, path = further_prefix(int(name[1])), name[3]
+    """Return the location of a parameter that predicts a further token. name: match of _MTP_NAME, with the depth,
+    `block.` or None, and the path. model, mlps: see `_layer_location`, for the last layer."""
+    prefix, path = mtp_prefix(int(name[1])), name[3]
     if name[2] is None:
-        stem = next(ours for ours in _OF_FURTHER if path.startswith(ours))
-        key = prefix + _OF_FURTHER[stem] + path.removeprefix(stem)
+        stem = next(ours for ours in _MTP_MODULES if path.startswith(ours))
+        key = prefix + _MTP_MODULES[stem] + path.removeprefix(stem)
         return ParameterLocation(spec, key, None, key, key, divided=_DIVIDED.get(stem, ()))
-    prefix += BLOCK_OF_FURTHER
-    place = _in_layer(spec, path, model, mlps, None)
+    prefix += MTP_BLOCK
+    location = _layer_location(spec, path, model, mlps, None)
     return replace(
-        place,
-        key=prefix + place.key,
-        transformer_engine=prefix + place.transformer_engine,
-        local_dist=prefix + place.local_dist,
+        location,
+        key=prefix + location.key,
+        transformer_engine=prefix + location.transformer_engine,
+        local_dist=prefix + location.local_dist,
     )
 
 
@@ -293,7 +293,7 @@ def _dense(model: ModelConfig) -> ModelConfig:
     return replace(model, num_experts=None, shared_expert_size=None, shared_expert_gate=False, router_bias=False)
 
 
-def _in_layer(
+def _layer_location(
     spec: ParameterSpec, path: str, model: ModelConfig, mlps: Mapping[str, ParameterSpec], layer: int | None
 ) -> ParameterLocation:
     """Return the location of a parameter of a layer. path: our name of it in the layer. model: configuration of the
@@ -365,14 +365,14 @@ def check_tensor_size(model: ModelConfig, tensor_size: int) -> None:
     """Raise CheckpointError if matrices, including those of each expert, cannot be divided over this number of tensor
     ranks."""
     problems: list[str] = []
-    for own in model.kinds_of_layers.values():
-        problems += tensor_problems(_dense(own), tensor_size)
-        if own.num_experts is None or tensor_size == 1:
+    for block in model.kinds_of_layers.values():
+        problems += tensor_problems(_dense(block), tensor_size)
+        if block.num_experts is None or tensor_size == 1:
             continue
-        shared = own.shared_expert_size
+        shared = block.shared_expert_size
         if shared is not None and shared % tensor_size:
             problems.append(f"model.shared_expert_size {shared} is not divisible by {tensor_size} tensor ranks")
-        if own.bias == "all":
+        if block.bias == "all":
             problems.append(
                 f"model.bias is all, and Megatron-LM does not divide experts with biases over {tensor_size} tensor "
                 "ranks: use one"

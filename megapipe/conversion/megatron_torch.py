@@ -39,10 +39,10 @@ from megapipe.conversion.megatron_arguments import (
     notes_of_arguments,
 )
 from megapipe.conversion.megatron_model import (
-    BLOCK_OF_FURTHER,
     CHECKPOINT_VERSION,
-    NEWER_BLOCK,
-    WORDS,
+    MTP_BLOCK,
+    NEWER_MTP_BLOCK,
+    WORD_KEY,
     IterationFolder,
     ParameterLocation,
     check_tensor_size,
@@ -52,7 +52,7 @@ from megapipe.conversion.megatron_model import (
     merged_shape,
     padded,
     padded_rows,
-    places,
+    parameter_locations,
 )
 from megapipe.spec.parameters import ParameterSpec
 
@@ -84,27 +84,27 @@ class MegatronTorchSource:
             self._sizes = [max(each) + 1 for each in zip(*self._archives, strict=True)]
             check_tensor_size(model, self._sizes[0])
             self._check_experts(model, arguments)
-            self._places = places(model)
-            self._shards = self._found(model)
+            self._locations = parameter_locations(model)
+            self._shards = self._map_shards(model)
             notes = notes_of_arguments(arguments, first.path, kind)
             tensors = tuple(
-                StoredTensor(name, WEIGHTS, place.spec.shape, DTYPE_NAMES[self._shards[name, 0][0][1].dtype])
-                for name, place in self._places.items()
+                StoredTensor(name, WEIGHTS, location.spec.shape, DTYPE_NAMES[self._shards[name, 0][0][1].dtype])
+                for name, location in self._locations.items()
             )
             self.contents = Contents(model, tensors, notes=notes)
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
-        place = self._places[tensor.name]
-        if place.expert is None:
-            whole = place.ours(self._piece(tensor.name, 0))
+        location = self._locations[tensor.name]
+        if location.expert is None:
+            whole = location.ours(self._piece(tensor.name, 0))
         else:
-            first = index[0] if index else slice(0, place.num_pieces)
+            first = index[0] if index else slice(0, location.num_pieces)
             whole = torch.stack([self._piece(tensor.name, piece) for piece in range(first.start, first.stop)])
             index = (slice(0, len(whole)), *index[1:])
         return whole[index].clone() if index else whole.contiguous()
 
     def verify(self, tensor: StoredTensor) -> list[str]:
-        pieces = range(self._places[tensor.name].num_pieces)
+        pieces = range(self._locations[tensor.name].num_pieces)
         shards = (shard for piece in pieces for shard in self._shards[tensor.name, piece])
         return [problem for archive, place in shards for problem in archive.verify(place)]
 
@@ -116,7 +116,7 @@ class MegatronTorchSource:
     def _piece(self, name: str, piece: int) -> Tensor:
         """Return a parameter, or the part of one expert, from its shards."""
         shards = self._shards[name, piece]
-        spec = self._places[name].shards(self._is_divided(name, shards))
+        spec = self._locations[name].shards(self._is_divided(name, shards))
         if spec.partition_axis is None:
             archive, place = shards[0]
             return archive.tensor(place).reshape(spec.shape)
@@ -128,7 +128,7 @@ class MegatronTorchSource:
 
     def _is_divided(self, name: str, shards: list[tuple[Archive, TensorPlace]]) -> bool:
         """Return whether Megatron-LM's tensor ranks have parts of a parameter that is whole on megapipe's ranks."""
-        return bool(shards) and shards[0][1].shape[:1] != self._places[name].spec.shape[:1]
+        return bool(shards) and shards[0][1].shape[:1] != self._locations[name].spec.shape[:1]
 
     def _open(self) -> None:
         by_experts = False
@@ -147,7 +147,7 @@ class MegatronTorchSource:
             self._archives[int(match[1]), int(stage or 0), int(expert or 0)] = archive
         if not self._archives:
             raise CheckpointError(f"{self._folder} contains no mp_rank_*/{ARCHIVE}")
-        sizes = [max(place) + 1 for place in zip(*self._archives, strict=True)]
+        sizes = [max(ranks) + 1 for ranks in zip(*self._archives, strict=True)]
         for rank in itertools.product(*map(range, sizes)):
             if rank not in self._archives:
                 expert = f" of expert rank {rank[2]}" if sizes[2] > 1 else ""
@@ -161,22 +161,22 @@ class MegatronTorchSource:
     def _check_experts(self, model: ModelConfig, arguments: Mapping[str, Any]) -> None:
         """Check that experts are divided evenly over expert ranks, and each expert over all tensor ranks."""
         tensor, _, experts = self._sizes
-        own = arguments.get("expert_tensor_parallel_size")
-        if model.num_experts is not None and own not in (None, tensor):
+        size = arguments.get("expert_tensor_parallel_size")
+        if model.num_experts is not None and size not in (None, tensor):
             raise CheckpointError(
-                f"{self._folder}: expert_tensor_parallel_size is {own}, but there are {tensor} tensor ranks; save it "
+                f"{self._folder}: expert_tensor_parallel_size is {size}, but there are {tensor} tensor ranks; save it "
                 "in Megatron-LM with --ckpt-format torch_dist"
             )
         if (model.num_experts or 1) % experts:
             raise CheckpointError(f"{self._folder}: {model.num_experts} experts are not divisible by {experts} ranks")
 
-    def _found(self, model: ModelConfig) -> dict[tuple[str, int], list[tuple[Archive, TensorPlace]]]:
+    def _map_shards(self, model: ModelConfig) -> dict[tuple[str, int], list[tuple[Archive, TensorPlace]]]:
         """Map each parameter, or part of one expert (name, number), to its shards, one for each tensor rank."""
         by_key = {
-            (place.layer, key): (name, piece)
-            for name, place in self._places.items()
-            for piece in range(place.num_pieces)
-            for key in place.keys(piece)
+            (location.layer, key): (name, piece)
+            for name, location in self._locations.items()
+            for piece in range(location.num_pieces)
+            for key in location.keys(piece)
         }
         shards_of: dict[tuple[str, int], list[tuple[Archive, TensorPlace]]] = {}
         for tensor_rank in range(self._sizes[0]):
@@ -184,7 +184,7 @@ class MegatronTorchSource:
                 if key == _TIED_COPY and model.tie_embeddings:
                     continue
                 name = by_key.get((layer, key))
-                if key == WORDS and model.mtp_layers and len(shards_of.get(by_key[None, key], [])) > tensor_rank:
+                if key == WORD_KEY and model.mtp_layers and len(shards_of.get(by_key[None, key], [])) > tensor_rank:
                     continue  # the last stage has a copy
                 if name is None:
                     raise CheckpointError(
@@ -216,25 +216,25 @@ class MegatronTorchSource:
                     if not isinstance(state, dict):
                         raise CheckpointError(f"{archive.path} has no {name!r}, but other ranks have it")
                     for key, place in state.items():
-                        key = key.replace(NEWER_BLOCK, BLOCK_OF_FURTHER)
+                        key = key.replace(NEWER_MTP_BLOCK, MTP_BLOCK)
                         match = in_layer.fullmatch(key)
                         if match is not None:
                             layers = max(layers, int(match[1]) + 1)
-                        known, is_expert = _of_all_experts(key if match is None else match[2], experts * expert_rank)
+                        full_key, is_expert = _global_key(key if match is None else match[2], experts * expert_rank)
                         if not isinstance(place, TensorPlace) or key.endswith("_extra_state"):
                             continue
                         if is_expert or expert_rank == 0:
-                            yield archive, None if match is None else first + int(match[1]), known, place
+                            yield archive, None if match is None else first + int(match[1]), full_key, place
                 first += layers
 
     def _check(self, shards_of: Mapping[tuple[str, int], list[tuple[Archive, TensorPlace]]]) -> None:
         """Check that every parameter exists, with the shape that the model requires."""
         tensor_size = self._sizes[0]
-        pieces = ((name, piece) for name, place in self._places.items() for piece in range(place.num_pieces))
+        pieces = ((name, piece) for name, location in self._locations.items() for piece in range(location.num_pieces))
         for name, piece in pieces:
-            place = self._places[name]
-            shards, key = shards_of.get((name, piece), []), place.keys(piece)[0]
-            spec = place.shards(self._is_divided(name, shards) and place.spec.shape[0] % tensor_size == 0)
+            location = self._locations[name]
+            shards, key = shards_of.get((name, piece), []), location.keys(piece)[0]
+            spec = location.shards(self._is_divided(name, shards) and location.spec.shape[0] % tensor_size == 0)
             if len(shards) != tensor_size:
                 raise CheckpointError(
                     f"{self._folder} lacks {name} ({key}) on {tensor_size - len(shards)} tensor ranks"
@@ -260,7 +260,7 @@ def _keys_of(archive: Archive) -> Iterator[str]:
         yield from (key for key in archive.value[name] if isinstance(key, str))
 
 
-def _of_all_experts(key: str, first: int) -> tuple[str, bool]:
+def _global_key(key: str, first: int) -> tuple[str, bool]:
     """Return a key with the global number of its expert, and whether the key belongs to an expert. first: global
     number of the rank's first expert."""
     match = _EXPERT.fullmatch(key)
@@ -277,7 +277,7 @@ class MegatronTorchTarget:
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         self._options, self._model = options, contents.model
         check_expressible(contents.model)
-        self._places = places(contents.model)
+        self._locations = parameter_locations(contents.model)
         check_tensor_size(contents.model, options.tensor)
         self._check_rows()
         stages = options.pipeline * options.chunks
@@ -296,11 +296,11 @@ class MegatronTorchTarget:
                     self._writers[tensor_rank, stage] = self._writer(contents, tensor_rank, stage)
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
-        place = self._places[tensor.name]
+        location = self._locations[tensor.name]
         for tensor_rank in range(self._options.tensor):
-            for piece, each in enumerate([place.theirs(values)] if place.expert is None else values):
-                shard = merged(place.piece, self._packed(self._shard(self._spec(place), each, tensor_rank)))
-                for stage, chunk, key in self._keys(place, piece):
+            for piece, each in enumerate([location.theirs(values)] if location.expert is None else values):
+                shard = merged(location.piece, self._packed(self._shard(self._spec(location), each, tensor_rank)))
+                for stage, chunk, key in self._keys(location, piece):
                     self._writers[tensor_rank, stage].add(f"{chunk}.{key}", shard)
 
     def finish(self) -> list[str]:
@@ -318,18 +318,18 @@ class MegatronTorchTarget:
             writer.abandon()
         self._folder.abandon()
 
-    def _spec(self, place: ParameterLocation) -> ParameterSpec:
-        return place.shards(self._options.layer_names in place.divided)
+    def _spec(self, location: ParameterLocation) -> ParameterSpec:
+        return location.shards(self._options.layer_names in location.divided)
 
     def _check_rows(self) -> None:
         """Raise CheckpointError if tensor ranks cannot divide the rows of a matrix that only Megatron-LM divides."""
         size = self._options.tensor
-        for name, place in self._places.items():
-            if self._options.layer_names in place.divided and place.spec.shape[0] % size:
+        for name, location in self._locations.items():
+            if self._options.layer_names in location.divided and location.spec.shape[0] % size:
                 whole = "--layer-names transformer_engine, whose ranks all have the whole, or "
                 raise CheckpointError(
-                    f"{name} has {place.spec.shape[0]} rows, which {size} tensor ranks cannot divide evenly; choose "
-                    f"{whole if place.divided == ('local',) else ''}another --tensor"
+                    f"{name} has {location.spec.shape[0]} rows, which {size} tensor ranks cannot divide evenly; "
+                    f"choose {whole if location.divided == ('local',) else ''}another --tensor"
                 )
 
     def _shard(self, spec: ParameterSpec, values: Tensor, tensor_rank: int) -> Tensor:
@@ -346,37 +346,37 @@ class MegatronTorchTarget:
             self._buffer = torch.empty(shard.nbytes, dtype=torch.uint8)
         return self._buffer[: shard.nbytes].view(shard.dtype).view(shard.shape).copy_(shard)
 
-    def _keys(self, place: ParameterLocation, piece: int) -> Iterator[tuple[int, int, str]]:
+    def _keys(self, location: ParameterLocation, piece: int) -> Iterator[tuple[int, int, str]]:
         """Yield (stage, chunk, key) of every copy of a piece of a parameter on a tensor rank."""
         last = self._options.pipeline - 1, self._options.chunks - 1
-        key = place.keys(piece)[self._options.layer_names == "transformer_engine"]
-        if place.layer is not None:
-            chunk, rest = divmod(place.layer, self._layers * self._options.pipeline)
+        key = location.keys(piece)[self._options.layer_names == "transformer_engine"]
+        if location.layer is not None:
+            chunk, rest = divmod(location.layer, self._layers * self._options.pipeline)
             stage, local = divmod(rest, self._layers)
             yield stage, chunk, f"{layers_prefix(self._model)}{local}.{key}"
             return
-        yield *(last if place.spec.name.startswith("head.") else (0, 0)), key
-        if key != WORDS or last == (0, 0):
+        yield *(last if location.spec.name.startswith("head.") else (0, 0)), key
+        if key != WORD_KEY or last == (0, 0):
             return
         if self._model.tie_embeddings:
             yield *last, _TIED_COPY
         if self._model.mtp_layers:
-            yield *last, WORDS
+            yield *last, WORD_KEY
 
     def _writer(self, contents: Contents, tensor_rank: int, stage: int) -> ArchiveWriter:
         chunks: list[dict[str, Slot]] = [OrderedDict() for _ in range(self._options.chunks)]
         for tensor in contents.tensors:
             if tensor.kind != WEIGHTS:
                 raise CheckpointError(f"{tensor.kind} of {tensor.name} cannot be stored in Megatron-LM's torch layout")
-            place = self._places[tensor.name]
-            shape = list(self._spec(place).local_shape(self._options.tensor))
-            if place.spec.padded:
+            location = self._locations[tensor.name]
+            shape = list(self._spec(location).local_shape(self._options.tensor))
+            if location.spec.padded:
                 shape[0] = padded_rows(self._model, self._options.tensor) // self._options.tensor
-            merged = merged_shape(place.piece, tuple(shape))
-            for piece in range(place.num_pieces):
-                for at, chunk, key in self._keys(place, piece):
-                    if at == stage:
-                        chunks[chunk][key] = Slot(f"{chunk}.{key}", tensor.dtype, merged)
+            piece_shape = merged_shape(location.piece, tuple(shape))
+            for piece in range(location.num_pieces):
+                for key_stage, chunk, key in self._keys(location, piece):
+                    if key_stage == stage:
+                        chunks[chunk][key] = Slot(f"{chunk}.{key}", tensor.dtype, piece_shape)
         sizes = self._options.tensor, self._options.pipeline, self._options.chunks
         grouped = self._options.layer_names == "transformer_engine"
         names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]

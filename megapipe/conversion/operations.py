@@ -67,7 +67,7 @@ def cast(values: Tensor, tensor: StoredTensor) -> Tensor:
     return result
 
 
-_ELEMENTS = 1 << 24
+_SUMMED_ELEMENTS = 1 << 24
 """Number of elements that are summed at once."""
 
 
@@ -96,7 +96,7 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
 def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) -> Tensor:
     """Return the mean in the type of `tensor`. Some rows are computed at a time, to limit the memory for float64."""
     mean = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-    rows = max(1, _ELEMENTS * tensor.shape[0] // mean.numel())
+    rows = max(1, _SUMMED_ELEMENTS * tensor.shape[0] // mean.numel())
     for start in range(0, tensor.shape[0], rows):
         index = (slice(start, min(start + rows, tensor.shape[0])), *(slice(0, length) for length in tensor.shape[1:]))
         total = torch.zeros(mean[index].shape, dtype=torch.float64)
@@ -128,11 +128,11 @@ def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) 
     with tracked([one[key] for key in common], "comparing") as tensors:
         for key, tensor in zip(common, tensors, strict=True):
             if tensor.shape != other[key].shape:
-                lines.append(f"{_called(key)}: shape {tensor.shape} and {other[key].shape}")
+                lines.append(f"{_label(key)}: shape {tensor.shape} and {other[key].shape}")
                 continue
             largest = difference(ours.read(tensor), theirs.read(other[key]))
             if not largest.absolute <= tolerance:
-                lines.append(f"{_called(key)}: max difference {largest.absolute:.3g}, relative {largest.relative:.3g}")
+                lines.append(f"{_label(key)}: max difference {largest.absolute:.3g}, relative {largest.relative:.3g}")
     return lines, len(common)
 
 
@@ -141,7 +141,7 @@ def _missing(one: _Tensors, other: _Tensors, where: str) -> list[str]:
     kinds = Counter(kind for kind, _ in one)
     absent = [kind for kind in kinds if kind not in {kind for kind, _ in other}]
     lines = [f"{kind} of all {kinds[kind]} tensors: {where}" for kind in absent]
-    return lines + [f"{_called(key)}: {where}" for key in one if key not in other and key[0] not in absent]
+    return lines + [f"{_label(key)}: {where}" for key in one if key not in other and key[0] not in absent]
 
 
 def difference(one: Tensor, other: Tensor) -> Difference:
@@ -153,15 +153,15 @@ def difference(one: Tensor, other: Tensor) -> Difference:
     for first, second in zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True):
         left, right = first.double(), second.double()
         equal = (left == right) | (left.isnan() & right.isnan())
-        apart = _known((left - right).abs()).masked_fill(equal, 0.0)
-        if bool(apart.any()):
+        distance = _with_infinity((left - right).abs()).masked_fill(equal, 0.0)
+        if bool(distance.any()):
             scale = torch.maximum(left.abs(), right.abs())
-            absolute = max(absolute, float(apart.max()))
-            relative = max(relative, float(_known(apart / scale).masked_fill(equal, 0.0).max()))
+            absolute = max(absolute, float(distance.max()))
+            relative = max(relative, float(_with_infinity(distance / scale).masked_fill(equal, 0.0).max()))
     return Difference(absolute, relative)
 
 
-def _known(values: Tensor) -> Tensor:
+def _with_infinity(values: Tensor) -> Tensor:
     """Replace values that are not numbers by infinity."""
     return values.masked_fill(values.isnan(), math.inf)
 
@@ -174,7 +174,7 @@ def _by_name(source: Source, weights_only: bool) -> dict[tuple[str, str], Stored
     }
 
 
-def _called(key: tuple[str, str]) -> str:
+def _label(key: tuple[str, str]) -> str:
     kind, name = key
     return name if kind == WEIGHTS else f"{kind} of {name}"
 
@@ -190,16 +190,16 @@ def problems_of(source: Source) -> list[str]:
     with tracked(source.contents.tensors, "verifying") as tensors:
         for tensor in tensors:
             for problem in source.verify(tensor):
-                affected.setdefault(problem, []).append(_called((tensor.kind, tensor.name)))
+                affected.setdefault(problem, []).append(_label((tensor.kind, tensor.name)))
     return [f"{problem}; lost: {', '.join(names)}" for problem, names in affected.items()]
 
 
 _LOSSES = 3
 
 
-def as_text(known: Format, contents: Contents) -> str:
+def as_text(source_format: Format, contents: Contents) -> str:
     """Return the contents as tables for users: the model, the run, totals by kind, all tensors."""
-    lines = [known.title, "", *_table(_model_rows(contents)), ""]
+    lines = [source_format.title, "", *_table(_model_rows(contents)), ""]
     lines += [*_table(_run_rows(contents)), ""] if contents.run is not None else []
     kinds = [["kind", "tensors", "elements", "bytes", "type"]]
     for kind in contents.kinds:
@@ -216,11 +216,11 @@ def as_text(known: Format, contents: Contents) -> str:
     return "\n".join(lines + _table(rows))
 
 
-def as_json(known: Format, contents: Contents) -> str:
+def as_json(source_format: Format, contents: Contents) -> str:
     """Return the contents as JSON for programs, with the whole configuration."""
     run = contents.run
     document: dict[str, Any] = {
-        "format": known.title,
+        "format": source_format.title,
         "model": asdict(contents.model),
         "run": None,
         "parameters": sum(each.num_elements for each in contents.tensors if each.kind == WEIGHTS),

@@ -136,7 +136,7 @@ def from_tiktoken(
     tokenizer = tokenizers.Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(_in_other_words(pattern)), "isolated"),
+            pre_tokenizers.Split(Regex(_translate_pattern(pattern)), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -164,7 +164,7 @@ def _merge(token: bytes, ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]
     return [(parts[0], parts[1])]
 
 
-def _in_other_words(pattern: str) -> str:
+def _translate_pattern(pattern: str) -> str:
     """Translate a pattern to the library's regular expressions, in which `{1,3}+` repeats and `$` matches any line
     end.
 
@@ -246,7 +246,7 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
     if folder.is_dir():
         ids = _named_ids(folder, ours) | _config_ids(folder, model.vocabulary_size)
         return ExportedTokenizer(copied_files(folder), ids)
-    theirs = _made(ours, model.kind == "bert")
+    theirs = _equivalent_tokenizer(ours, model.kind == "bert")
     config = _tokenizer_config(ours, theirs, model)
     files = {
         "tokenizer.json": theirs.to_str(pretty=True).encode(),
@@ -297,11 +297,11 @@ def token_ids(folder: Path) -> dict[str, Any]:
 
 def _are_ids(value: object, rows: int) -> bool:
     """Return whether a value is an id or a list of ids, because some models end a text by several tokens."""
-    several = value if isinstance(value, list) and value else [value]
-    return all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in several)
+    ids = value if isinstance(value, list) and value else [value]
+    return all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in ids)
 
 
-def _made(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
+def _equivalent_tokenizer(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
     """Return a tokenizer of the tokenizers library with the same ids. Raises CheckpointError if this is not
     possible."""
     import tokenizers
@@ -344,8 +344,8 @@ def _samples(ours: Tokenizer) -> Iterator[str]:
     yield from _TEXTS
     special = {*ours.special_tokens.values(), ours.end_of_document}
     # A tiktoken vocabulary has gaps, which the library does not decode.
-    known = sorted(ours.ranks.values()) if isinstance(ours, TiktokenTokenizer) else range(ours.vocabulary_size)
-    ids = [token for token in known if token not in special]
+    decodable = sorted(ours.ranks.values()) if isinstance(ours, TiktokenTokenizer) else range(ours.vocabulary_size)
+    ids = [token for token in decodable if token not in special]
     step = max(1, len(ids) // 32)
     for start in range(0, len(ids), step):
         yield ours.decode(ids[start : start + 24])
@@ -391,7 +391,7 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
         types = ["token_type_ids"] if model.token_types > 1 else []
         config["model_input_names"] = ["input_ids", *types, "attention_mask"]
         normalizer = json.loads(theirs.to_str())["normalizer"] or {}
-        if _is_berts(theirs, normalizer):
+        if _is_bert_tokenizer(theirs, normalizer):
             config |= {
                 "tokenizer_class": _BERT,
                 "do_lower_case": normalizer["lowercase"],
@@ -404,7 +404,7 @@ def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: Mo
     return config
 
 
-def _is_berts(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
+def _is_bert_tokenizer(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
     """Return whether BertTokenizerFast, which is built only from vocab.txt, is the same tokenizer."""
     content = json.loads(theirs.to_str())
     ids = sorted(theirs.get_vocab().values())

@@ -33,17 +33,17 @@ from megapipe.conversion.megatron_arguments import (
     notes_of_arguments,
 )
 from megapipe.conversion.megatron_model import (
-    BLOCK_OF_FURTHER,
     CHECKPOINT_VERSION,
+    MTP_BLOCK,
     IterationFolder,
     ParameterLocation,
-    further_prefix,
     kind_of_keys,
     layers_prefix,
     models_of_layers,
+    mtp_prefix,
     padded,
     padded_rows,
-    places,
+    parameter_locations,
     stateful_modules,
 )
 
@@ -71,8 +71,8 @@ class TorchDistSource:
             model = model_of_arguments(arguments, folder / COMMON, kind)
             stacked = (each.shape[0] for each in self._files.tensors.values() if each.shape)
             check_layers(folder, model, sum(stacked))
-            self._places, self._prefix = places(model), layers_prefix(model)
-            self._keys = {name: self._key(place, folder) for name, place in self._places.items()}
+            self._locations, self._prefix = parameter_locations(model), layers_prefix(model)
+            self._keys = {name: self._key(location, folder) for name, location in self._locations.items()}
             used = {key for key, _ in self._keys.values()}
             unknown = [key for key in self._files.tensors if key.startswith(_MODEL_KEYS) and key not in used]
             if unknown:
@@ -82,18 +82,18 @@ class TorchDistSource:
             self.contents = Contents(
                 model,
                 tuple(
-                    StoredTensor(name, WEIGHTS, place.spec.shape, self._files.tensors[self._keys[name][0]].dtype)
-                    for name, place in self._places.items()
+                    StoredTensor(name, WEIGHTS, location.spec.shape, self._files.tensors[self._keys[name][0]].dtype)
+                    for name, location in self._locations.items()
                 ),
                 notes=notes_of_arguments(arguments, folder / COMMON, kind),
             )
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
-        place = self._places[tensor.name]
+        location = self._locations[tensor.name]
         key, layer = self._keys[tensor.name]
-        rows = tuple(slice(0, extent) for extent in place.dist_shape)
+        rows = tuple(slice(0, extent) for extent in location.dist_shape)
         stacked = (slice(layer, layer + 1),) if layer is not None else ()
-        whole = place.ours(self._files.read(key, stacked + rows).reshape(place.spec.shape))
+        whole = location.ours(self._files.read(key, stacked + rows).reshape(location.spec.shape))
         return whole[index].clone() if index else whole
 
     def verify(self, tensor: StoredTensor) -> list[str]:
@@ -103,24 +103,24 @@ class TorchDistSource:
     def close(self) -> None:
         self._sandbox.close()
 
-    def _key(self, place: ParameterLocation, folder: Path) -> tuple[str, int | None]:
+    def _key(self, location: ParameterLocation, folder: Path) -> tuple[str, int | None]:
         """Return the key of a parameter, and its index on the first axis if layers are stacked."""
-        shape, first = place.dist_shape, self._prefix
-        candidates: list[tuple[str, int | None]] = [(key, None) for key in place.dist_keys]
-        if place.layer is not None:
-            own = [(f"{first}{place.layer}.{key}", None) for key in place.dist_keys]
-            candidates = [*((f"{first}{key}", place.layer) for key in place.dist_keys), *own]
+        shape, prefix = location.dist_shape, self._prefix
+        candidates: list[tuple[str, int | None]] = [(key, None) for key in location.dist_keys]
+        if location.layer is not None:
+            separate = [(f"{prefix}{location.layer}.{key}", None) for key in location.dist_keys]
+            candidates = [*((f"{prefix}{key}", location.layer) for key in location.dist_keys), *separate]
         for name, layer in candidates:
             stored = self._files.tensors.get(name)
             if stored is None:
                 continue
             stored_shape = stored.shape if layer is None else stored.shape[1:]
             fits = len(stored_shape) == len(shape) and stored_shape[1:] == shape[1:]
-            fits = fits and (stored_shape[0] >= shape[0] if place.spec.padded else stored_shape[0] == shape[0])
+            fits = fits and (stored_shape[0] >= shape[0] if location.spec.padded else stored_shape[0] == shape[0])
             if not fits or (layer is not None and layer >= stored.shape[0]):
                 raise CheckpointError(f"{folder}: {name!r} has shape {stored.shape}, but its args require {shape}")
             return name, layer
-        raise CheckpointError(f"{folder} has no {candidates[0][0]!r}, which megapipe needs for {place.spec.name}")
+        raise CheckpointError(f"{folder} has no {candidates[0][0]!r}, which megapipe needs for {location.spec.name}")
 
 
 class TorchDistTarget:
@@ -128,7 +128,7 @@ class TorchDistTarget:
 
     def __init__(self, path: Path, contents: Contents, options: TargetOptions) -> None:
         check_expressible(contents.model)
-        self._model, self._places = contents.model, places(contents.model)
+        self._model, self._locations = contents.model, parameter_locations(contents.model)
         self._layers = models_of_layers(contents.model)
         self._mixed = len({each.num_experts for each in self._layers}) > 1
         self._prefix, self._names = layers_prefix(contents.model), options.layer_names
@@ -146,30 +146,30 @@ class TorchDistTarget:
             self._writer = DcpWriter(self._folder.inner)
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
-        place = self._places[tensor.name]
-        rows = place.theirs(values).reshape(place.dist_shape)
-        if place.spec.padded:
+        location = self._locations[tensor.name]
+        rows = location.theirs(values).reshape(location.dist_shape)
+        if location.spec.padded:
             rows = padded(rows, padded_rows(self._model, 1))
-        key = place.dist_keys[self._names == "transformer_engine"]
-        if place.layer is None or self._mixed:  # layers that differ are not stacked
-            first = "" if place.layer is None else f"{self._prefix}{place.layer}."
+        key = location.dist_keys[self._names == "transformer_engine"]
+        if location.layer is None or self._mixed:  # layers that differ are not stacked
+            first = "" if location.layer is None else f"{self._prefix}{location.layer}."
             self._writer.add(first + key, rows.shape, (0,) * rows.ndim, rows)
             return
-        shape, offsets = (self._model.num_layers, *rows.shape), (place.layer, *(0,) * rows.ndim)
+        shape, offsets = (self._model.num_layers, *rows.shape), (location.layer, *(0,) * rows.ndim)
         self._writer.add(f"{self._prefix}{key}", shape, offsets, rows[None])
 
     def finish(self) -> list[str]:
         # dist_checkpointing requires the extra state of every linear layer; without FP8 it is None.
         count = self._model.num_layers
-        for layer, own in enumerate(self._layers):
+        for layer, block in enumerate(self._layers):
             if self._mixed:
-                self._add_extra_states(f"{self._prefix}{layer}.", own)
+                self._add_extra_states(f"{self._prefix}{layer}.", block)
             else:
-                self._add_extra_states(self._prefix, own, (layer,), (count,))
+                self._add_extra_states(self._prefix, block, (layer,), (count,))
         for depth in range(self._model.mtp_layers):
-            prefix = further_prefix(depth)
+            prefix = mtp_prefix(depth)
             self._writer.add_object(f"{prefix}eh_proj._extra_state/shard_0_1", [None])
-            self._add_extra_states(prefix + BLOCK_OF_FURTHER, self._layers[-1])
+            self._add_extra_states(prefix + MTP_BLOCK, self._layers[-1])
         if not self._model.tie_embeddings or self._model.kind == "bert":
             self._writer.add_object("output_layer._extra_state/shard_0_1", [None])
         self._writer.finish()

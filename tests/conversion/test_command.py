@@ -183,7 +183,7 @@ def test_differences(one: list[float], other: list[float], absolute: float, rela
 @pytest.mark.parametrize("elements", [1000, 1 << 24])
 def test_average_is_the_mean_in_float64(tmp_path: Path, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sum in float32 would lose the small values; any number of rows may be summed at once."""
-    monkeypatch.setattr(operations, "_ELEMENTS", elements)
+    monkeypatch.setattr(operations, "_SUMMED_ELEMENTS", elements)
     several = [tensors(seed) for seed in range(3)]
     several[0][QKV] += 3e7
     several[1][QKV] -= 3e7
