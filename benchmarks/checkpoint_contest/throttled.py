@@ -65,7 +65,7 @@ def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhe
         saver = BackgroundSaver(Path(place), mesh, storage=ThrottledDisk(megabytes))
         for step in range(1, steps + 1):
             for ended in saver.poll():
-                timer.ended(ended.seconds if ended.error is None else None)
+                timer.save_ended(ended.seconds if ended.error is None else None)
             wish = timer.is_due
             start = time.perf_counter()
             time.sleep(STEP_SECONDS)
@@ -78,7 +78,7 @@ def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhe
                 start = time.perf_counter()
                 saver.start(states, {}, RunState(step, 0, {}, "fp32", (), {"model": {}}))
                 stall = time.perf_counter() - start
-                timer.begun(stall)
+                timer.save_started(stall)
                 lost += stall if saved else 0.0
                 saved.append(step)
         saver.finish()

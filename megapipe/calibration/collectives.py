@@ -39,7 +39,7 @@ REPEATS = 7
 WORK = 512
 """Size of the matrix product before every collective, which takes milliseconds on a CPU core."""
 LINK_TIMEOUT = 120.0
-LEAST = 1e-7
+MIN_SECONDS = 1e-7
 """Minimum seconds of a call."""
 
 
@@ -74,7 +74,7 @@ def measured_sends(mesh: Mesh, kinds: Sequence[LinkKind]) -> dict[str, Timings]:
         there, back = links[edges[0]], links[edges[1]]
         trip = partial(_round_trip, pair, there, back)
         trips = {size: _timed(mesh, partial(trip, _buffer(pair, size)), size) for size in SIZES}
-        timings[kind] = {size: Call(both.seconds / 2, both.processor / 2) for size, both in trips.items()}
+        timings[kind] = {size: Call(call.seconds / 2, call.processor / 2) for size, call in trips.items()}
     return timings
 
 
@@ -102,8 +102,8 @@ def _timed(mesh: Mesh, call: Callable[[], object], size: int, work: Callable[[],
     calls = 20 if size <= 2**16 else 4
     loops = [(call,)] if work is None else [(work, call), (work,)]
     rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]  # the first one warms up
-    whole, *of_work = np.median(rounds[1:], axis=0)
-    call_times = mesh.world.all_gather_object(np.maximum(whole - sum(of_work), LEAST).tolist())
+    whole, *work_alone = np.median(rounds[1:], axis=0)
+    call_times = mesh.world.all_gather_object(np.maximum(whole - sum(work_alone), MIN_SECONDS).tolist())
     return Call(max(each for each, _ in call_times), sum(each for _, each in call_times) / len(call_times))
 
 
@@ -112,8 +112,8 @@ def _once(mesh: Mesh, loop: Sequence[Callable[[], object]], calls: int) -> Call:
     mesh.world.barrier()
     start, used = time.perf_counter(), time.process_time()
     for _ in range(calls):
-        for each in loop:
-            each()
+        for function in loop:
+            function()
     wait_for(mesh.device)
     return Call((time.perf_counter() - start) / calls, (time.process_time() - used) / calls)
 
@@ -174,13 +174,13 @@ def _factor(mesh: Mesh, run: LayerRun, steps: int) -> float:
         if mesh.rank == 0:
             alone.append(run.step())
         mesh.world.barrier()
-        begin = time.perf_counter()
+        start = time.perf_counter()
         run.step()
         run.step()  # two steps, because ranks do not start and end at exactly the same time
-        together.append((time.perf_counter() - begin) / 2)
+        together.append((time.perf_counter() - start) / 2)
     times = mesh.world.all_gather_object((median(alone) if alone else None, median(together)))
-    by_itself = next(each for each, _ in times if each is not None)
-    return max(1.0, sum(seconds for _, seconds in times) / len(times) / by_itself)
+    alone_seconds = next(each for each, _ in times if each is not None)
+    return max(1.0, sum(seconds for _, seconds in times) / len(times) / alone_seconds)
 
 
 def _link_kinds(config: PretrainConfig) -> tuple[LinkKind, ...]:
@@ -234,7 +234,7 @@ def rounds(nodes: int) -> list[list[tuple[int, int]]]:
     return all_rounds
 
 
-def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
+def measure_node_links(mesh: Mesh, place: Place, num_bytes: int) -> NodeLinks:
     """Measure messages of `num_bytes` between all pairs of nodes. A collective call of all ranks.
 
     All ranks of a node send at once, each to the rank with the same index on the other node, so that the bandwidth is
@@ -244,22 +244,22 @@ def measure_node_links(mesh: Mesh, own: Place, num_bytes: int) -> NodeLinks:
     Raises:
         ConfigError: there is only one node, or the nodes have different numbers of ranks.
     """
-    nodes = _nodes(mesh.world.all_gather_object(own))
+    nodes = _nodes(mesh.world.all_gather_object(place))
     buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=mesh.device)
-    own_node = own.node
+    node = place.node
     latencies: list[float] = []
     rates: dict[tuple[int, int], float] = {}
     for pairs in rounds(len(nodes)):
-        for one, two in (each for pair in pairs for each in (pair, pair[::-1]) if own_node in pair):
-            peer = nodes[two if own_node == one else one][own.local][0]
+        for one, two in (each for pair in pairs for each in (pair, pair[::-1]) if node in pair):
+            peer = nodes[two if node == one else one][place.local][0]
             mesh.world.barrier()
-            latency = _exchanged(mesh, buffer[:1], peer, sends=own_node == one, messages=1) / 2
+            latency = _exchanged(mesh, buffer[:1], peer, sends=node == one, messages=1) / 2
             mesh.world.barrier()
-            seconds = _exchanged(mesh, buffer, peer, sends=own_node == one, messages=MESSAGES)
-            if own_node == one:
+            seconds = _exchanged(mesh, buffer, peer, sends=node == one, messages=MESSAGES)
+            if node == one:
                 latencies.append(latency)
                 rates[one, two] = MESSAGES * num_bytes / max(seconds - latency, 1e-9)
-        if not any(own_node in pair for pair in pairs):
+        if not any(node in pair for pair in pairs):
             for _ in range(4):  # for the two measurements in both directions of the other nodes
                 mesh.world.barrier()
     results = mesh.world.all_gather_object((latencies, rates))

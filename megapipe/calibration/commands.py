@@ -127,7 +127,7 @@ def dry_run(
 
     Raises ConfigError for rules that the configuration breaks, ScheduleError, and ShapeError.
     """
-    begin = time.perf_counter()
+    start = time.perf_counter()
     validate(config, world_size)
     config = replace(config, parallel=replace(config.parallel, data=data_parallel_size(config, world_size)))
     say(f"configuration: valid on {world_size:,} ranks")
@@ -154,7 +154,7 @@ def dry_run(
         coordinates.append(_coordinate(replace(first, pipeline_rank=place), mesh, stages, layout))
         report((place + 1) / shape.sizes["pipeline"])
     say(f"shapes: a forward and a backward of every stage fit together ({len(layout.ranges)} in all)")
-    return DryRun(config, world_size, microbatches, actions, tuple(coordinates), device, time.perf_counter() - begin)
+    return DryRun(config, world_size, microbatches, actions, tuple(coordinates), device, time.perf_counter() - start)
 
 
 def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldTokens) -> None:
@@ -167,9 +167,9 @@ def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldT
         for unit in stage.units:
             outputs = unit[0](*outputs, context=context)
         loss = TensorSpec((terms,) if terms > 1 else (), torch.float32)
-        wanted = described(stage.outputs or [loss])
-        if described(outputs) != wanted:
-            raise ShapeError(f"stage {number} returns {described(outputs)}, but {wanted} is expected")
+        expected = described(stage.outputs or [loss])
+        if described(outputs) != expected:
+            raise ShapeError(f"stage {number} returns {described(outputs)}, but {expected} is expected")
         torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
         for each in inputs:
             if each.grad is None or each.grad.shape != each.shape:
@@ -212,12 +212,12 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
 
 def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stage], layout: StageLayout) -> Coordinate:
     """Return the predicted memory of a rank. Raises ShapeError if the buffers that were built have other sizes."""
-    states, said = unit_states(dict(stages)), predicted.state()
+    states, predicted_state = unit_states(dict(stages)), predicted.state()
     built = zip(*map(_bytes, states), strict=True)
-    for name, total, formula in zip(StateBytes._fields, map(sum, built), said, strict=False):
+    for name, total, formula in zip(StateBytes._fields, map(sum, built), predicted_state, strict=False):
         if total != formula:
             raise ShapeError(
-                f"rank {mesh.rank} was built with {total} bytes of {name}, but the formulas predict {said}"
+                f"rank {mesh.rank} was built with {total} bytes of {name}, but the formulas predict {predicted_state}"
             )
     messages = _message_bytes(predicted.schedule.header, stages)
     if messages != predicted.messages:
@@ -230,7 +230,7 @@ def _coordinate(predicted: RankPrediction, mesh: Mesh, stages: Mapping[int, Stag
         stages=tuple(stages),
         layers=tuple(layout.layers[index].name for stage in stages for index in layout.ranges[stage]),
         parameters=sum(state.table.num_elements for state in states),
-        state_bytes=said.total,
+        state_bytes=predicted_state.total,
         message_bytes=messages,
         peak_bytes=predicted.device_bytes(),
         kernel_calls={f"{op} {phase}": calls for (op, phase), calls in sorted(predicted.kernel_calls().items())},
@@ -280,19 +280,19 @@ def run_dry_run(request: Request) -> int:
             result = dry_run(config, devices, device=_device(file_request, hardware), say=say, report=report)
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
-    full = [each for each in result.coordinates if limit is not None and each.peak_bytes > limit]
+    too_large = [each for each in result.coordinates if limit is not None and each.peak_bytes > limit]
     if quiet:
-        fits = None if limit is None else not full
+        fits = None if limit is None else not too_large
         print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits}, indent=2))
     else:
         _print(result)
     if request.flags["write_layout"] is not None:
         write_text(request.flags["write_layout"], LayoutTable.of(result.config).as_yaml())
-    if limit is not None and full:
-        fullest = max(full, key=lambda each: each.peak_bytes)
+    if limit is not None and too_large:
+        fullest = max(too_large, key=lambda each: each.peak_bytes)
         raise ConfigError(
-            f"{len(full)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} per "
-            f"device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
+            f"{len(too_large)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} "
+            f"per device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
             f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
         )
     return 0
@@ -338,7 +338,7 @@ def run_profile(request: Request) -> int:
 def run_links(request: Request) -> int:
     """Measure the links between the nodes on which torchrun started this command, and write a hardware file."""
     flags = request.flags
-    first = os.environ.get("RANK", "0") == "0"
+    is_first_rank = os.environ.get("RANK", "0") == "0"
     try:
         hardware, num_bytes = request.hardware(), int(flags["megabytes"] * 1e6)
         check_output(flags["output"])
@@ -354,10 +354,10 @@ def run_links(request: Request) -> int:
     except LaunchError as error:
         raise ConfigError(str(error)) from error
     except ConfigError:
-        if first:
+        if is_first_rank:
             raise
         return 2  # rank 0 prints the error
-    if first:
+    if is_first_rank:
         hosts = ", ".join(f"{number} {host}" for number, host in enumerate(links.hosts))
         write_whole(flags["output"], written(hardware, f"Links measured between nodes: {hosts}").encode())
         if flags["json"]:

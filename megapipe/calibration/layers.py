@@ -185,7 +185,7 @@ class LayerRun:
         for _ in range(WARM_UP):
             self.step()
         seconds: dict[tuple[Kind, str], list[float]] = defaultdict(list)
-        updates, others = [], []
+        updates, remaining = [], []
         actions = list(self.replica.schedule.actions("body", 0))
         for _ in range(steps):
             recorder = Recorder(self.replica.schedule, 0, self.mesh.device)
@@ -202,11 +202,11 @@ class LayerRun:
                 elif action.kind in (Kind.UPDATE, Kind.REDUCE_SCALARS):
                     update += took
             updates.append(update)
-            others.append((whole - compute - update) / count)
+            remaining.append((whole - compute - update) / count)
         self.replica.engine.record(None)
         elements = sum(state.table.num_elements for state in self.replica.states())
         medians = {key: median(values) for key, values in seconds.items()}
-        return StepTimes(medians, median(updates), elements, max(0.0, median(others)))
+        return StepTimes(medians, median(updates), elements, max(0.0, median(remaining)))
 
     def _layer(self, action: Action) -> str:
         layout = self.replica.layout
@@ -260,8 +260,8 @@ def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], st
     for cell in cells:
         shared = connected_mesh(MeshShape({"tensor": cell.tensor, "context": cell.context}), mesh.device)
         layers, _ = measure_cell(config, cell, mesh.device, steps, shared)
-        of_ranks = mesh.world.all_gather_object(layers)
-        means += [_mean(rows) for rows in zip(*of_ranks, strict=True)]
+        rank_layers = mesh.world.all_gather_object(layers)
+        means += [_mean(rows) for rows in zip(*rank_layers, strict=True)]
     return means
 
 
@@ -273,11 +273,11 @@ def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], fac
     """
     by_place = {_place(row): row for row in alone}
 
-    def beyond(row: MeasuredLayer, name: str) -> float:
+    def excess(row: MeasuredLayer, name: str) -> float:
         return float(max(0.0, getattr(row, name) / factor - getattr(by_place[_place(row)], name)))
 
     return [
-        MeasuredWait(*_place(row), *(beyond(row, each.name) for each in fields(MeasuredWait)[len(_PLACE) :]))
+        MeasuredWait(*_place(row), *(excess(row, each.name) for each in fields(MeasuredWait)[len(_PLACE) :]))
         for row in together
     ]
 

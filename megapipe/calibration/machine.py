@@ -125,13 +125,13 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
                 ours, theirs = context.Pipe()
                 job = (rank, count, device_type, os.path.join(folder, "store"), theirs, function, args)
                 process = context.Process(target=_work, args=job, name=f"rank {rank}", daemon=True)
-                with _signals_wait():
+                with _signals_blocked():
                     process.start()
                     ranks.append((process, ours))
                 theirs.close()
             return _answers([pipe for _, pipe in ranks])
         finally:
-            with _signals_wait():
+            with _signals_blocked():
                 for process, pipe in ranks:
                     process.kill()
                     process.join()
@@ -139,16 +139,16 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
 
 
 @contextmanager
-def _signals_wait() -> Iterator[None]:
+def _signals_blocked() -> Iterator[None]:
     """Block signals that end a program while processes are started or ended, so that every started process is recorded
     and ended. Processes that are started in the block never receive these signals: a terminal sends Ctrl-C to all
     processes, and the process that started the ranks ends them."""
     resource_tracker.ensure_running()  # start() would do this, and then unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def _answers(pipes: list[connection.Connection]) -> list[Any]:
@@ -259,8 +259,8 @@ def profile(
             raised before anything is measured. CommunicationError: a rank failed.
     """
     device_type = _device_type(config)
-    given = {"ranks": [ranks], "tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
-    _check(config, out, device_type, given | {"steps": [steps]})
+    sizes = {"ranks": [ranks], "tensor size": tensor_sizes, "micro size": micro_sizes, "context size": context_sizes}
+    _check(config, out, device_type, sizes | {"steps": [steps]})
     all_cells = cells(tensor_sizes, context_sizes, micro_sizes)
     say(f"layers and products on one {device_type} rank: {len(all_cells)} combinations of sizes, {steps} steps each")
     (alone,) = on_ranks(1, device_type, measure_alone, config, all_cells, ranks, steps)
@@ -272,20 +272,20 @@ def profile(
         together.append(on_ranks(count, device_type, measure_together, alone.config, max(micro_sizes), steps)[0])
         say(f"work takes {together[-1].factor:.2f} times as long as on a single rank")
     shared: dict[int, list[MeasuredLayer]] = {}
-    for count, cells_of in shared_cells(all_cells, ranks).items():
-        say(f"{count} ranks that share layers: {len(cells_of)} combinations of sizes")
-        shared[count] = on_ranks(count, device_type, measure_shared, alone.config, cells_of, steps)[0]
+    for count, shared_layer_cells in shared_cells(all_cells, ranks).items():
+        say(f"{count} ranks that share layers: {len(shared_layer_cells)} combinations of sizes")
+        shared[count] = on_ranks(count, device_type, measure_shared, alone.config, shared_layer_cells, steps)[0]
     text = written(assembled(alone, together, ranks, shared), _remark(ranks))
     write_whole(out, text.encode())
     return read_hardware(text, str(out))
 
 
-def measure_alone(mesh: Mesh, config: PretrainConfig, wanted: Sequence[Cell], ranks: int, steps: int) -> Alone:
+def measure_alone(mesh: Mesh, config: PretrainConfig, all_cells: Sequence[Cell], ranks: int, steps: int) -> Alone:
     """Return the measurements of one rank alone."""
     lines: list[str] = []
     config = with_precision(config, mesh, None, lines.append)
     rows, step_times = [], []
-    for cell in wanted:
+    for cell in all_cells:
         layers, whole = measure_cell(config, cell, mesh.device, steps)
         rows += layers
         step_times.append(whole)
@@ -372,22 +372,22 @@ def _device_type(config: PretrainConfig) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _check(config: PretrainConfig, out: Path, device_type: str, given: Mapping[str, Sequence[int]]) -> None:
+def _check(config: PretrainConfig, out: Path, device_type: str, sizes: Mapping[str, Sequence[int]]) -> None:
     """Raise ConfigError if a machine cannot be measured. given: numbers to measure with, by what they count."""
     problems = [
-        f"{name} is {value}; it must be 1 or more" for name, values in given.items() for value in values if value < 1
+        f"{name} is {value}; it must be 1 or more" for name, values in sizes.items() for value in values if value < 1
     ]
-    problems += [f"no {name} is given; pass at least one" for name, values in given.items() if not values]
+    problems += [f"no {name} is given; pass at least one" for name, values in sizes.items() if not values]
     if config.model.layer_pattern:
         problems.append(
             f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is measured for all; "
             "leave it and model.layer_kinds out, and set the fields of the kind of block to measure"
         )
     if not problems:
-        problems += [problem for size in given["tensor size"] for problem in tensor_problems(config.model, size)]
-        parallels = [replace(config.parallel, context=size, tensor=1) for size in given["context size"]]
+        problems += [problem for size in sizes["tensor size"] for problem in tensor_problems(config.model, size)]
+        parallels = [replace(config.parallel, context=size, tensor=1) for size in sizes["context size"]]
         problems += [problem for each in parallels for problem in context_problems(replace(config, parallel=each))]
-    (ranks,) = given["ranks"]
+    (ranks,) = sizes["ranks"]
     if device_type == "cuda" and ranks > torch.cuda.device_count():
         problems.append(
             f"{ranks} ranks are requested, but this machine has {torch.cuda.device_count()} GPUs; request fewer ranks"

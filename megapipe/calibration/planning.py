@@ -59,8 +59,8 @@ def planned(
     if given.config.recompute.method == "auto":
         # The search only tries one method for all blocks. In the chosen layout, auto is at least as fast.
         auto = given.config.recompute
-        named = auto.hardware if plan == AUTO or auto.hardware is not None else plan
-        chosen = replace(chosen, recompute=replace(auto, hardware=named))
+        hardware_name = auto.hardware if plan == AUTO or auto.hardware is not None else plan
+        chosen = replace(chosen, recompute=replace(auto, hardware=hardware_name))
     line = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_text(chosen)}; predicted "
         f"{seconds_text(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
@@ -130,10 +130,10 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
             outcome = resolved(config, hardware, mesh.world.size, device_bytes=device_bytes, amx=amx)
         except ConfigError as error:  # otherwise the other ranks would wait for this one
             outcome = error
-    first = mesh.world.all_gather_object(outcome)[0]
-    if isinstance(first, ConfigError):
-        raise first
-    choice = cast(Resolved, first)
+    answer = mesh.world.all_gather_object(outcome)[0]
+    if isinstance(answer, ConfigError):
+        raise answer
+    choice = cast(Resolved, answer)
     if choice.remark is not None:
         say(choice.remark)
     return replace(config, recompute=choice.config.recompute)
@@ -148,14 +148,14 @@ def memory_bytes(device: torch.device, ranks: int) -> int:
 
 def _hardware(config: PretrainConfig, device: str, per_node: int) -> Hardware:
     """Return the hardware whose times the choice uses. Raises ConfigError if it is unknown or has other devices."""
-    named = config.recompute.hardware
-    if named is None:
+    hardware_name = config.recompute.hardware
+    if hardware_name is None:
         return _with_peak(this_machine(device, per_node, option="--recompute.hardware"), config.training.precision)
-    hardware = load_hardware(named)
+    hardware = load_hardware(hardware_name)
     if hardware_device_type(hardware) != device:
         raise ConfigError(
-            f"recompute.hardware {named} describes {hardware_device_type(hardware)} devices, but this run uses "
-            f"{device}; name a file or preset for that type of device, or leave it out"
+            f"recompute.hardware {hardware_name} describes {hardware_device_type(hardware)} devices, but this run "
+            f"uses {device}; name a file or preset for that type of device, or leave it out"
         )
     return hardware
 

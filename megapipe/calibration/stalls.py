@@ -94,10 +94,10 @@ class Measurement:
         A step cannot become longer by more than the time of its loading, even if nothing overlaps. A larger difference
         is noise, and so is a negative one.
         """
-        preparation = _within(self.cached.whole - self.resident.whole, self.loading_cached.whole)
+        preparation = _clamped(self.cached.whole - self.resident.whole, self.loading_cached.whole)
         step, fetch = self.resident.whole + preparation, None
         if self.cold is not None and self.loading_cold is not None:
-            fetch = _within(self.cold.whole - self.cached.whole, self.loading_cold.whole)
+            fetch = _clamped(self.cold.whole - self.cached.whole, self.loading_cold.whole)
             step += fetch
         return Stalls(preparation / step, None if fetch is None else fetch / step)
 
@@ -110,8 +110,8 @@ class Stalls(NamedTuple):
     fetch: float | None
 
 
-def _within(seconds: float, most: float) -> float:
-    return min(max(seconds, 0.0), most)
+def _clamped(seconds: float, maximum: float) -> float:
+    return min(max(seconds, 0.0), maximum)
 
 
 def needed_fetch(rates: Rates) -> float | None:
@@ -137,10 +137,10 @@ def accelerator_headroom(rates: Rates, cached: float = 0.0) -> float:
     return rates.loading(cached) / rates.ingestion
 
 
-FAST = 1000.0
+MAX_SHOWN_HEADROOM = 1000.0
 """Maximum headroom that is printed exactly."""
 
-MUCH = 0.5
+MAX_WARM_SHARE = 0.5
 """If a larger share of the shards is in memory after a run from storage, the later steps were not cold."""
 
 
@@ -225,7 +225,7 @@ class StallReport:
             yield f"one of {self.num_replicas} data-parallel replicas; those on one host share its storage and cores"
         if self.epochs > 1:
             yield "note: the steps read some samples twice, and the second time from memory; lower --steps"
-        if self.read_share is not None and self.read_share > MUCH:
+        if self.read_share is not None and self.read_share > MAX_WARM_SHARE:
             yield (
                 f"note: {self.read_share:.0%} of the shards were in memory after the run from storage, so "
                 "its later steps read from memory; a larger corpus has longer waits"
@@ -311,7 +311,7 @@ def _finite(rate: float | None) -> float | None:
 
 
 def _factor(times: float) -> str:
-    return f"{times:,.2f} times" if times < FAST else f"over {FAST:,.0f} times"
+    return f"{times:,.2f} times" if times < MAX_SHOWN_HEADROOM else f"over {MAX_SHOWN_HEADROOM:,.0f} times"
 
 
 def _bytes(count: int) -> str:
@@ -371,9 +371,9 @@ def seconds_a_step(
         train(batch)
     start, waited = clock(), 0.0
     for _ in range(num_steps):
-        begin = clock()
+        requested = clock()
         batch = next(steps)
-        waited += clock() - begin
+        waited += clock() - requested
         train(batch)
     return StepTime((clock() - start) / num_steps, waited / num_steps)
 
@@ -445,9 +445,9 @@ def measure_stalls(
     Raises ConfigError, DataError or LaunchError before the measurement starts.
     """
     parallel, num_replicas = config.parallel, config.parallel.data or 1
-    ranks_each = parallel.pipeline * parallel.context * parallel.tensor
-    validate(config, num_replicas * ranks_each)
-    if ingestion is None and ranks_each > 1:
+    ranks_per_replica = parallel.pipeline * parallel.context * parallel.tensor
+    validate(config, num_replicas * ranks_per_replica)
+    if ingestion is None and ranks_per_replica > 1:
         shared = f" x parallel.context {parallel.context}" if parallel.context > 1 else ""
         raise ConfigError(
             f"parallel.pipeline {parallel.pipeline}{shared} x parallel.tensor {parallel.tensor}: one process "

@@ -35,7 +35,7 @@ from megapipe.checkpoint.save_and_load import (
     discard,
     finish,
     manifest_of,
-    write_share,
+    write_rank_file,
 )
 from megapipe.checkpoint.shards import Shard, shards_to_write
 from megapipe.checkpoint.storage import (
@@ -61,7 +61,7 @@ def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: M
 
     The rename is the last operation: after it, rank 0 may rename the whole folder.
     """
-    path = _record(partial, rank)
+    path = _report_path(partial, rank)
     incomplete = path.with_name(f"{path.name}.begun")
     with writing(partial, verb="write into"):
         write_file(storage, incomplete, [memoryview(encoded(manifest))])
@@ -82,17 +82,17 @@ def await_written(
         CheckpointError: no file grew for `patience` seconds, or `abandoned` was set.
     """
     manifests: dict[int, Manifest] = {}
-    pause, grown, since = _FIRST_PAUSE, -1, time.monotonic()
+    pause, last_total, since = _FIRST_PAUSE, -1, time.monotonic()
     while True:
         sizes = _sizes(partial)
         for rank in set(range(1, size)) - manifests.keys():
-            if _record(partial, rank).name in sizes:
-                manifests[rank] = read_manifest_file(_record(partial, rank))
+            if _report_path(partial, rank).name in sizes:
+                manifests[rank] = read_manifest_file(_report_path(partial, rank))
         if len(manifests) == size - 1:
             break
         now, total = time.monotonic(), len(sizes) + sum(sizes.values())
-        if total != grown:
-            grown, since = total, now
+        if total != last_total:
+            last_total, since = total, now
         if now - since > patience:
             missing = ", ".join(str(rank) for rank in range(1, size) if rank not in manifests)
             raise CheckpointError(
@@ -103,7 +103,7 @@ def await_written(
             raise CheckpointError(f"the save into {partial} was abandoned")
         pause = min(2 * pause, _LONGEST_PAUSE)
     for rank in range(1, size):
-        storage.remove(_record(partial, rank))
+        storage.remove(_report_path(partial, rank))
     return [manifests[rank] for rank in range(1, size)]
 
 
@@ -118,7 +118,7 @@ def _sizes(partial: Path) -> dict[str, int]:
     return sizes
 
 
-def _record(partial: Path, rank: int) -> Path:
+def _report_path(partial: Path, rank: int) -> Path:
     return partial / f"rank-{rank:05d}.json"
 
 
@@ -167,7 +167,7 @@ class BackgroundSaver:
     def __post_init__(self) -> None:
         self._snapshot = Snapshot(pinned=self.mesh.device.type == "cuda")
         self._plan: list[Shard] | None = None
-        self._planned: list[int] = []
+        self._planned_ids: list[int] = []
         self._prepared = False
         self._copying: StateSnapshot | None = None
         self._untaken: StateSnapshot | None = None
@@ -189,9 +189,9 @@ class BackgroundSaver:
     def plan(self, states: Sequence[UnitState]) -> list[Shard]:
         """Divide the writing of these states among the ranks, once, and return the shards that this rank writes. A
         collective call."""
-        if self._plan is None or self._planned != [id(state) for state in states]:
+        if self._plan is None or self._planned_ids != [id(state) for state in states]:
             self._plan = shards_to_write(states, self.mesh.world)
-            self._planned = [id(state) for state in states]
+            self._planned_ids = [id(state) for state in states]
         return self._plan
 
     def prepare(self) -> None:
@@ -211,7 +211,7 @@ class BackgroundSaver:
         *,
         copied: bool = True,
         by_step: bool = False,
-        within: float | None = None,
+        timeout: float | None = None,
     ) -> Path:
         """Start a save, and return the checkpoint's path. A collective call; it waits for a save in progress.
 
@@ -221,7 +221,7 @@ class BackgroundSaver:
                 returns.
             by_step: let the next step make the copy, which it gets from `take_snapshot`: a state may change after
                 `StateSnapshot.wait` returns for it, and all states after `finish`.
-            within: seconds after which the save in progress is abandoned, together with this one.
+            timeout: seconds after which the save in progress is abandoned, together with this one.
 
         Raises:
             CheckpointError: the checkpoint exists, its folder cannot be created, there is too little memory for the
@@ -229,7 +229,7 @@ class BackgroundSaver:
                 failed, `poll` returns the failure.
         """
         started = time.perf_counter()
-        outcome = self._settle(within)
+        outcome = self._settle(timeout)
         if outcome.given_up and outcome.error is not None:
             raise outcome.error
         self.waited = time.perf_counter() - started
@@ -244,8 +244,8 @@ class BackgroundSaver:
         if copied and by_step:
             copying = agreed(world, lambda: self._to_copy(plan))
         elif copied:
-            whole = contents
-            contents = agreed(world, lambda: self._snapshot.take(whole))
+            planned = contents
+            contents = agreed(world, lambda: self._snapshot.take(planned))
         self._copying = self._untaken = copying
         path = step_folder(self.directory, run.step)
         counts = counts_of(plan, applied)
@@ -276,16 +276,16 @@ class BackgroundSaver:
         ended, self._ended = self._ended, []
         return ended
 
-    def finish(self, within: float | None = None) -> None:
+    def finish(self, timeout: float | None = None) -> None:
         """Wait until the save in progress is durable on all ranks. A collective call.
 
-        within: seconds after which the save is abandoned; None waits without a limit.
+        timeout: seconds after which the save is abandoned; None waits without a limit.
 
         Raises:
             CheckpointError: the save failed on a rank, or was abandoned. Every rank raises the same error, once.
         """
         self._snapshot.settle()
-        error = self._settle(within).error
+        error = self._settle(timeout).error
         if error is not None:
             raise error
 
@@ -304,13 +304,13 @@ class BackgroundSaver:
         if copying is not None:
             copying.complete()
 
-    def _settle(self, within: float | None) -> "_Outcome":
+    def _settle(self, timeout: float | None) -> "_Outcome":
         """Wait until the save in progress has ended on all ranks, or the time is up. A collective call."""
         self._complete_copy()
         job, outcome = self._job, _Outcome()
         if job is None or job.agreed:
             return outcome
-        deadline = None if within is None else time.perf_counter() + within
+        deadline = None if timeout is None else time.perf_counter() + timeout
         pause = _FIRST_SLICE
         while True:
             job.join(pause if deadline is None else max(0.0, min(pause, deadline - time.perf_counter())))
@@ -353,13 +353,13 @@ class BackgroundSaver:
         """
         partial, rank = partial_folder(self.directory, run.step), self.mesh.rank
         if rank:
-            written = write_share(self.storage, partial, rank, contents(), counts)
+            written = write_rank_file(self.storage, partial, rank, contents(), counts)
             report_written(self.storage, partial, rank, manifest_of(run, [written]))
             return
         try:
-            written = write_share(self.storage, partial, rank, contents(), counts)
-            others = await_written(self.storage, partial, self.mesh.world_size, self.patience, job.abandoned)
-            shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in others)]
+            written = write_rank_file(self.storage, partial, rank, contents(), counts)
+            manifests = await_written(self.storage, partial, self.mesh.world_size, self.patience, job.abandoned)
+            shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in manifests)]
             if job.abandoned.is_set():
                 raise CheckpointError(f"the save into {partial} was abandoned")
             finish(self.storage, self.directory, run, shares)
@@ -418,7 +418,7 @@ class _Job:
     abandoned: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
-        self._begun = time.perf_counter()
+        self._start = time.perf_counter()
         self._thread = threading.Thread(target=self._run, name=f"checkpoint of step {self.step}", daemon=True)
         self._thread.start()
 
@@ -441,7 +441,7 @@ class _Job:
             # The error is raised by `finish` or reported by `poll`.
             given_up = self.reason is not None and isinstance(error, Exception)
             self.error = self.reason if given_up else error
-        self.seconds = time.perf_counter() - self._begun
+        self.seconds = time.perf_counter() - self._start
 
 
 Moves = Sequence[tuple[Tensor, Tensor]]
@@ -475,13 +475,13 @@ class StateSnapshot:
         self._missing = dict(moves)
         self._started: dict[int, StartedCopy] = {}
         self._all_started = threading.Event()
-        self._note_missing()
+        self._check_all_started()
 
     def start(self, state: UnitState, lane: CopyLane) -> None:
         """Start copying a state, unless this rank saves nothing of it or its copy has already started."""
         if id(state) in self._missing:
             self._started[id(state)] = lane.start(self._missing.pop(id(state)))
-            self._note_missing()
+            self._check_all_started()
 
     def wait(self, state: UnitState) -> None:
         """Wait until the state may change. If its copy has not started, it is made now."""
@@ -509,9 +509,9 @@ class StateSnapshot:
         for state in states:
             for target, source in self._missing.pop(state, ()):
                 target.copy_(source)
-        self._note_missing()
+        self._check_all_started()
 
-    def _note_missing(self) -> None:
+    def _check_all_started(self) -> None:
         if not self._missing:
             self._all_started.set()
 

@@ -143,7 +143,7 @@ class DirectoryLock:
     The file is not removed: otherwise a third job could lock a new file while a second job holds the old one.
 
     Attributes:
-        word: random text that identifies this lock. It is in the lock's file, so that `word_in` reads it on any host.
+        lock_id: random text that identifies this lock. It is in the lock's file, so that every host can read it.
     """
 
     def __init__(self, directory: Path, storage: StorageWriter = DISK) -> None:
@@ -152,7 +152,7 @@ class DirectoryLock:
         Raises CheckpointError if another job holds the lock (the message names it) or the folder cannot be written.
         """
         path = directory / LOCK
-        self.word = uuid.uuid4().hex
+        self.lock_id = uuid.uuid4().hex
         self._kept = False
         try:
             make_durable_folder(directory, storage)
@@ -169,7 +169,7 @@ class DirectoryLock:
             raise CheckpointError(
                 f"{directory} is in use by {holder}; stop that job, or give this one another training.directory"
             ) from None
-        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid(), "word": self.word})
+        holder = json.dumps({"host": os.uname().nodename, "process": os.getpid(), "word": self.lock_id})
         try:
             os.ftruncate(self._descriptor, 0)
             os.pwrite(self._descriptor, holder.encode(), 0)
@@ -203,7 +203,7 @@ def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
         storage.flush_folder(folder.parent)
 
 
-def word_in(directory: Path) -> str | None:
+def read_lock_id(directory: Path) -> str | None:
     """Return the word in the lock file of a directory; None if there is no readable lock file."""
     try:
         return str(read_json(directory / LOCK, ValueError)["word"])

@@ -57,8 +57,8 @@ class SaveTimer:
     max_overhead: float | None
     seconds_between: float | None = None
     _warm_up: int = WARM_UP_STEPS
-    _alone: _Steps = field(default_factory=_Steps)
-    _beside: _Steps = field(default_factory=_Steps)
+    _between_saves: _Steps = field(default_factory=_Steps)
+    _during_saves: _Steps = field(default_factory=_Steps)
     _since: int = 0
     _elapsed: float = 0.0
     _latest: float = 0.0
@@ -76,7 +76,7 @@ class SaveTimer:
         step_seconds = self._undisturbed()
         if step_seconds is None:
             return None
-        disturbance = max(0.0, self._beside.seconds - self._beside.count * step_seconds)
+        disturbance = max(0.0, self._during_saves.seconds - self._during_saves.count * step_seconds)
         return interval(step_seconds, self._stall + disturbance, self._durable, self.max_overhead)
 
     @property
@@ -99,16 +99,16 @@ class SaveTimer:
         if self._warm_up:
             self._warm_up -= 1
         elif seconds > 0:
-            (self._beside if self._saving else self._alone).add(seconds)
+            (self._during_saves if self._saving else self._between_saves).add(seconds)
 
-    def begun(self, stall_seconds: float) -> None:
+    def save_started(self, stall_seconds: float) -> None:
         """Record that a save has started, and that training continued after a stall of `stall_seconds`."""
         self._step_seconds = self._undisturbed()
         self._stall = stall_seconds
-        self._alone, self._beside, self._since, self._elapsed = _Steps(), _Steps(), 0, 0.0
+        self._between_saves, self._during_saves, self._since, self._elapsed = _Steps(), _Steps(), 0, 0.0
         self._saving = True
 
-    def ended(self, durable_seconds: float | None) -> None:
+    def save_ended(self, durable_seconds: float | None) -> None:
         """Record that the save in progress is durable, `durable_seconds` after its start; None means that it
         failed."""
         self._saving = False
@@ -118,8 +118,8 @@ class SaveTimer:
     def _undisturbed(self) -> float | None:
         """Return the mean seconds of steps that run while no save is written: steps since the last save, or else in
         the last interval with such steps."""
-        if self._alone.count:
-            return self._alone.mean
+        if self._between_saves.count:
+            return self._between_saves.mean
         if self._step_seconds is not None:
             return self._step_seconds
-        return self._beside.mean if self._beside.count else None
+        return self._during_saves.mean if self._during_saves.count else None

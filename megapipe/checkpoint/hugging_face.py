@@ -43,7 +43,7 @@ class Correspondence:
     theirs: tuple[str, ...]
     steps: tuple[tuple[Join, Join], ...]
 
-    def part(self, ours: Tensor) -> Sequence[Tensor]:
+    def split(self, ours: Tensor) -> Sequence[Tensor]:
         """Return the family's tensors, in the order of `theirs`, that our parameter becomes."""
         parts: Sequence[Tensor] = [ours]
         for _, inverse in reversed(self.steps):
@@ -53,7 +53,7 @@ class Correspondence:
     def check(self, shapes: Sequence[Sequence[int]]) -> None:
         """Raise FamilyError unless `shapes`, one for each of `theirs`, are the shapes of the tensors that form our
         parameter."""
-        parts = self.part(torch.empty(self.spec.shape, device="meta"))
+        parts = self.split(torch.empty(self.spec.shape, device="meta"))
         for name, shape, part in zip(self.theirs, shapes, parts, strict=True):
             if tuple(shape) != tuple(part.shape):
                 raise FamilyError(
@@ -61,7 +61,7 @@ class Correspondence:
                     f"{self.spec.name}"
                 )
 
-    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
         """Return our parameter, which the family's tensors form. Raises FamilyError for a part of another shape."""
         self.check([part.shape for part in parts])
         for step, _ in self.steps:
@@ -73,8 +73,8 @@ class Correspondence:
 def correspondences(model: ModelConfig, family: Family) -> list[Correspondence]:
     """Return the correspondence of every parameter. Raises FamilyError if the family has no tensor for one."""
     return [
-        Correspondence(spec, names, tuple(_step(step, spec, own, len(names)) for step in steps))
-        for spec, own, names, steps in family.places(model)
+        Correspondence(spec, names, tuple(_step(step, spec, block, len(names)) for step in steps))
+        for spec, block, names, steps in family.places(model)
     ]
 
 
@@ -130,11 +130,11 @@ def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
         )
         return [torch.cat([*shaped], dim=1)]
 
-    def part(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    def split(parts: Sequence[Tensor]) -> Sequence[Tensor]:
         pieces = [piece.flatten(0, 2) for piece in parts[0].split([heads, 1, 1], dim=1)]
         return [torch.cat(pieces)] if fused else pieces
 
-    return join, part
+    return join, split
 
 
 def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
@@ -150,14 +150,14 @@ def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
         pairs = pairs.unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)
         return [torch.cat([plain, pairs] if shared else [pairs, plain], dim=1).flatten(0, 1)]
 
-    def part(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    def split(parts: Sequence[Tensor]) -> Sequence[Tensor]:
         rows = parts[0].unflatten(0, (heads, -1))
         sizes = [rotated, rows.shape[1] - rotated]
         plain, pairs = rows.split(sizes[::-1], dim=1) if shared else rows.split(sizes, dim=1)[::-1]
         pairs = pairs.unflatten(1, (2, rotated // 2)).transpose(1, 2).flatten(1, 2)
         return [torch.cat([plain, pairs], dim=1).flatten(0, 1)]
 
-    return join, part
+    return join, split
 
 
 def _regrouped(qkv: Tensor, *pairs: int) -> Tensor:
@@ -194,11 +194,11 @@ def stored_tensors(
         if (folder / single).is_file():
             path = inside(folder, single)
             return dict.fromkeys(keys(path), path)
-    others = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
+    pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
     hint = ""
-    if others:
+    if pickles:
         hint = (
-            f"; {others[0]} is a pickle, which can carry code: convert the folder first, with "
+            f"; {pickles[0]} is a pickle, which can carry code: convert the folder first, with "
             "megapipe convert convert FOLDER TARGET --to megapipe --allow-pickle"
         )
     raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
@@ -236,7 +236,7 @@ def fields_of_config(folder: Path, config: Mapping[str, Any], names: Collection[
         return read_family(folder, config).model_fields(config, names)
 
 
-def fitting(
+def match_parameters(
     folder: Path, config: Mapping[str, Any], model: ModelConfig, names: Collection[str]
 ) -> dict[str, Correspondence]:
     """Map each parameter to the folder's tensors that form it. names: the canonical names of the tensors.
@@ -282,9 +282,9 @@ def with_stored_head(
     """
     head, embedding = family.output, family.embedding
     tied = is_tied(family, config)
-    for again, first in family.repeats.items():
-        if tied and again in names and first in names and not _equal(read(again), read(first)):
-            raise CheckpointError(f"{first} and {again} differ, but the model has only one; remove the wrong tensor")
+    for second, first in family.repeats.items():
+        if tied and second in names and first in names and not _equal(read(second), read(first)):
+            raise CheckpointError(f"{first} and {second} differ, but the model has only one; remove the wrong tensor")
     if not tied or head not in names or embedding not in names or _equal(read(head), read(embedding)):
         return config, ""
     note = f"tie_word_embeddings is true, but {head} differs from {embedding}; the model is read as untied"
@@ -319,18 +319,18 @@ def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelCon
 
 
 def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None:
-    opened = HuggingFaceFolder(folder, _opened, kind=model.kind)
-    opened.fit(model)
+    source = HuggingFaceFolder(folder, _open_file, kind=model.kind)
+    source.fit(model)
     for shard in shards_of(states):
-        box, held = shard.segment.box, shard.extent
+        box, extent = shard.segment.box, shard.extent
         index = tuple(map(slice, box.starts, box.stops))
-        values = opened.parameter(shard.name)[index].reshape(-1)[held.start : held.stop]
+        values = source.parameter(shard.name)[index].reshape(-1)[extent.start : extent.stop]
         shard.of(shard.state.master).copy_(values)
     for state in states:
         state.restore(len(state.weights) - 1)
 
 
-def _opened(path: Path) -> TensorFile:
+def _open_file(path: Path) -> TensorFile:
     check_safetensors(path)
     return TensorFile(path)
 
@@ -373,7 +373,7 @@ class HuggingFaceFolder(Generic[Reader]):
         if not is_tied(family, self.config):
             # If the output matrix is untied, transformers reads the bias next to it, not the bias that ties copy.
             self.places |= {
-                first: self.places[again] for again, first in family.repeats.items() if again in self.places
+                first: self.places[second] for second, first in family.repeats.items() if second in self.places
             }
 
     def file(self, path: Path) -> Reader:
@@ -390,7 +390,7 @@ class HuggingFaceFolder(Generic[Reader]):
     def fit(self, model: ModelConfig) -> None:
         """Check that the folder contains exactly the weights of `model`. Raises CheckpointError."""
         try:
-            self.pairs = fitting(self.path, self.config, model, self.places.keys())
+            self.pairs = match_parameters(self.path, self.config, model, self.places.keys())
         except CheckpointError as error:
             raise CheckpointError(f"{error}; {self.note}" if self.note else str(error)) from error
 
@@ -398,4 +398,4 @@ class HuggingFaceFolder(Generic[Reader]):
         """Return a parameter. Raises CheckpointError for a tensor with an unexpected shape."""
         pair = self.pairs[name]
         with family_errors():
-            return pair.joined([self.whole(each) for each in pair.theirs])
+            return pair.join([self.whole(each) for each in pair.theirs])

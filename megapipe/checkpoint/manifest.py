@@ -86,7 +86,7 @@ class RunState:
         return [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses]
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any], **others: Any) -> "RunState":
+    def from_dict(cls, values: Mapping[str, Any], **other_fields: Any) -> "RunState":
         """Read plain values from JSON; `others` are the remaining fields.
 
         Raises KeyError, TypeError, ValueError or AttributeError for values with an unexpected structure.
@@ -98,7 +98,7 @@ class RunState:
             precision=str(values["precision"]),
             losses=tuple((int(step), math.nan if loss is None else float(loss)) for step, loss in values["losses"]),
             loss_scale={str(name): float(value) for name, value in values.get("loss_scale", {}).items()},
-            **others,
+            **other_fields,
         )
 
 
@@ -299,8 +299,8 @@ def _decoded_chunk(entry: dict[str, Any], files: dict[str, int]) -> Chunk:
     first, last = (int(index) for index in entry["range"])
     shape = tuple(int(length) for length in entry["shape"])
     box = Box(starts, stops)
-    inside = all(0 <= start < stop <= length for start, stop, length in zip(starts, stops, shape, strict=True))
-    if not inside or not 0 <= first < last <= box.num_elements:
+    is_inside = all(0 <= start < stop <= length for start, stop, length in zip(starts, stops, shape, strict=True))
+    if not is_inside or not 0 <= first < last <= box.num_elements:
         raise ValueError(f"a chunk of {entry['name']!r} is outside the tensor")
     if entry["file"] not in files:
         raise ValueError(f"a chunk of {entry['name']!r} names a file that is not in the checkpoint")

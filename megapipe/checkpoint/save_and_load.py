@@ -96,7 +96,7 @@ def save(
     contents, counts = contents_of(shards), counts_of(shards, applied)
     try:
         on_first_rank(mesh.world, lambda: begin(storage, directory, run.step))
-        written = gathered(mesh.world, lambda: write_share(storage, partial, mesh.rank, contents, counts))
+        written = gathered(mesh.world, lambda: write_rank_file(storage, partial, mesh.rank, contents, counts))
         on_first_rank(mesh.world, lambda: finish(storage, directory, run, written))
     except CheckpointError:
         if mesh.rank == 0:
@@ -110,9 +110,9 @@ def begin(storage: StorageWriter, directory: Path, step: int) -> None:
 
     Raises CheckpointError if the checkpoint already exists or the directory cannot be written.
     """
-    partial, whole = partial_folder(directory, step), step_folder(directory, step)
-    if whole.exists():
-        raise CheckpointError(f"{whole} already exists; a checkpoint is never overwritten: move it away")
+    partial, complete = partial_folder(directory, step), step_folder(directory, step)
+    if complete.exists():
+        raise CheckpointError(f"{complete} already exists; a checkpoint is never overwritten: move it away")
     with writing(partial, directory):
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(storage, directory)
@@ -139,7 +139,7 @@ def counts_of(shards: Sequence[Shard], applied: Mapping[str, int]) -> dict[str, 
     return {shard.name: applied.get(shard.state.name, 0) for shard in shards}
 
 
-def write_share(
+def write_rank_file(
     storage: StorageWriter, partial: Path, rank: int, contents: Sequence[Content], counts: Mapping[str, int]
 ) -> Written:
     """Write a rank's file durably. counts: updates applied to each parameter."""
@@ -168,22 +168,22 @@ def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
     return Manifest(
         code_version=megapipe.__version__,
         run=run,
-        applied_updates={name: count for share in written for name, count in share.applied.items()},
-        files={name: size for share in written for name, size in share.files.items()},
-        chunks=tuple(chunk for share in written for chunk in share.chunks),
+        applied_updates={name: count for each in written for name, count in each.applied.items()},
+        files={name: size for each in written for name, size in each.files.items()},
+        chunks=tuple(chunk for each in written for chunk in each.chunks),
     )
 
 
 def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequence[Written]) -> None:
     """Write the manifest and rename the folder, which completes the checkpoint. Only for rank 0."""
-    partial, whole = partial_folder(directory, run.step), step_folder(directory, run.step)
+    partial, complete = partial_folder(directory, run.step), step_folder(directory, run.step)
     manifest = manifest_of(run, written)
     # This fails if ranks wrote to folders of the same name on different disks.
     check_files(partial, manifest)
     write_file(storage, partial / MANIFEST, [memoryview(encoded(manifest))])
-    with writing(whole, verb="complete"):
-        storage.rename(partial, whole)
-        storage.flush_folder(whole.parent)
+    with writing(complete, verb="complete"):
+        storage.rename(partial, complete)
+        storage.flush_folder(complete.parent)
 
 
 def discard(storage: StorageWriter, partial: Path) -> None:
@@ -228,7 +228,7 @@ def load(
         CheckpointError: it does not fit the model or the optimizer, or a file is missing. Either error is the same on
             every rank, and states are unchanged.
     """
-    manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, moments))
+    manifest, transfers = agreed(mesh.world, lambda: _check(path, states, moments))
     run = manifest.run
     for state in states:
         count = _applied_updates(manifest, state)
@@ -242,7 +242,7 @@ def load(
 
 def load_weights(path: Path, states: Sequence[UnitState], mesh: Mesh) -> Manifest:
     """Load only the newest weights of a checkpoint, as initial weights. See `load` for the errors."""
-    manifest, transfers = agreed(mesh.world, lambda: _checked(path, states, None))
+    manifest, transfers = agreed(mesh.world, lambda: _check(path, states, None))
     _copy(transfers, states, 0, mesh)
     return manifest
 
@@ -263,7 +263,7 @@ class _Transfer:
             overlap.copy(self.source, target)
 
 
-def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
+def _check(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
     """Return the manifest and the transfers for `states`, and check every byte. moments: None for weights only."""
     manifest = read_manifest(path)
     files: dict[str, TensorFile] = {}
@@ -271,7 +271,7 @@ def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -
     for shard in shards_of(states):
         kinds = [WEIGHTS]
         if moments is not None:
-            kinds += _further_kinds(manifest, shard, moments)
+            kinds += _additional_kinds(manifest, shard, moments)
         for kind in kinds:
             for chunk in _chunks(manifest, shard, kind):
                 shared = tuple(overlaps(chunk.extent, shard.extent))
@@ -281,7 +281,7 @@ def _checked(path: Path, states: Sequence[UnitState], moments: Moments | None) -
     return manifest, transfers
 
 
-def _further_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterator[str]:
+def _additional_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Iterator[str]:
     """Yield the kinds that a shard resumes from in addition to the newest weights."""
     stored = manifest.kinds_of(shard.name)
     for age in range(1, len(shard.state.weights)):
@@ -314,10 +314,10 @@ def _chunks(manifest: Manifest, shard: Shard, kind: str) -> list[Chunk]:
             "use the model section of the checkpoint's configuration"
         )
     shape = shard.segment.spec.shape
-    different = next((chunk.shape for chunk in chunks if chunk.shape != shape), None)
-    if different is not None:
+    other_shape = next((chunk.shape for chunk in chunks if chunk.shape != shape), None)
+    if other_shape is not None:
         raise CheckpointError(
-            f"{shard.name} has shape {different} in the checkpoint and {shape} in this model; "
+            f"{shard.name} has shape {other_shape} in the checkpoint and {shape} in this model; "
             "use the model section of the checkpoint's configuration"
         )
     problem = tiling_problem(shape, [chunk.extent for chunk in chunks])

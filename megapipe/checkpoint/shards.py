@@ -112,8 +112,8 @@ def tiling_problem(shape: Sequence[int], extents: Sequence[Extent]) -> str | Non
         members = sorted(ranges[box], key=lambda extent: extent.start)
         if any(after.start < before.stop for before, after in itertools.pairwise(members)):
             return "two parts hold the same elements"
-    held, total = sum(extent.num_elements for extent in extents), math.prod(shape)
-    return None if held == total else f"its parts hold {held} of {total} elements"
+    num_covered, total = sum(extent.num_elements for extent in extents), math.prod(shape)
+    return None if num_covered == total else f"its parts hold {num_covered} of {total} elements"
 
 
 def _runs(extent: Extent) -> Iterator[tuple[Box, int]]:
@@ -186,8 +186,8 @@ class Shard:
     @property
     def extent(self) -> Extent:
         """The elements of this part."""
-        held = self.state.held(self.segment)
-        return Extent(self.segment.box, held.start, held.stop)
+        elements = self.state.held(self.segment)
+        return Extent(self.segment.box, elements.start, elements.stop)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -236,12 +236,12 @@ def shards_to_write(states: Sequence[UnitState], world: Group) -> list[Shard]:
     """
     mine = list(shards_of(states))
     holders: dict[tuple[str, Extent], list[int]] = {}
-    for rank, held in enumerate(world.all_gather_object([(shard.name, shard.extent) for shard in mine])):
-        for key in held:
+    for rank, shard_keys in enumerate(world.all_gather_object([(shard.name, shard.extent) for shard in mine])):
+        for key in shard_keys:
             holders.setdefault(key, []).append(rank)
-    elements = [0] * world.size
+    num_assigned = [0] * world.size
     writers = {}
     for key, ranks in sorted(holders.items(), key=lambda item: -item[0][1].num_elements):
-        writers[key] = min(ranks, key=lambda rank: elements[rank])
-        elements[writers[key]] += key[1].num_elements
+        writers[key] = min(ranks, key=lambda rank: num_assigned[rank])
+        num_assigned[writers[key]] += key[1].num_elements
     return [shard for shard in mine if writers[shard.name, shard.extent] == world.rank]

@@ -252,9 +252,9 @@ def inside(folder: Path, name: str) -> Path:
         )
     path = folder / name
     # The hub's client creates links from snapshots/<revision> to the folder blobs next to snapshots.
-    real, home = path.resolve(), folder.resolve()
-    store = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
-    if path.is_symlink() and not any(place in real.parents for place in (home, *store)):
+    real, root = path.resolve(), folder.resolve()
+    blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
+    if path.is_symlink() and not any(place in real.parents for place in (root, *blobs)):
         raise CheckpointError(f"{path} is a link that leads out of its folder, to {real}; copy the file itself here")
     return path
 

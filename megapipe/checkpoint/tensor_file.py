@@ -101,14 +101,14 @@ def _layout(
 ) -> tuple[bytes, list[Entry]]:
     """Return the header and the entries of a file that contains `tensors`, (key, dtype, shape), in this order."""
     entries: list[Entry] = []
-    described: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     position = 0
     for key, dtype, shape in tensors:
         entries.append(Entry(key, dtype, shape, position))
         stop = position + entries[-1].num_bytes
-        described[key] = {"dtype": dtype, "shape": tuple(shape), "data_offsets": (position, stop)}
+        header[key] = {"dtype": dtype, "shape": tuple(shape), "data_offsets": (position, stop)}
         position = stop
-    text = json.dumps(described, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     return _LENGTH.pack(len(text)) + text, entries
 
@@ -221,15 +221,15 @@ class TensorStream:
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
         self._path = path
-        header, self._left = _layout(tensors, {"format": "pt"})
-        self.size = len(header) + sum(entry.num_bytes for entry in self._left)
+        header, self._remaining = _layout(tensors, {"format": "pt"})
+        self.size = len(header) + sum(entry.num_bytes for entry in self._remaining)
         with writing(path):
             self._descriptor = DISK.create(path)
         self._write(memoryview(header))
 
     def add(self, key: str, values: Tensor) -> tuple[str, ...]:
         """Write the next tensor; return the checksum of each PIECE_BYTES of its bytes."""
-        entry = self._left.pop(0)
+        entry = self._remaining.pop(0)
         if (entry.key, entry.shape, DTYPES[entry.dtype]) != (key, tuple(values.shape), values.dtype):
             raise ValueError(
                 f"{self._path.name} expects {entry.key} {entry.dtype} {entry.shape} next, not {key} {values.dtype} "
@@ -244,12 +244,12 @@ class TensorStream:
     @property
     def full(self) -> bool:
         """Whether every tensor has been written."""
-        return not self._left
+        return not self._remaining
 
     def close(self) -> None:
         """Make the file durable. Every tensor must have been added."""
-        if self._left:
-            raise ValueError(f"{self._path.name} still lacks {self._left[0].key}")
+        if self._remaining:
+            raise ValueError(f"{self._path.name} still lacks {self._remaining[0].key}")
         try:
             with writing(self._path):
                 DISK.flush(self._descriptor)
@@ -292,9 +292,9 @@ class TensorReader:
             ) from error
         base = _LENGTH.size + length
         return {
-            key: Entry(key, described["dtype"], described["shape"], base + described["data_offsets"][0])
-            for key, described in header.items()
-            if key != "__metadata__" and described["dtype"] in DTYPES  # ignores integer buffers: no model here has any
+            key: Entry(key, fields["dtype"], fields["shape"], base + fields["data_offsets"][0])
+            for key, fields in header.items()
+            if key != "__metadata__" and fields["dtype"] in DTYPES  # ignores integer buffers: no model here has any
         }
 
     def entry(self, key: str) -> Entry:

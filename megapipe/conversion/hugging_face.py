@@ -245,7 +245,7 @@ class HuggingFaceTarget:
         pair = self._pairs.get(tensor.name)
         if pair is None:  # its family has no layers that predict further tokens
             return
-        for name, part in zip(pair.theirs, pair.part(values), strict=True):
+        for name, part in zip(pair.theirs, pair.split(values), strict=True):
             yield name, part
             if name in self._copies:
                 yield self._copies[name], part

@@ -59,11 +59,11 @@ def update_of(whole: Tensor, config: MuonConfig) -> Tensor:
     """Return the fp32 update before it is multiplied by the learning rate. whole: a whole parameter's momentum in
     canonical shape."""
     update = torch.empty_like(whole, dtype=torch.float32)
-    for given, part in zip(separate_matrices(whole), separate_matrices(update), strict=True):
-        matrix = given.reshape(-1, given.shape[-1])
+    for momentum, part in zip(separate_matrices(whole), separate_matrices(update), strict=True):
+        matrix = momentum.reshape(-1, momentum.shape[-1])
         rows, columns = matrix.shape
         scale = 0.2 * sqrt(max(rows, columns)) if config.scale == "match_rms" else sqrt(max(1.0, rows / columns))
-        part.copy_(orthogonalised(matrix, config.newton_schulz_steps).view(given.shape)).mul_(scale)
+        part.copy_(orthogonalised(matrix, config.newton_schulz_steps).view(momentum.shape)).mul_(scale)
     return update
 
 
@@ -120,43 +120,43 @@ class FlatMuon(FlatAdamW):
 
     @torch.no_grad()
     def _step_matrices(self, state: UnitState, master: Tensor, rate: float, coefficient: Tensor) -> None:
-        for segment, ahead in self._momenta(state, coefficient):
-            whole = update_of(unsharded(ahead, self._group, segment.spec.partition_axis), self._muon)
-            held = state.held(segment)
-            update = self._own_part(whole, segment).reshape(-1)[held.start : held.stop]
+        for segment, update_input in self._momenta(state, coefficient):
+            whole = update_of(unsharded(update_input, self._group, segment.spec.partition_axis), self._muon)
+            elements = state.held(segment)
+            update = self._own_part(whole, segment).reshape(-1)[elements.start : elements.stop]
             weight = state.in_shard(master, segment)
             weight.mul_(1 - rate * self._config.weight_decay).sub_(update.to(weight.dtype) * rate)
 
     def _momenta(self, state: UnitState, coefficient: Tensor) -> Iterator[tuple[Segment, Tensor]]:
-        """Yield each matrix that has elements on this rank, with the update's input (`_advanced`) for its whole tensor
+        """Yield each matrix that has elements on this rank, with the update's input (`_advance`) for its whole tensor
         shard.
 
         A collective call of the replicas that share the state, if their shards cut matrices.
         """
-        held = [segment for segment in state.table if segment.spec.matrix and state.held(segment)]
+        segments = [segment for segment in state.table if segment.spec.matrix and state.held(segment)]
         if not state.table.cut:
-            for segment in held:
-                yield segment, self._advanced(state, segment, coefficient).view(segment.local_shape)
+            for segment in segments:
+                yield segment, self._advance(state, segment, coefficient).view(segment.local_shape)
             return
         gathered = torch.empty(state.table.num_elements, dtype=state.accumulate_dtype, device=coefficient.device)
-        own = gathered[state.shard].zero_()
-        for segment in held:
-            state.in_shard(own, segment).copy_(self._advanced(state, segment, coefficient))
-        self._shards.gather_into(gathered, own).wait()
-        for segment in held:
+        shard = gathered[state.shard].zero_()
+        for segment in segments:
+            state.in_shard(shard, segment).copy_(self._advance(state, segment, coefficient))
+        self._shards.gather_into(gathered, shard).wait()
+        for segment in segments:
             yield segment, state.view(gathered, segment)
 
-    def _advanced(self, state: UnitState, segment: Segment, coefficient: Tensor) -> Tensor:
+    def _advance(self, state: UnitState, segment: Segment, coefficient: Tensor) -> Tensor:
         """Add the gradient to the momentum, and return the flat input of the update for the elements of this rank.
 
         Multiplications and additions are not fused, so that the bits do not depend on where the matrix is cut.
         """
-        share = self._muon.momentum
+        beta = self._muon.momentum
         part = state.place(segment)
         gradient = state.reduced_gradient(state.newest)[part] * coefficient
         momentum = state.moment(MOMENTUM, part)
-        momentum.mul_(share).add_(gradient * (1 - share))
-        return gradient.mul_(1 - share).add_(momentum * share) if self._muon.nesterov else momentum
+        momentum.mul_(beta).add_(gradient * (1 - beta))
+        return gradient.mul_(1 - beta).add_(momentum * beta) if self._muon.nesterov else momentum
 
     def _own_part(self, whole: Tensor, segment: Segment) -> Tensor:
         axis = segment.spec.partition_axis

@@ -38,10 +38,10 @@ from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
 def elements_of(segment: Segment, skipped: int = 0) -> Elements:
     """Return the indices, in the whole parameter, of the elements of a tensor rank's shard after the first
     `skipped`."""
-    shape, starts, own = segment.spec.shape, segment.box.starts, segment.box.shape
+    shape, starts, box_shape = segment.spec.shape, segment.box.starts, segment.box.shape
     axis = segment.spec.partition_axis or 0
     inner = prod(shape[axis + 1 :])
-    return Elements(starts[axis] * inner, own[axis] * inner, shape[axis] * inner, skipped)
+    return Elements(starts[axis] * inner, box_shape[axis] * inner, shape[axis] * inner, skipped)
 
 
 def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernels: Registry = OPS) -> None:
@@ -52,11 +52,11 @@ def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernel
     """
     op = kernels.pick("stochastic_rounding", wide)
     for segment in state.table:
-        held = state.held(segment)
-        if held:
+        elements = state.held(segment)
+        if elements:
             target, source = state.in_shard(state.master, segment), state.in_shard(wide, segment)
             key = rounding_key(seed, segment.spec.name, update)
-            op.apply(target, source, key, elements_of(segment, held.start))
+            op.apply(target, source, key, elements_of(segment, elements.start))
 
 
 FIRST, SECOND = "first_moment", "second_moment"
@@ -134,10 +134,10 @@ class FlatOptimizer(ABC):
             self._step_rounded(state, learning_rate, coefficient)
         exact = [state for state in states if state not in rounded]
         for step in sorted({self.applied[state.name] for state in exact}):
-            together = [state for state in exact if self.applied[state.name] == step]
-            self._step_units(together, [state.master for state in together], step, learning_rate, coefficient)
+            same_step = [state for state in exact if self.applied[state.name] == step]
+            self._step_units(same_step, [state.master for state in same_step], step, learning_rate, coefficient)
         for state in states:
-            if self._copied(state) is not None:
+            if self._bf16_copy(state) is not None:
                 state.mark_published()
 
     def prepare(self, states: Sequence[UnitState]) -> None:
@@ -149,9 +149,9 @@ class FlatOptimizer(ABC):
     def rehearse(self, states: Sequence[UnitState]) -> None:
         """Run the kernels of an update on copies of `states`, one unit at a time. Their moments must be allocated."""
         for state in states:
-            twin, other = state.twin(), copy.copy(self)
-            other.applied = dict(self.applied)
-            other.update([twin], twin.newest + 1, 0.0, torch.ones((), device=twin.weights[0].device))
+            twin, optimizer = state.twin(), copy.copy(self)
+            optimizer.applied = dict(self.applied)
+            optimizer.update([twin], twin.newest + 1, 0.0, torch.ones((), device=twin.weights[0].device))
 
     def _step_rounded(self, state: UnitState, learning_rate: float, coefficient: Tensor) -> None:
         step, wide = self.applied[state.name], state.master.to(state.accumulate_dtype)
@@ -170,21 +170,21 @@ class FlatOptimizer(ABC):
     ) -> ParameterGroup:
         ranges = [(state, self._range(state, decayed)) for state in states]
         filled = [(state, part) for state, part in ranges if part.stop > part.start]
-        given = zip(masters, ranges, strict=True)
+        pairs = zip(masters, ranges, strict=True)
         return ParameterGroup(
             step,
-            [master[part] for master, (_, part) in given if part.stop > part.start],
+            [master[part] for master, (_, part) in pairs if part.stop > part.start],
             # The newest version serves as the number of the update: it is larger by the number of versions, which is a
             # multiple of the number of buffers.
             [state.reduced_gradient(state.newest)[part] for state, part in filled],
             {name: [state.moment(name, part) for state, part in filled] for name in self._part_moments},
             self._config.weight_decay if decayed else 0.0,
-            [copied[part] for state, part in filled if (copied := self._copied(state)) is not None],
+            [working_copy[part] for state, part in filled if (working_copy := self._bf16_copy(state)) is not None],
         )
 
-    def _copied(self, state: UnitState) -> Tensor | None:
-        copied = state.working_copy if self.writes_copies else None
-        return copied if copied is not None and copied.dtype == torch.bfloat16 else None
+    def _bf16_copy(self, state: UnitState) -> Tensor | None:
+        working_copy = state.working_copy if self.writes_copies else None
+        return working_copy if working_copy is not None and working_copy.dtype == torch.bfloat16 else None
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Return the decayed elements, or the others, of this rank's part of a unit's buffers."""
@@ -251,26 +251,26 @@ def adamw_step(
     lists: Sequence[Sequence[Tensor]] = [parameters, gradients, first_moments, second_moments]
     lists = [*lists, copies] if copies else lists
     if is_reference and not rounded and parameters[0].dtype == torch.float32:
-        whole, lists = _cut(lists)
-        _fused(whole, update, gradient_scale)
+        fused, lists = _split_for_fused(lists)
+        _fused(fused, update, gradient_scale)
     for buffers in blocks(lists) if is_reference else zip(*lists, strict=True):
         master, gradient, first, second, *bf16 = buffers
         kernel.step(Buffers(master, gradient, first, second, bf16[0] if copies else None, gradient_scale), update)
 
 
-def _cut(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
+def _split_for_fused(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
     """Divide tensors that belong together into the parts for torch's kernel and the rest."""
     alignment = 1 if lists[0][0].is_cuda else SEGMENT_ALIGNMENT
-    whole: Lists = [[] for _ in lists]
+    fused: Lists = [[] for _ in lists]
     rest: Lists = [[] for _ in lists]
     for tensors in zip(*lists, strict=True):
         end = tensors[0].numel() // alignment * alignment
         for kind, tensor in enumerate(tensors):
             if end:
-                whole[kind].append(tensor[:end])
+                fused[kind].append(tensor[:end])
             if end < tensor.numel():
                 rest[kind].append(tensor[end:])
-    return whole, rest
+    return fused, rest
 
 
 def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None) -> None:

@@ -35,8 +35,8 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
     if step >= stop:
         return peak * config.floor
     progress = (step - start) / (stop - start)
-    fallen = (1 - math.cos(math.pi * progress)) / 2 if config.decay == "cosine" else progress
-    return peak * (1 - (1 - config.floor) * fallen)
+    decayed = (1 - math.cos(math.pi * progress)) / 2 if config.decay == "cosine" else progress
+    return peak * (1 - (1 - config.floor) * decayed)
 
 
 def learning_rate_problems(config: OptimizerConfig, total_steps: int) -> list[str]:
@@ -89,7 +89,7 @@ class LossScaler:
     def scale(self, step: int) -> float:
         """Return the factor of the loss of `step`. Call it in order of steps, once earlier outcomes are known."""
         while self._outcomes and self._outcomes[0][0] < step - self._lag:
-            self._take(self._outcomes.popleft()[1])
+            self._apply(self._outcomes.popleft()[1])
         return self._scale
 
     def observe(self, step: int, skipped: bool) -> None:
@@ -130,7 +130,7 @@ class LossScaler:
         )
         self._outcomes = deque((step - age, bool(state[f"skipped_{age}"])) for age in ages)
 
-    def _take(self, skipped: bool) -> None:
+    def _apply(self, skipped: bool) -> None:
         if self._config.kind == "constant":
             return
         if skipped:

@@ -313,7 +313,7 @@ def test_a_save_beyond_its_deadline_is_abandoned(tmp_path: Path) -> None:
     saver = BackgroundSaver(tmp_path, alone(), storage=disk)
     start(saver, alone(), ALONE, 2)
     with pytest.raises(CheckpointError, match=r"after step 2 was abandoned: .*older checkpoints are untouched"):
-        saver.finish(within=0.01)
+        saver.finish(timeout=0.01)
     disk.released.set()
     saver.abandon(30.0)
     assert check_whole(tmp_path) == 1

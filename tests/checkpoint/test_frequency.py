@@ -45,13 +45,13 @@ def simulate(
         clock += taken
         timer.step(taken)
         if clock >= durable_at:
-            timer.ended(durable_at - started_at)
+            timer.save_ended(durable_at - started_at)
             durable_at = math.inf
         if is_due:
             assert durable_at == math.inf, "a save would have to wait for the previous one"
             started_at, clock = clock, clock + stall
             durable_at = clock + persist(step)
-            timer.begun(stall)
+            timer.save_started(stall)
             run.saved.append(step)
         if step > counted_from:
             run.seconds += clock - before
@@ -130,9 +130,9 @@ def test_a_failed_save_is_repeated_and_then_measured() -> None:
     timer = SaveTimer(0.1)
     for _ in range(FIRST_SAVE_STEPS):
         timer.step(1.0)
-    timer.begun(0.1)
+    timer.save_started(0.1)
     assert not timer.is_due
-    timer.ended(None)
+    timer.save_ended(None)
     assert timer.steps_between is None
     for _ in range(FIRST_SAVE_STEPS - 1):
         timer.step(1.0)

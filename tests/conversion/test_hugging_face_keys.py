@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from megapipe.checkpoint import CheckpointError
-from megapipe.checkpoint.hugging_face import fitting
+from megapipe.checkpoint.hugging_face import match_parameters
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
@@ -197,7 +197,7 @@ def test_wrong_values_of_any_type_are_one_error_line(family: str, tmp_path: Path
     for key in (*known.known_keys, *(known.fixed or ()), "model_type"):
         for value in values:
             with pytest.raises(CheckpointError) as refused:
-                fitting(tmp_path, {**config, key: value}, model, [])
+                match_parameters(tmp_path, {**config, key: value}, model, [])
             assert "\n" not in str(refused.value)
 
 

@@ -135,7 +135,7 @@ def during_training(fault: Fault) -> None:
             struck.set()
 
     wrap(background.BackgroundSaver, "start", lambda *_, **__: saves.set())
-    wrap(background, "write_share", write)
+    wrap(background, "write_rank_file", write)
     wrap(Engine, "feed", feed)
 
 
@@ -146,7 +146,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
     "compile": in_compile,
     "evaluation": lambda fault: wrap(Evaluator, "run", once(fault)),
     "save": lambda fault: wrap(
-        importlib.import_module("megapipe.checkpoint.save_and_load"), "write_share", once(fault)
+        importlib.import_module("megapipe.checkpoint.save_and_load"), "write_rank_file", once(fault)
     ),
     "save during training": during_training,
     "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),

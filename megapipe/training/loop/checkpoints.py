@@ -105,21 +105,21 @@ class Saves:
         between_steps: Callable[[], Path],
         *,
         last: bool,
-        within: float | None,
+        timeout: float | None,
     ) -> Path:
         """Save as configured, and return the checkpoint's folder. A collective call.
 
         between_steps: saves durably, for runs that are not asynchronous. last: `finish` is the next call and states do
-        not change before it, so nothing is copied. within: seconds from now after which that `finish` abandons the
+        not change before it, so nothing is copied. timeout: seconds from now after which that `finish` abandons the
         save.
         """
         start = time.perf_counter()
-        self.give_up_after(within)
+        self.give_up_after(timeout)
         started = False
         try:
-            if within is not None or self._config.asynchronous:
+            if timeout is not None or self._config.asynchronous:
                 by_step = self._config.snapshot == "next_step"
-                path = self.background.start(states, applied, run, copied=not last, by_step=by_step, within=within)
+                path = self.background.start(states, applied, run, copied=not last, by_step=by_step, timeout=timeout)
                 self._note_wait(self.background.waited)
             else:
                 path = between_steps()
@@ -129,9 +129,9 @@ class Saves:
             started = True
         finally:
             if self._timer is not None:
-                self._timer.begun(time.perf_counter() - start)
+                self._timer.save_started(time.perf_counter() - start)
                 if not started:  # the next attempt is due after another interval, not after the next step
-                    self._timer.ended(None)
+                    self._timer.save_ended(None)
         return path
 
     def give_up_after(self, seconds: float | None) -> None:
@@ -149,7 +149,7 @@ class Saves:
         ended = [*self._ended, *self.background.poll()]
         self._ended.clear()
         if self._timer is not None and ended and not self.background.under_way:
-            self._timer.ended(ended[-1].seconds if ended[-1].error is None else None)
+            self._timer.save_ended(ended[-1].seconds if ended[-1].error is None else None)
         return ended
 
     def close(self, failed: bool) -> None:
@@ -272,7 +272,7 @@ class Checkpointer:
         skipped: Sequence[tuple[int, int]] = (),
         *,
         last: bool = False,
-        within: float | None = None,
+        timeout: float | None = None,
     ) -> Path:
         """Save the state after `step`, then delete all but the last few checkpoints.
 
@@ -283,14 +283,14 @@ class Checkpointer:
             losses: the last (step, loss) pairs.
             skipped: as in RunState.
             last: `finish` is the next call, so nothing is copied.
-            within: seconds after which that `finish` abandons the save.
+            timeout: seconds after which that `finish` abandons the save.
 
         Raises:
             CheckpointError: the checkpoint could not be written. Older checkpoints are untouched, and the run may
                 continue.
         """
         if self._saved_step == step:
-            self.saves.give_up_after(within)
+            self.saves.give_up_after(timeout)
             return step_folder(self.directory, step)
         states = replica.states()
         run = RunState(
@@ -312,7 +312,7 @@ class Checkpointer:
             run,
             lambda: save(self.directory, states, applied, run, self.mesh),
             last=last,
-            within=within,
+            timeout=timeout,
         )
         self._saved_step = step
         self.can_rewind = True

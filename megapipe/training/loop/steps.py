@@ -327,7 +327,7 @@ class TrainingLoop:
             self.guards.heartbeat.outside("saving")
             self.listeners.retry()
             try:
-                self.checkpointer.save(self.replica, *state, last=last, within=remaining)
+                self.checkpointer.save(self.replica, *state, last=last, timeout=remaining)
                 if last:
                     self.checkpointer.finish()
                 break

@@ -32,7 +32,7 @@ import xxhash
 import yaml
 
 import megapipe
-from megapipe.checkpoint.directory import DirectoryLock, word_in
+from megapipe.checkpoint.directory import DirectoryLock, read_lock_id
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config import ConfigError
@@ -230,10 +230,10 @@ def locked_folder(directory: Path, rank: int, start: Start | None) -> Iterator[D
     try:
         if start is not None:
             host = os.uname().nodename
-            mine = "" if lock is None else json.dumps([lock.word, host, str(directory.absolute())])
-            word, first_host, theirs = json.loads(start.exchange(mine, lambda all_words: all_words[0]))
+            mine = "" if lock is None else json.dumps([lock.lock_id, host, str(directory.absolute())])
+            lock_id, first_host, theirs = json.loads(start.exchange(mine, lambda answers: answers[0]))
             deadline = time.monotonic() + (0.0 if host == first_host else PATIENCE_SECONDS)
-            while word_in(directory) != word:
+            while read_lock_id(directory) != lock_id:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
                         f"training.directory {directory} is not the folder {theirs} of rank 0 on {first_host}; give "
