@@ -66,7 +66,7 @@ PRODUCTS = ((64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (
 """Rows, inner size and columns of products on a CPU; on a GPU, all are multiplied by GPU_SCALE."""
 LARGE_PRODUCT = 1024
 GPU_SCALE = 8
-COPIED = 2**26
+COPY_BYTES = 2**26
 """Bytes of the timed copy; more than the size of most caches."""
 REPEATS = 9
 
@@ -80,9 +80,9 @@ def measured_products(precision: str, device: torch.device) -> list[Product]:
 
 def measured_bandwidth(device: torch.device) -> float:
     """Return the bytes per second of a copy in the device's memory, the sum of reads and writes."""
-    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * COPIED / _seconds(lambda: target.copy_(source), device)
+    return 2 * COPY_BYTES / _seconds(lambda: target.copy_(source), device)
 
 
 def device_name(device: torch.device) -> str:
@@ -373,7 +373,7 @@ def _device_type(config: PretrainConfig) -> str:
 
 
 def _check(config: PretrainConfig, out: Path, device_type: str, sizes: Mapping[str, Sequence[int]]) -> None:
-    """Raise ConfigError if a machine cannot be measured. given: numbers to measure with, by what they count."""
+    """Raise ConfigError if a machine cannot be measured. sizes: numbers to measure with, by what they count."""
     problems = [
         f"{name} is {value}; it must be 1 or more" for name, values in sizes.items() for value in values if value < 1
     ]

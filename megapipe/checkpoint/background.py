@@ -62,7 +62,7 @@ def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: M
     The rename is the last operation: after it, rank 0 may rename the whole folder.
     """
     path = _report_path(partial, rank)
-    incomplete = path.with_name(f"{path.name}.begun")
+    incomplete = path.with_name(f"{path.name}.partial")
     with writing(partial, verb="write into"):
         write_file(storage, incomplete, [memoryview(encoded(manifest))])
         storage.rename(incomplete, path)

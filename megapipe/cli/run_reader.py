@@ -197,7 +197,7 @@ def _read_metrics(run: Run) -> dict[str, RunStart]:
             if record is None:
                 damaged += 1
                 continue
-            returned = run.history.take(record)
+            returned = run.history.add(record)
             if returned is not None:
                 run.steps = {step: each for step, each in run.steps.items() if step <= returned}
             if "event" not in record:

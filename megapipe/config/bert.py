@@ -72,46 +72,46 @@ class BertModelConfig(ModelConfig):
         return ACTIVATIONS[self.transform_activation or self.usual_transform_activation]
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.shared_blocks and self.layer_pattern:
-            found.append(
+            problems.append(
                 "model.shared_blocks is true with model.layer_pattern; blocks that share weights are alike: leave "
                 "model.layer_pattern out, or set model.shared_blocks to false"
             )
         if self.shared_blocks and self.num_experts is not None:
-            found.append(
+            problems.append(
                 f"model.shared_blocks is true with model.num_experts {self.num_experts}; each block balances experts "
                 "of its own: set model.num_experts to null, or model.shared_blocks to false"
             )
         if self.norm_position not in ("pre", "post"):
-            found.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
-        found += [
+            problems.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
+        problems += [
             f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
             f"{'null' if neutral is None else neutral}"
             for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None))
             if getattr(self, name) != neutral
         ]
         if self.mtp_layers:
-            found.append(
+            problems.append(
                 f"model.mtp_layers is {self.mtp_layers}; only a GPT predicts further tokens: set model.mtp_layers to 0"
             )
-        for name, what in (
+        for name, ability in (
             ("kv_latent_size", "has multi-latent attention"),
             ("attention_chunk_size", "attends in chunks"),
         ):
             if (size := getattr(self, name)) is not None:
-                found.append(f"model.{name} is {size}; only a GPT {what}: set it to null")
+                problems.append(f"model.{name} is {size}; only a GPT {ability}: set it to null")
         if self.sentence_head and self.token_types < 2:
-            found.append(
+            problems.append(
                 f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "
                 "type each: set model.token_types to 2, or model.sentence_head to false"
             )
         if self.first_position and self.positions != "learned":
-            found.append(
+            problems.append(
                 f"model.first_position is {self.first_position} but model.positions is {self.positions!r}; only "
                 "learned positions have a table: set model.first_position to 0"
             )
-        return found
+        return problems
 
 
 @dataclass(kw_only=True)
@@ -182,11 +182,11 @@ class BertPretrainConfig(PretrainConfig):
         return ("mlm", *pairs[self.data.pairs])
 
     def problems(self) -> list[str]:
-        found = super().problems()
+        problems = super().problems()
         if self.model.sentence_head != (self.data.pairs != "none"):
-            found.append(
+            problems.append(
                 f"model.sentence_head is {self.model.sentence_head} and data.pairs is "
                 f"{self.data.pairs!r}; the head and the pairs need each other: set "
                 "model.sentence_head to true with order or next, to false with none"
             )
-        return found
+        return problems

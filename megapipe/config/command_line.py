@@ -181,16 +181,16 @@ DAY = 86400.0
 
 def check_folders(*paths: Path | None) -> None:
     """Raise ConfigError if one of the files could not be written, so that no work is lost later."""
-    given = [path for path in paths if path is not None]
+    files = [path for path in paths if path is not None]
     problems = [
         f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
-        for path in given
+        for path in files
         if not path.parent.is_dir()
     ]
-    problems += [f"{path} is a folder; choose a file name" for path in given if path.is_dir()]
+    problems += [f"{path} is a folder; choose a file name" for path in files if path.is_dir()]
     problems += [
         f"{path} cannot be written: {reason}; choose a file in a writable folder"
-        for path in given
+        for path in files
         if path.parent.is_dir() and (reason := unwritable(path.parent)) is not None
     ]
     if problems:

@@ -146,13 +146,13 @@ def common_groups(parser: ArgumentParser, groups: frozenset[str]) -> list[Any]:
     """Return the argument groups of the short help. groups: the names of the configuration's groups."""
     actions = {action.dest: action for action in parser._actions}
     library = {"help", "help_all", "config", "print_config", "init_from", *groups}
-    own = [name for name in actions if name not in library and "." not in name]
+    flags = [name for name in actions if name not in library and "." not in name]
     first, *_ = COMMON
     return [
         SimpleNamespace(
             title=title,
             description=None,
-            _group_actions=[_shortened(actions[name]) for name in (*names, *(own if title == first else ()))],
+            _group_actions=[_shortened(actions[name]) for name in (*names, *(flags if title == first else ()))],
         )
         for title, names in COMMON.items()
     ]
@@ -164,10 +164,10 @@ def _shortened(action: Action) -> Action:
     if len(names) < _MANY:
         return action
     short = copy.copy(action)
-    few = [name for name in names if name in ("gpt2_124m", "llama3_8b", "gpt_tiny", "quickstart")]
+    examples = [name for name in names if name in ("gpt2_124m", "llama3_8b", "gpt_tiny", "quickstart")]
     short.help = (
         f"{file_of(action.dest)}, or a packaged one, such as "
-        f"{' or '.join(few)} (`megapipe help --{action.dest}` lists them)"
+        f"{' or '.join(examples)} (`megapipe help --{action.dest}` lists them)"
     )
     return short
 

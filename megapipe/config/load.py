@@ -111,8 +111,8 @@ class FieldParser(ArgumentParser):
             namespace: Namespace = super().parse_path(cfg_path, *args, **kwargs)
             return namespace
         except ConfigError as error:
-            named = [problem.replace(UNNAMED_FILE, f"--config {cfg_path}", 1) for problem in error.problems]
-            raise ConfigError(named) from error
+            problems = [problem.replace(UNNAMED_FILE, f"--config {cfg_path}", 1) for problem in error.problems]
+            raise ConfigError(problems) from error
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         match = _UNKNOWN_KEY.search(message)
@@ -256,8 +256,8 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
         raise
     except DECODING_ERRORS as error:  # jsonargparse fails like this on values that no field can have
         raise ConfigError(f"a value of this command line or of its files cannot be read: {error}") from error
-    own = {each.dest: each.default for each in parser._actions if each.dest.partition(".")[0] not in groups}
-    own |= {name: value for name, value in vars(values).items() if name not in groups}
+    program_flags = {each.dest: each.default for each in parser._actions if each.dest.partition(".")[0] not in groups}
+    program_flags |= {name: value for name, value in vars(values).items() if name not in groups}
     config = kind(**{name: values[name] for name in groups if name in values})
     if problems := bound_problems(config):
         raise ConfigError(problems)
@@ -266,7 +266,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
         for name, value in namespace.items()
         if name.partition(".")[0] in groups and not name.endswith("__path__") and value is not None
     )
-    return Given(config, set_fields, own)
+    return Given(config, set_fields, program_flags)
 
 
 def _check_files(words: Sequence[str], flags: set[str]) -> None:
@@ -298,7 +298,7 @@ def _check_digits(words: Sequence[str], hints: Mapping[str, Any]) -> None:
 
 KINDS: dict[str, type[PretrainConfig]] = {each.kind: each for each in (PretrainConfig, BertPretrainConfig)}
 
-_BERT_FIELDS = {
+_BERT_ONLY_FIELDS = {
     f"{group}.{each.name}"
     for group, bert, gpt in (("model", BertModelConfig, ModelConfig), ("data", BertDataConfig, DataConfig))
     for each in fields(bert)
@@ -307,7 +307,7 @@ _BERT_FIELDS = {
 """Fields that only BERT runs have, such as `data.pairs`."""
 
 
-_BERT_VALUE = ("model.norm_position", "post")
+_BERT_ONLY_VALUE = ("model.norm_position", "post")
 """Field and value that only BERT runs have."""
 
 
@@ -319,32 +319,32 @@ def kind_of(arguments: Sequence[str]) -> type[PretrainConfig]:
     Raises:
         ConfigError: a flag is only for BERT runs, but the model comes from a file, and it is a GPT.
     """
-    given = underscored(arguments)
+    flag_words = underscored(arguments)
     try:
-        words = with_packaged_files(given)
+        words = with_packaged_files(flag_words)
     except ConfigError:
         return PretrainConfig
     flags, files = dict[str, str](), dict[str, dict[str, Any]]()
-    for (word, following), names in zip(pairwise([*words, ""]), pairwise([*given, ""]), strict=True):
+    for (word, following), names in zip(pairwise([*words, ""]), pairwise([*flag_words, ""]), strict=True):
         flag, has_value, value = word.removeprefix("--").partition("=")
         if flag in ("config", "model", "data"):
             files[names[0] if has_value else " ".join(names)] = _fields_in(flag, value or following)
         else:
             flags[flag] = value or following
-    if any(map(_only_berts, files.values())):
+    if any(map(_bert_only, files.values())):
         return BertPretrainConfig
-    models = [name for name, found in files.items() if any(field.startswith("model.") for field in found)]
-    if (of_flags := _only_berts(flags)) and models:
+    models = [name for name, values in files.items() if any(field.startswith("model.") for field in values)]
+    if (bert_flags := _bert_only(flags)) and models:
         raise ConfigError(
-            f"--{of_flags[0]} {flags[of_flags[0]]} is for BERT runs only, but the model of {models[-1]} is a GPT: "
+            f"--{bert_flags[0]} {flags[bert_flags[0]]} is for BERT runs only, but the model of {models[-1]} is a GPT: "
             "leave the flag out, choose a BERT, or add --kind bert (megapipe plan: --bert) to train one of these sizes"
         )
-    return BertPretrainConfig if of_flags else PretrainConfig
+    return BertPretrainConfig if bert_flags else PretrainConfig
 
 
-def _only_berts(values: Mapping[str, Any]) -> list[str]:
+def _bert_only(values: Mapping[str, Any]) -> list[str]:
     """Return the names of the fields that only BERT runs have, or whose value only BERT runs have."""
-    return [name for name, value in values.items() if name in _BERT_FIELDS or (name, value) == _BERT_VALUE]
+    return [name for name, value in values.items() if name in _BERT_ONLY_FIELDS or (name, value) == _BERT_ONLY_VALUE]
 
 
 def _fields_in(flag: str, file: str) -> dict[str, Any]:
@@ -453,41 +453,41 @@ class _Reader:
         self.origin = origin
         self.problems: list[str] = []
 
-    def tell(self, node: yaml.Node | None, place: str, problem: str) -> None:
+    def report(self, node: yaml.Node | None, place: str, problem: str) -> None:
         line = f":{node.start_mark.line + 1}" if node is not None else ""
         self.problems.append(f"{self.origin}{line}: {place or 'the file'} {problem}")
 
     def section(self, kind: Any, node: yaml.Node | None, place: str) -> Any:
         """Return a dataclass from a mapping."""
         if not isinstance(node, yaml.MappingNode):
-            return self.tell(node, place, "is not a mapping: write `key: value` lines")
+            return self.report(node, place, "is not a mapping: write `key: value` lines")
         before, prefix = len(self.problems), f"{place}." if place else ""
         nodes = dict(self._fields(kind, node, place))
         hints = type_hints(kind)
         values = {name: self.value(hints[name], each, f"{prefix}{name}") for name, each in nodes.items()}
         for each in fields(kind):
             if each.default is MISSING and each.default_factory is MISSING and each.name not in nodes:
-                self.tell(node, f"{prefix}{each.name}", "is missing; add it")
+                self.report(node, f"{prefix}{each.name}", "is missing; add it")
         if len(self.problems) > before:
             return None
         content = kind(**values)
         for name, problem in getattr(content, "broken_rules", tuple)():
-            self.tell(nodes.get(re.split(r"[.\[]", name)[0], node), f"{prefix}{name}", problem)
+            self.report(nodes.get(re.split(r"[.\[]", name)[0], node), f"{prefix}{name}", problem)
         return content
 
     def _fields(self, kind: Any, node: yaml.MappingNode, place: str) -> Iterator[tuple[str, yaml.Node]]:
-        known, found = tuple(type_hints(kind)), set()
+        names, seen = tuple(type_hints(kind)), set()
         for key, value in node.value:
             name = f"{place}.{key.value}" if place else key.value
             if not isinstance(key, yaml.ScalarNode):
-                self.tell(key, place, "has a list or mapping as a key: write a name")
-            elif key.value not in known:
-                hint = nearest(key.value, known)
-                self.tell(key, name, f"is an unknown key{hint} (known here: {', '.join(known)})")
-            elif key.value in found:
-                self.tell(key, name, "appears twice in one mapping; keep one of them")
+                self.report(key, place, "has a list or mapping as a key: write a name")
+            elif key.value not in names:
+                hint = nearest(key.value, names)
+                self.report(key, name, f"is an unknown key{hint} (known here: {', '.join(names)})")
+            elif key.value in seen:
+                self.report(key, name, "appears twice in one mapping; keep one of them")
             else:
-                found.add(key.value)
+                seen.add(key.value)
                 yield key.value, value
 
     def value(self, hint: Any, node: yaml.Node, place: str) -> Any:
@@ -495,20 +495,20 @@ class _Reader:
         inner = next((each for each in (hint, *get_args(hint)) if isinstance(each, type) and is_dataclass(each)), None)
         if inner is not None and type(None) not in get_args(hint) and inner is not hint:
             if not isinstance(node, yaml.SequenceNode) or not node.value:
-                return self.tell(node, place, "is not a list: write one or more `- ` items")
+                return self.report(node, place, "is not a list: write one or more `- ` items")
             return tuple(self.section(inner, each, f"{place}[{index}]") for index, each in enumerate(node.value))
         if inner is not None:
             return self.section(inner, node, place)
         try:
             value = _parser(hint).parse_object({"value": _text_of(node)})["value"]
         except ConfigError:
-            written = (node.value or "empty") if isinstance(node, yaml.ScalarNode) else "a list or mapping"
-            near = nearest(written, get_args(hint)) if get_origin(hint) is Literal else ""
-            return self.tell(node, place, f"is {written}, but must be {in_words(hint)}{near}")
+            shown = (node.value or "empty") if isinstance(node, yaml.ScalarNode) else "a list or mapping"
+            near = nearest(shown, get_args(hint)) if get_origin(hint) is Literal else ""
+            return self.report(node, place, f"is {shown}, but must be {in_words(hint)}{near}")
         if value == "":
-            return self.tell(node, place, "is empty: write a name")
+            return self.report(node, place, "is empty: write a name")
         for where, number, rule in outside(hint, value, place):
-            self.tell(node, where, f"is {number:g}, but must be {rule}")
+            self.report(node, where, f"is {number:g}, but must be {rule}")
         return value
 
 

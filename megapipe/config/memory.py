@@ -38,24 +38,25 @@ class RecomputeConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""
-        found = bound_problems(self, "recompute")
+        problems = bound_problems(self, "recompute")
         if self.method != "full" and (self.every != 1 or self.num_blocks is not None):
-            found.append(_needs("recompute.every and recompute.num_blocks", "recompute.method", "full", self.method))
+            names = "recompute.every and recompute.num_blocks"
+            problems.append(_needs(names, "recompute.method", "full", self.method))
         if self.method != "auto" and (self.memory is not None or self.hardware is not None):
-            found.append(_needs("recompute.memory and recompute.hardware", "recompute.method", "auto", self.method))
+            problems.append(_needs("recompute.memory and recompute.hardware", "recompute.method", "auto", self.method))
         if self.method == "auto" and self.parts != RecomputeConfig().parts:
-            found.append(
+            problems.append(
                 "recompute.parts is set but recompute.method is auto, which chooses the "
                 "parts itself; set recompute.method selective, or leave recompute.parts out"
             )
         if self.method == "selective" and not self.parts:
-            found.append("recompute.parts is empty; name attention, mlp or norms, or set recompute.method none")
-        return found
+            problems.append("recompute.parts is empty; name attention, mlp or norms, or set recompute.method none")
+        return problems
 
 
-def _needs(names: str, field: str, value: str, given: str) -> str:
+def _needs(names: str, field: str, value: str, actual: str) -> str:
     """Return the message for fields that have an effect with one value of another field only."""
-    return f"{names} need {field} {value}, and it is {given}; set it to {value}, or leave them out"
+    return f"{names} need {field} {value}, and it is {actual}; set it to {value}, or leave them out"
 
 
 @dataclass(kw_only=True)
@@ -99,21 +100,23 @@ class OffloadConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""
-        found = bound_problems(self, "offload")
+        problems = bound_problems(self, "offload")
         if self.activations != "blocks" and (self.every != 1 or self.num_blocks is not None):
             names = "offload.every and offload.num_blocks"
-            found.append(_needs(names, "offload.activations", "blocks", self.activations))
+            problems.append(_needs(names, "offload.activations", "blocks", self.activations))
         if self.activations == "auto" and self.memory is None:
-            found.append(
+            problems.append(
                 "offload.activations auto needs offload.memory, the GiB of activations that a rank may hold; set it"
             )
         if self.activations != "auto" and (self.memory, self.bandwidth, self.compute) != (None, None, None):
             names = "offload.memory, offload.bandwidth and offload.compute"
-            found.append(_needs(names, "offload.activations", "auto", self.activations))
+            problems.append(_needs(names, "offload.activations", "auto", self.activations))
         if self.activations == "none" and self.prefetch is not None:
-            found.append("offload.prefetch needs offload.activations blocks or auto; set one of them, or leave it out")
+            problems.append(
+                "offload.prefetch needs offload.activations blocks or auto; set one of them, or leave it out"
+            )
         if self.weights and not self.optimizer:
-            found.append(
+            problems.append(
                 "offload.weights needs offload.optimizer, because weights are updated where the optimizer state is; "
                 "set offload.optimizer true, or leave offload.weights out"
             )
@@ -121,15 +124,15 @@ class OffloadConfig:
             "weight_buffers": self.weight_buffers != OffloadConfig.weight_buffers,
             "weight_memory": self.weight_memory is not None,
         }
-        given = [name for name, is_given in limits.items() if is_given]
+        set_limits = [name for name, is_set in limits.items() if is_set]
         if not self.weights:
-            found += [
+            problems += [
                 f"offload.{name} needs offload.weights; set offload.weights true, or leave offload.{name} out"
-                for name in given
+                for name in set_limits
             ]
-        elif len(given) > 1:
-            found.append(
+        elif len(set_limits) > 1:
+            problems.append(
                 f"offload.weight_memory {self.weight_memory} and offload.weight_buffers "
                 f"{self.weight_buffers} both limit the same; leave one of the two out"
             )
-        return found
+        return problems

@@ -66,7 +66,7 @@ ACTIVATIONS = {
 }
 BASE_KIND = "base"
 """Entry of `model.layer_pattern` for blocks that have the fields of the model itself."""
-OF_BLOCKS = frozenset(
+BLOCK_FIELDS = frozenset(
     (
         "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
         "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
@@ -290,12 +290,12 @@ class ModelConfig:
         """Return a model whose blocks all are of one kind: the model itself if it has no pattern."""
         if not self.layer_pattern:
             return self
-        own = dict(self.layer_kinds.get(name, {}))
-        if own.get("positions") in ("none", "alibi"):
-            own.setdefault("rope_scaling", {})
-        if isinstance(own.get("rope_scaling"), Mapping):
-            own["rope_scaling"] = RopeScaling(**own["rope_scaling"])
-        return replace(self, layer_kinds={}, layer_pattern=(), **own)
+        overrides = dict(self.layer_kinds.get(name, {}))
+        if overrides.get("positions") in ("none", "alibi"):
+            overrides.setdefault("rope_scaling", {})
+        if isinstance(overrides.get("rope_scaling"), Mapping):
+            overrides["rope_scaling"] = RopeScaling(**overrides["rope_scaling"])
+        return replace(self, layer_kinds={}, layer_pattern=(), **overrides)
 
     @property
     def kind_of_head(self) -> str:
@@ -436,56 +436,61 @@ class ModelConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break; empty if the model is valid."""
-        found = bound_problems(self, "model") or self._kind_problems()
-        if found or not self.layer_pattern:
-            return found or self._head_problems() + self._expert_problems() + self._path_problems()
+        problems = bound_problems(self, "model") or self._kind_problems()
+        if problems or not self.layer_pattern:
+            return problems or self._head_problems() + self._expert_problems() + self._path_problems()
         for name, model in self.kinds_of_layers.items():
             where = "" if name == BASE_KIND else f" (in model.layer_kinds {name})"
-            found += [problem + where for problem in model.problems()]
-        return list(dict.fromkeys(found))
+            problems += [problem + where for problem in model.problems()]
+        return list(dict.fromkeys(problems))
 
     def _kind_problems(self) -> list[str]:
         """Return one message for each rule that kinds of layers and their pattern break."""
-        known = [BASE_KIND, *self.layer_kinds]
-        found = [
+        kinds = [BASE_KIND, *self.layer_kinds]
+        problems = [
             f"model.layer_pattern has {name!r}, which is not a kind of layer; use one of "
-            f"{', '.join(map(str, known))}, or add it to model.layer_kinds"
+            f"{', '.join(map(str, kinds))}, or add it to model.layer_kinds"
             for name in dict.fromkeys(self.layer_pattern)
-            if name not in known
+            if name not in kinds
         ]
         if len(self.layer_pattern) > self.num_layers:
-            found.append(
+            problems.append(
                 f"model.layer_pattern has {len(self.layer_pattern)} entries, but model.num_layers is "
                 f"{self.num_layers}; leave the last ones out, or raise model.num_layers"
             )
-        for name, own in self.layer_kinds.items():
+        for name, overrides in self.layer_kinds.items():
             if not isinstance(name, str):
-                found.append(f"model.layer_kinds has the name {name!r}; names of kinds are text: use another name")
+                problems.append(f"model.layer_kinds has the name {name!r}; names of kinds are text: use another name")
             elif name == BASE_KIND:
-                found.append(f"model.layer_kinds has {name!r}, the name of the model's own fields; use another name")
+                problems.append(
+                    f"model.layer_kinds has {name!r}, the name of the model's own fields; use another name"
+                )
             elif name not in self.layer_pattern:
-                found.append(
+                problems.append(
                     f"model.layer_kinds has {name!r}, which model.layer_pattern does not use; add it there, or leave "
                     "it out"
                 )
-            found += [problem for field, value in own.items() if (problem := self._field_problem(name, field, value))]
-        return found
+            problems += [
+                problem for field, value in overrides.items() if (problem := self._field_problem(name, field, value))
+            ]
+        return problems
 
     def _field_problem(self, kind: str, name: str, value: Any) -> str | None:
         """Return why the blocks of a kind cannot have a value instead of the model's; None if they can."""
         where = f"model.layer_kinds {kind}"
-        if name not in OF_BLOCKS:
+        if name not in BLOCK_FIELDS:
             return (
-                f"{where} sets {name!r}, which cannot differ between blocks; use any of {', '.join(sorted(OF_BLOCKS))}"
+                f"{where} sets {name!r}, which cannot differ between blocks; use any of "
+                f"{', '.join(sorted(BLOCK_FIELDS))}"
             )
         hint = type_hints(type(self))[name]
         if is_dataclass(hint):
-            own = value if isinstance(value, Mapping) else {}
+            mapping = value if isinstance(value, Mapping) else {}
             hints = type_hints(hint)
-            wrong = next((key for key in own if key not in hints), None)
-            if wrong is not None or own is not value:
+            wrong = next((key for key in mapping if key not in hints), None)
+            if wrong is not None or mapping is not value:
                 return f"{where}: {name} is {value!r}, but must be a mapping of any of {', '.join(hints)}"
-            for key, each in own.items():
+            for key, each in mapping.items():
                 if not is_value_of(hints[key], each):
                     return f"{where}: {name}.{key} is {each!r}, but must be {in_words(hints[key])}"
             return None
@@ -499,18 +504,18 @@ class ModelConfig:
         return None
 
     def _head_problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.head_size is None and self.hidden_size % self.num_heads:
-            found.append(
+            problems.append(
                 f"model.hidden_size {self.hidden_size} is not divisible by model.num_heads "
                 f"{self.num_heads}; change one of them, or set model.head_size"
             )
         if self.num_heads % self.kv_heads:
-            found.append(
+            problems.append(
                 f"model.num_heads {self.num_heads} is not divisible by "
                 f"model.num_kv_heads {self.kv_heads}; pick a divisor of {self.num_heads}"
             )
-        return found + (self._latent_problems() or self._rotary_problems()) + self._chunk_problems()
+        return problems + (self._latent_problems() or self._rotary_problems()) + self._chunk_problems()
 
     def _latent_problems(self) -> list[str]:
         """Return one message for each rule of multi-latent attention that the fields break."""
@@ -529,23 +534,23 @@ class ModelConfig:
             "attention_sinks": (False,),
             "bias": tuple(each for each in BIASED if each != "qkv"),
         }
-        found = [
+        problems = [
             f"model.{name} is {getattr(self, name)!r} with model.kv_latent_size {self.kv_latent_size}; multi-latent "
             f"attention needs {' or '.join('null' if each is None else repr(each) for each in values)}"
             for name, values in needed.items()
             if getattr(self, name) not in values
         ]
         if self.rotary_head_size is None or self.rotary_head_size % 2:
-            found.append(
+            problems.append(
                 f"model.rotary_head_size is {self.rotary_head_size or 'null'} with model.kv_latent_size "
                 f"{self.kv_latent_size}; set it to an even number of channels"
             )
         elif self.value_dim > self.head_dim:
-            found.append(
+            problems.append(
                 f"model.value_head_size is {self.value_dim}; it must be at most model.head_size + "
                 f"model.rotary_head_size, {self.head_dim}"
             )
-        return found
+        return problems
 
     def _rotary_problems(self) -> list[str]:
         if self.positions != "rotary":
@@ -572,7 +577,7 @@ class ModelConfig:
         if self.attention_chunk_size is None:
             return []
         neutral = {"sliding_window": None, "attention_dropout": 0.0}
-        found = [
+        problems = [
             f"model.{name} is {getattr(self, name)} with model.attention_chunk_size {self.attention_chunk_size}; "
             f"attention in chunks has none: set model.{name} to {'null' if each is None else each}, or "
             "model.attention_chunk_size to null"
@@ -580,11 +585,11 @@ class ModelConfig:
             if getattr(self, name) != each
         ]
         if self.attention == "flex":
-            found.append(
+            problems.append(
                 "model.attention is 'flex', which does not support model.attention_chunk_size; set model.attention to "
                 "'auto'"
             )
-        return found
+        return problems
 
     def _expert_problems(self) -> list[str]:
         if self.num_experts is None:
@@ -603,29 +608,29 @@ class ModelConfig:
         return self._router_problems(self.num_experts)
 
     def _router_problems(self, num_experts: int) -> list[str]:
-        found = []
+        problems = []
         groups, chosen = self.router_groups, self.router_groups_chosen
         size, least = num_experts // groups, self.best_of_group
         if num_experts % groups or (groups > 1 and size < least):
-            found.append(
+            problems.append(
                 f"model.router_groups {groups} does not divide model.num_experts {num_experts} into equal groups of "
                 f"at least {least}; pick a divisor of {num_experts} that is at most {max(1, num_experts // least)}"
             )
         elif chosen > groups or self.experts_per_token > chosen * size:
-            found.append(
+            problems.append(
                 f"model.router_groups_chosen is {chosen}; it must be at most model.router_groups {groups}, and the "
                 f"chosen groups, of {size} experts each, must have model.experts_per_token {self.experts_per_token}"
             )
         if self.expert_bias == "scores" and self.router_scores != "softmax" and self.balances_experts:
-            found.append(
+            problems.append(
                 f"model.expert_bias is 'scores' with model.router_scores {self.router_scores!r}; that rule of version "
                 "0.1 is for softmax: set model.expert_bias to 'shares'"
             )
         if self.shared_expert_gate and self.shared_expert_size is None:
-            found.append(
+            problems.append(
                 "model.shared_expert_gate is true, but there is no shared expert; set model.shared_expert_size"
             )
-        return found
+        return problems
 
     def _activation_problems(self) -> list[str]:
         """Return one message for each field of another activation that is set."""
@@ -654,45 +659,45 @@ class ModelConfig:
         ]
 
     def _path_problems(self) -> list[str]:
-        found = self._mtp_problems() + self._activation_problems()
+        problems = self._mtp_problems() + self._activation_problems()
         if self.norm_position == "post" and self.kind == "gpt":
-            found.append(
+            problems.append(
                 "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich', 'output' "
                 "or 'stream'"
             )
         if not self.attention_norm and self.norm_position != "pre":
-            found.append(
+            problems.append(
                 f"model.attention_norm is false with model.norm_position {self.norm_position!r}; only in 'pre' it can "
                 "be left out: set model.norm_position to 'pre' or model.attention_norm to true"
             )
         if self.parallel_residual and self.norm_position != "pre":
-            found.append(
+            problems.append(
                 f"model.parallel_residual is true with model.norm_position {self.norm_position!r}; parallel branches "
                 "have a norm before each: set model.norm_position to 'pre' or model.parallel_residual to false"
             )
         if self.attention in ("sdpa", "flex") and self.why_unfused is not None:
             field = self.why_unfused.split()[0]
-            found.append(
+            problems.append(
                 f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
                 f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
             )
         if self.attention_softcap is not None and self.positions == "alibi":
-            found.append(
+            problems.append(
                 f"model.attention_softcap is {self.attention_softcap} with model.positions 'alibi', whose scores have "
                 "no limit; set model.attention_softcap to null, or other model.positions"
             )
         if self.attention == "flex" and self.why_pieces is not None:
-            found.append(
+            problems.append(
                 f"model.attention is 'flex', which does not support {self.why_pieces}; set model.attention to 'auto'"
             )
         if self.qk_norm_over == "projection" and self.normalization == "rms_norm_unit_offset":
-            found.append(
+            problems.append(
                 "model.qk_norm_over is 'projection', which has no norm with a unit offset; set model.normalization to "
                 "'rms_norm', or model.qk_norm_over to 'head'"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
-            found.append(
+            problems.append(
                 f"model.qk_norm_over is {self.qk_norm_over!r} but model.qk_norm is false; "
                 "set model.qk_norm to true, or model.qk_norm_over to 'head'"
             )
-        return found
+        return problems

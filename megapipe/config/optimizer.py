@@ -93,21 +93,21 @@ class OptimizerConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break; optim/scaling.py checks the learning rate."""
-        found = bound_problems(self, "optimizer")
+        problems = bound_problems(self, "optimizer")
         if self.moment_dtype == "bf16":
-            found += self._bf16_moment_problems()
+            problems += self._bf16_moment_problems()
         if self.momentum and self.name != "sgd":
-            found.append(
+            problems.append(
                 f"optimizer.momentum is {self.momentum} but optimizer.name is {self.name}, whose momentum is "
                 f"{'optimizer.muon.momentum' if self.name == 'muon' else 'the first of optimizer.betas'}; set that "
                 "instead, or optimizer.name to sgd"
             )
         if self.name != "muon" and self.muon != MuonConfig():
-            found.append(
+            problems.append(
                 f"optimizer.muon is set but optimizer.name is {self.name}; "
                 "set optimizer.name muon, or leave optimizer.muon out"
             )
-        return found
+        return problems
 
     def _bf16_moment_problems(self) -> list[str]:
         if self.name != "adamw":
@@ -144,14 +144,14 @@ class LossScaleConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""
-        found = bound_problems(self, "loss_scale")
-        if not found and self.initial < self.lowest:
+        problems = bound_problems(self, "loss_scale")
+        if not problems and self.initial < self.lowest:
             least = f"loss_scale.minimum {self.lowest}, for example 65536"
-            found.append(
+            problems.append(
                 f"loss_scale.initial is {self.initial}; it must be at least "
                 f"{least if self.kind == 'dynamic' else '2^-24, for example 1024'}"
             )
-        return found
+        return problems
 
     @property
     def lowest(self) -> float:

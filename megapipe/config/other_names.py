@@ -366,13 +366,13 @@ def hint(name: str, known: Collection[str]) -> str:
         known: every option of the parser, such as `model.num_layers`.
     """
     last = name.rpartition(".")[2]
-    same = [each for each in known if each.rpartition(".")[2] == last]
+    matches = [each for each in known if each.rpartition(".")[2] == last]
     elsewhere = "." in name and any(name in names for names in (*OTHER_NAMES.values(), *WITHOUT_FIELD.values()))
-    if len(same) == 1 and not elsewhere:
-        return f"; did you mean {same[0]!r}?"
+    if len(matches) == 1 and not elsewhere:
+        return f"; did you mean {matches[0]!r}?"
     programs: dict[tuple[str, str], list[str]] = {}
     for program, targets in OTHER_NAMES.items():
-        other = _named(name, targets)
+        other = _matching_name(name, targets)
         if other and split_target(targets[other])[0] in known:
             programs.setdefault((other, targets[other]), []).append(f"{program}'s")
     if programs:
@@ -381,7 +381,7 @@ def hint(name: str, known: Collection[str]) -> str:
         )
         return f"; {', '.join(meanings)}"
     for program, reasons in WITHOUT_FIELD.items():
-        if other := _named(name, reasons):
+        if other := _matching_name(name, reasons):
             return f"; {program}'s {other} has no field here: {reasons[other]}"
     return nearest(name, known)
 
@@ -398,12 +398,12 @@ def _in_words(target: str) -> str:
     return f"--{option} here{f' ({remark})' if remark else ''}"
 
 
-def _named(name: str, names: Collection[str]) -> str | None:
+def _matching_name(name: str, names: Collection[str]) -> str | None:
     """Return the one of `names` that an option has: the same name, or else the only one that is equal without
     sections."""
     last = name.rpartition(".")[2]
     for exact in (name, last):
         if exact in names:
             return exact
-    alike = [each for each in names if each.rpartition(".")[2] == last]
-    return alike[0] if len(alike) == 1 else None
+    matches = [each for each in names if each.rpartition(".")[2] == last]
+    return matches[0] if len(matches) == 1 else None

@@ -85,8 +85,8 @@ class MeshShape:
 
     def group_of(self, rank: int, *names: str) -> tuple[int, ...]:
         """Return the group of `partition` that a rank is in."""
-        own, free = self.coordinates(rank), [name for name in DIMENSIONS if name in names]
-        return tuple(self.rank_of(own | dict(inner)) for inner in self._walk(free))
+        coordinates, free = self.coordinates(rank), [name for name in DIMENSIONS if name in names]
+        return tuple(self.rank_of(coordinates | dict(inner)) for inner in self._walk(free))
 
     def stage_partition(self, stages: tuple[int, ...]) -> Partition:
         """Return, for each tensor coordinate, the ranks of all replicas at the pipeline coordinates `stages`, replica
@@ -117,7 +117,7 @@ class LayerStrategy:
     """Whether a block multiplies in fp8, with training.fp8."""
 
 
-SAME = LayerStrategy()
+NO_CHOICES = LayerStrategy()
 """A layer that does nothing differently."""
 
 
@@ -132,15 +132,15 @@ def strategy_of(layers: Mapping[str, LayerStrategy], name: str) -> LayerStrategy
         name: name of the layer, or of one of its parameters.
     """
     if not layers:
-        return SAME
+        return NO_CHOICES
     kind, _, rest = name.partition(".")
     block = rest.partition(".")[0]
     ranges = [key for key in layers if kind == "blocks" and "-" in key and int(block) in _range(key)]
-    found: dict[str, Any] = {}
+    choices: dict[str, Any] = {}
     for key in (kind, *ranges, f"{kind}.{block}"):
         if key in layers:
-            found |= {field: value for field, value in vars(layers[key]).items() if value is not None}
-    return LayerStrategy(**found)
+            choices |= {field: value for field, value in vars(layers[key]).items() if value is not None}
+    return LayerStrategy(**choices)
 
 
 def _range(key: str) -> range:
@@ -150,8 +150,8 @@ def _range(key: str) -> range:
 
 def zero_stage_of(config: "PretrainConfig", name: str) -> int:
     """Return the ZeRO stage of a layer. name: name of the layer, or of one of its parameters."""
-    own = strategy_of(config.parallel.layers, name).zero
-    return config.zero.stage if own is None else own
+    stage = strategy_of(config.parallel.layers, name).zero
+    return config.zero.stage if stage is None else stage
 
 
 def is_fp8(config: "PretrainConfig", block: int) -> bool:
@@ -159,9 +159,9 @@ def is_fp8(config: "PretrainConfig", block: int) -> bool:
     training = config.training
     if training.fp8 == "none":
         return False
-    own = strategy_of(config.parallel.layers, f"blocks.{block}").fp8
-    chosen = training.fp8_first_kept <= block < config.model.num_layers - training.fp8_last_kept
-    return chosen if own is None else own
+    choice = strategy_of(config.parallel.layers, f"blocks.{block}").fp8
+    default = training.fp8_first_kept <= block < config.model.num_layers - training.fp8_last_kept
+    return default if choice is None else choice
 
 
 def recompute_method(config: "PretrainConfig", name: str) -> str:
@@ -172,15 +172,15 @@ def recompute_method(config: "PretrainConfig", name: str) -> str:
     """
     if not name.startswith("blocks"):
         return "none"
-    own = strategy_of(config.parallel.layers, name).recompute
-    return config.recompute.method if own is None else own
+    method = strategy_of(config.parallel.layers, name).recompute
+    return config.recompute.method if method is None else method
 
 
 def strategy_problems(config: "PretrainConfig") -> list[str]:
     """Return one message for each rule that `parallel.layers` breaks."""
     problems, taken = [], dict[int, str]()
     blocks = config.model.num_layers
-    for key, own in config.parallel.layers.items():
+    for key, strategy in config.parallel.layers.items():
         where = f"parallel.layers {key}"
         match = _NAME.fullmatch(key)
         if match is None:
@@ -197,42 +197,42 @@ def strategy_problems(config: "PretrainConfig") -> list[str]:
                     f"{blocks - 1}, and a range starts with the smaller number"
                 )
             elif match["last"] is not None:
-                double = next((taken[block] for block in range(first, last + 1) if block in taken), None)
-                if double is not None:
-                    problems.append(f"parallel.layers {double} and {key} overlap; give each block one range")
+                other_key = next((taken[block] for block in range(first, last + 1) if block in taken), None)
+                if other_key is not None:
+                    problems.append(f"parallel.layers {other_key} and {key} overlap; give each block one range")
                 taken |= dict.fromkeys(range(first, last + 1), key)
-        problems += _own_problems(config, own, where, is_block=key.startswith("blocks"))
+        problems += _layer_problems(config, strategy, where, is_block=key.startswith("blocks"))
     return problems
 
 
-def _own_problems(config: "PretrainConfig", own: LayerStrategy, where: str, *, is_block: bool) -> list[str]:
+def _layer_problems(config: "PretrainConfig", strategy: LayerStrategy, where: str, *, is_block: bool) -> list[str]:
     problems = []
-    if own.zero is not None and not 1 <= own.zero <= config.zero.stage:
-        problems.append(f"{where}: zero {own.zero} must be from 1 to zero.stage, which is {config.zero.stage}")
+    if strategy.zero is not None and not 1 <= strategy.zero <= config.zero.stage:
+        problems.append(f"{where}: zero {strategy.zero} must be from 1 to zero.stage, which is {config.zero.stage}")
     for name in ("recompute", "offload", "fp8"):
-        if getattr(own, name) is not None and not is_block:
+        if getattr(strategy, name) is not None and not is_block:
             problems.append(f"{where}: {name} is only for transformer blocks; leave it out")
-    if own.recompute is not None and config.recompute.method == "auto":
+    if strategy.recompute is not None and config.recompute.method == "auto":
         problems.append(
-            f"{where}: recompute {own.recompute} cannot be combined with recompute.method "
+            f"{where}: recompute {strategy.recompute} cannot be combined with recompute.method "
             "auto, which chooses for all blocks; set recompute.method none, selective or full"
         )
-    if own.recompute not in (None, "none") and config.offload.activations == "auto":
+    if strategy.recompute not in (None, "none") and config.offload.activations == "auto":
         problems.append(
-            f"{where}: recompute {own.recompute} cannot be combined with offload.activations auto, which chooses by "
-            "itself what to recompute; set offload.activations none or blocks"
+            f"{where}: recompute {strategy.recompute} cannot be combined with offload.activations auto, which chooses "
+            "by itself what to recompute; set offload.activations none or blocks"
         )
-    if own.recompute == "selective" and (config.training.compile or config.offload.activations != "none"):
+    if strategy.recompute == "selective" and (config.training.compile or config.offload.activations != "none"):
         problems.append(
             f"{where}: recompute selective cannot be combined with training.compile "
             "or offload.activations; set recompute full for these blocks"
         )
-    if own.offload is not None and config.offload.activations != "blocks":
+    if strategy.offload is not None and config.offload.activations != "blocks":
         problems.append(
             f"{where}: offload needs offload.activations blocks, and it is "
             f"{config.offload.activations}; set it to blocks, or leave offload out"
         )
-    if own.fp8 is not None and config.training.fp8 == "none":
+    if strategy.fp8 is not None and config.training.fp8 == "none":
         problems.append(f"{where}: fp8 needs training.fp8 tensorwise or rowwise; set it, or leave fp8 out")
     return problems
 
@@ -303,13 +303,13 @@ class ParallelConfig:
                 f"parallel.sequence is true but parallel.tensor is {self.tensor}; sequence parallelism splits tokens "
                 "over tensor ranks: set parallel.tensor to 2 or more, or parallel.sequence to false"
             ]
-        parts = self.context * self.tensor * chunks
-        if parts > 0 and sequence_length % parts:
+        divisor = self.context * self.tensor * chunks
+        if divisor > 0 and sequence_length % divisor:
             factors = (("context", self.context), ("tensor", self.tensor), ("sequence_chunks", chunks))
             named = " x ".join(f"parallel.{name} {size}" for name, size in factors if size > 1)
             return [
                 f"data.sequence_length {sequence_length} is not divisible by {named}, as parallel.sequence requires; "
-                f"use a multiple of {parts}, or set parallel.sequence to false"
+                f"use a multiple of {divisor}, or set parallel.sequence to false"
             ]
         return []
 
@@ -351,7 +351,7 @@ class ZeroConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""
-        found = bound_problems(self, "zero")
+        problems = bound_problems(self, "zero")
         plain = ZeroConfig()
         needed = {
             "weight_buffers": 3,
@@ -362,20 +362,20 @@ class ZeroConfig:
             "expert_shard_size": 1,
             "reduce_dtype": 1,
         }
-        found += [
+        problems += [
             f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does "
             f"not use it; set zero.stage to at least {least}, or leave zero.{name} out"
             for name, least in needed.items()
             if self.stage < least and getattr(self, name) != getattr(plain, name)
         ]
-        for what in ("weight", "gradient"):
-            memory, buffers = getattr(self, f"{what}_memory"), getattr(self, f"{what}_buffers")
-            if memory is not None and buffers != getattr(plain, f"{what}_buffers"):
-                found.append(
-                    f"zero.{what}_memory {memory} and zero.{what}_buffers "
+        for buffer in ("weight", "gradient"):
+            memory, buffers = getattr(self, f"{buffer}_memory"), getattr(self, f"{buffer}_buffers")
+            if memory is not None and buffers != getattr(plain, f"{buffer}_buffers"):
+                problems.append(
+                    f"zero.{buffer}_memory {memory} and zero.{buffer}_buffers "
                     f"{buffers} both limit the same; leave one of the two out"
                 )
-        return found
+        return problems
 
     def whole_layers(self) -> tuple[tuple[int, float], tuple[int, float]]:
         """Return the minimum and maximum number of layers whose weights a rank holds whole at once at stage 3, and
@@ -449,12 +449,12 @@ class ScheduleConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each option that cannot be combined with a schedule file."""
-        found = bound_problems(self, "schedule")
+        problems = bound_problems(self, "schedule")
         if not self.file:
-            return found
-        open_to_files = ("file", "receive_ahead", "chunks", "group_size", "max_pending", "slice_split")
-        options = (each for each in fields(self) if each.name not in open_to_files)
-        return found + [
+            return problems
+        allowed_with_file = ("file", "receive_ahead", "chunks", "group_size", "max_pending", "slice_split")
+        options = (each for each in fields(self) if each.name not in allowed_with_file)
+        return problems + [
             f"schedule.{each.name} is {getattr(self, each.name)!r}, and the schedule is the file {self.file}, which "
             f"defines it completely: leave schedule.{each.name} out, or name a schedule instead of the file"
             for each in options

@@ -47,24 +47,24 @@ class RopeScaling:
         """Return one message for each broken rule. theta: base of the wavelengths. channels: number of rotated
         channels."""
         place, pairs = f"model.rope_scaling.kind is {self.kind!r}", channels // 2
-        found = []
+        problems = []
         if self.kind == "longrope":
             lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
-            found += [
-                f"{place}, but model.rope_scaling.{name} has {len(given)} numbers; it must have {pairs}, one for each "
-                "rotated pair of channels"
-                for name, given in lists.items()
-                if len(given) != pairs
+            problems += [
+                f"{place}, but model.rope_scaling.{name} has {len(numbers)} numbers; it must have {pairs}, one for "
+                "each rotated pair of channels"
+                for name, numbers in lists.items()
+                if len(numbers) != pairs
             ]
         if self.kind == "longrope" and self.original_length == 1:
-            found.append(f"{place} and model.rope_scaling.original_length is 1; it must be at least 2")
+            problems.append(f"{place} and model.rope_scaling.original_length is 1; it must be at least 2")
         if self.kind == "yarn" and theta <= 1:
-            found.append(f"{place} and model.rope_theta is {theta}; it must be above 1")
+            problems.append(f"{place} and model.rope_theta is {theta}; it must be above 1")
         if self.kind == "dynamic" and channels == 2:
-            found.append(
+            problems.append(
                 f"{place}, but only 2 channels are rotated; it needs 4: set model.rotary_fraction or head_size"
             )
-        return found
+        return problems
 
 
 def yarn_growth(factor: float, weight: float) -> float:

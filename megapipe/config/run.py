@@ -59,28 +59,28 @@ class DataConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""
-        found = bound_problems(self, "data")
+        problems = bound_problems(self, "data")
         if self.prefix and self.blend:
-            found.append(
+            problems.append(
                 f"data.prefix is {self.prefix!r} and data.blend has {len(self.blend)} shards; leave one of them out"
             )
         if not self.prefix and not self.blend:
-            found.append(
+            problems.append(
                 "data.prefix is empty; set it to the path of a shard without its .bin/.idx ending, as printed by "
                 "megapipe preprocess, or list several shards in data.blend"
             )
         if "" in self.blend:
-            found.append("data.blend has a shard without a name; write its path without its .bin/.idx ending")
+            problems.append("data.blend has a shard without a name; write its path without its .bin/.idx ending")
         if self.order == "megatron" and self.pack != "concat":
-            found.append(
+            problems.append(
                 f"data.pack is {self.pack} but data.order is megatron, which "
                 "needs data.pack concat; set that, or data.order to keyed"
             )
         if not self.fim_rate and self.fim_tokens is not None:
-            found.append(
+            problems.append(
                 f"data.fim_tokens is {self.fim_tokens} but data.fim_rate is 0; set data.fim_rate, or leave both out"
             )
-        return found
+        return problems
 
     def token_problems(self, vocabulary_size: int) -> list[str]:
         """Return at most one message: about tokens for fill-in-the-middle that a vocabulary of this size lacks."""
@@ -159,18 +159,18 @@ class CheckpointConfig:
 
     def problems(self) -> list[str]:
         """Return one message for every rule that a single field breaks."""
-        found = bound_problems(self, "checkpoint")
+        problems = bound_problems(self, "checkpoint")
         if self.snapshot == "next_step" and not self.asynchronous:
-            found.append(
+            problems.append(
                 "checkpoint.snapshot is next_step and checkpoint.asynchronous false, which copies nothing; set "
                 "checkpoint.asynchronous true, or leave checkpoint.snapshot out"
             )
         if self.keep_every is not None and self.keep_last is None:
-            found.append(
+            problems.append(
                 f"checkpoint.keep_every is {self.keep_every} and checkpoint.keep_last null, which keeps every "
                 "checkpoint anyway; set checkpoint.keep_last to at least 1, or leave checkpoint.keep_every out"
             )
-        return found
+        return problems
 
 
 @dataclass(kw_only=True)
@@ -280,24 +280,24 @@ class BatchConfig:
 
     def problems(self) -> list[str]:
         """Return one message for each broken rule; rules of the ramp that depend on the layout are checked later."""
-        found = bound_problems(self, "batch")
+        problems = bound_problems(self, "batch")
         if self.ramp_start is None:
             if self.ramp_samples:
-                found.append(
+                problems.append(
                     f"batch.ramp_samples is {self.ramp_samples} but batch.ramp_start is "
                     "null; set batch.ramp_start to the first batch size, or leave both out"
                 )
-            return found
+            return problems
         if self.ramp_start > self.global_size:
-            found.append(
+            problems.append(
                 f"batch.ramp_start is {self.ramp_start}; it must be at most batch.global_size {self.global_size}"
             )
         if self.ramp_samples == 0:
-            found.append(
+            problems.append(
                 f"batch.ramp_samples is {self.ramp_samples}; a ramp from batch.ramp_start "
                 f"{self.ramp_start} needs at least 1, or leave batch.ramp_start out"
             )
-        return found
+        return problems
 
 
 @dataclass(kw_only=True)
@@ -402,45 +402,45 @@ class PretrainConfig:
 
         `megapipe.training.validation` adds these and further checks.
         """
-        found = self.data.token_problems(self.model.vocabulary_size)
+        problems = self.data.token_problems(self.model.vocabulary_size)
         if not self.training.directory:
-            found.append("training.directory is empty; name a folder, such as runs/default")
-        found += self.parallel.sequence_problems(self.data.sequence_length)
+            problems.append("training.directory is empty; name a folder, such as runs/default")
+        problems += self.parallel.sequence_problems(self.data.sequence_length)
         if self.data.sequence_length > self.model.max_positions:
-            found.append(
+            problems.append(
                 f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "
                 f"{self.model.max_positions}; shorten the samples or raise model.max_positions"
             )
         length = self.data.sequence_length
-        found += [
+        problems += [
             f"data.sequence_length {length} is not a multiple of model.attention_chunk_size {chunk}; use "
             f"{length // chunk * chunk}, for example"
             for chunk in self.model.chunk_sizes(length)
             if length % chunk
         ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
-            found.append(
+            problems.append(
                 "model.attention is 'flex' but data.isolate_documents is false; flex is only for isolated documents: "
                 "set data.isolate_documents to true, or model.attention to auto"
             )
         if self.recompute.method == "selective" and self.training.compile:
-            found.append(
+            problems.append(
                 "recompute.method selective cannot be combined with training.compile, which chooses by itself what to "
                 "recompute in a block; leave one of them out, or set recompute.method full"
             )
         if self.training.precision != "fp16" and self.loss_scale != LossScaleConfig():
-            found.append(
+            problems.append(
                 f"loss_scale is set but training.precision is {self.training.precision}; only "
                 "fp16 scales its loss: set training.precision fp16, or leave loss_scale out"
             )
-        found += self._fp8_problems() + self._expert_problems()
+        problems += self._fp8_problems() + self._expert_problems()
         if not self.training.master_weights and self.training.precision != "bf16":
-            found.append(
+            problems.append(
                 f"training.master_weights is false but training.precision is {self.training.precision}; only bf16 can "
                 "train without master weights: set training.precision bf16, or training.master_weights true"
             )
         if self.recompute.method == "selective" and self.offload.activations != "none":
-            found.append(
+            problems.append(
                 f"recompute.method selective cannot be combined with offload.activations {self.offload.activations}: "
                 "recomputation keeps its inputs on the device, so they cannot be offloaded; set recompute.method none "
                 "or full, or offload.activations none"
@@ -450,64 +450,64 @@ class PretrainConfig:
             and self.recompute.num_blocks is None
             and self.offload.activations == "blocks"
         ):
-            found.append(
+            problems.append(
                 "recompute.method full recomputes every block, so offload.activations blocks "
                 "has nothing to move; set recompute.num_blocks, or leave one of the two out"
             )
         if self.recompute.method == "full" and self.offload.activations == "auto":
-            found.append(
+            problems.append(
                 "recompute.method full cannot be combined with offload.activations auto, which chooses by itself what "
                 "to recompute; set recompute.method none, or offload.activations blocks"
             )
-        found += self.budget_problems() + strategy_problems(self)
+        problems += self.budget_problems() + strategy_problems(self)
         if self.offload.weights and self.zero.stage:
-            found.append(
+            problems.append(
                 f"offload.weights cannot be combined with zero.stage {self.zero.stage}: replicas that shard their "
                 "state do not fetch weights from host memory; set zero.stage 0, or offload.weights false"
             )
-        found += self._skipping_problems()
+        problems += self._skipping_problems()
         for name in ("parallel", "training", "evaluation", "profile", "watchdog", "spikes"):
-            found += bound_problems(getattr(self, name), name)
-        parts = (self.data, self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute)
-        faults = (self.offload, self.checkpoint, self.reliability)
-        return found + [problem for part in (*parts, *faults) for problem in part.problems()]
+            problems += bound_problems(getattr(self, name), name)
+        sections = (self.data, self.batch, self.zero, self.schedule, self.optimizer, self.loss_scale, self.recompute)
+        more_sections = (self.offload, self.checkpoint, self.reliability)
+        return problems + [problem for section in (*sections, *more_sections) for problem in section.problems()]
 
     def budget_problems(self) -> list[str]:
         """Return one message for each option that rules out recompute.method auto."""
         if self.recompute.method != "auto":
             return []
-        found = []
+        problems = []
         if self.schedule.file:
-            found.append(
+            problems.append(
                 f"recompute.method auto cannot be combined with the schedule file {self.schedule.file}, which may "
                 "contain recomputation itself; set schedule.name to a named schedule, or set another recompute.method"
             )
         if self.offload.activations != "none":
-            found.append(
+            problems.append(
                 f"recompute.method auto cannot be combined with offload.activations {self.offload.activations}: both "
                 "choose what blocks save; set offload.activations none, or recompute.method none and "
                 "offload.activations auto, which recomputes too"
             )
-        return found
+        return problems
 
     def _skipping_problems(self) -> list[str]:
-        found = []
+        problems = []
         if self.training.precision == "fp16" and not self.reliability.skip_non_finite:
-            found.append(
+            problems.append(
                 "training.precision fp16 adjusts its loss scale by skipping steps, but reliability.skip_non_finite is "
                 "false; set it to true, or training.precision to bf16"
             )
         if self.data.order == "megatron" and (self.spikes.watched or self.reliability.skip_samples):
-            found.append(
+            problems.append(
                 "data.order megatron builds exactly the samples of training.steps, so no sample can be skipped; set "
                 "data.order keyed, or leave spikes and reliability.skip_samples out"
             )
         if self.spikes.watched and not self.checkpoint.saves_between:
-            found.append(
+            problems.append(
                 "spikes is set but the run saves no checkpoints before its end, so there "
                 "is no checkpoint to go back to; set checkpoint.every, or leave spikes out"
             )
-        return found
+        return problems
 
     def _fp8_problems(self) -> list[str]:
         """Return one message for each broken rule of fp8."""
@@ -540,33 +540,33 @@ class PretrainConfig:
 
     def _expert_problems(self) -> list[str]:
         """Return one message for each option that cannot be combined with a mixture of experts."""
-        with_some = [each for each in self.model.kinds_of_layers.values() if each.num_experts is not None]
-        if not with_some:
+        expert_models = [each for each in self.model.kinds_of_layers.values() if each.num_experts is not None]
+        if not expert_models:
             size = self.zero.expert_shard_size
             message = (
                 f"zero.expert_shard_size is {size}, but the model has no experts; set model.num_experts, or leave it"
             )
             return [] if size is None else [f"{message} out"]
-        with_experts = f"cannot be combined with model.num_experts {with_some[0].num_experts}"
+        conflict = f"cannot be combined with model.num_experts {expert_models[0].num_experts}"
         problems = []
         if self.training.fp8 != "none":
             problems.append(
-                f"training.fp8 {self.training.fp8} {with_experts}: experts "
+                f"training.fp8 {self.training.fp8} {conflict}: experts "
                 "have no fp8 matrix products; set training.fp8 none"
             )
         if self.training.compile:
             problems.append(
-                f"training.compile {with_experts}: the number of tokens per expert changes from step to step, but "
+                f"training.compile {conflict}: the number of tokens per expert changes from step to step, but "
                 "blocks are compiled for fixed sizes; set training.compile false"
             )
         if self.optimizer.name == "muon":
             problems.append(
-                f"optimizer.name muon {with_experts}: the matrices of all "
+                f"optimizer.name muon {conflict}: the matrices of all "
                 "experts are one parameter; set optimizer.name adamw or sgd"
             )
-        if any(each.balances_experts for each in with_some) and not self.training.master_weights:
+        if any(each.balances_experts for each in expert_models) and not self.training.master_weights:
             problems.append(
-                f"training.master_weights false {with_experts}: bf16 would round away the "
+                f"training.master_weights false {conflict}: bf16 would round away the "
                 f"bias updates of model.expert_balance_rate {self.model.expert_balance_rate}; "
                 "set training.master_weights true, or model.expert_balance_rate 0"
             )

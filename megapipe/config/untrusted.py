@@ -109,11 +109,11 @@ def is_of_type(value: Any, declared: Any) -> bool:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"it has the key {twice!r} twice in one object; keep one of them")
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        repeated = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"it has the key {repeated!r} twice in one object; keep one of them")
+    return values
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -175,14 +175,14 @@ class StrictLoader(yaml.SafeLoader):
 
 def _mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     pairs = [(loader.construct_object(key, deep=True), key.start_mark.line + 1, value) for key, value in node.value]
-    found: dict[Any, Any] = {}
+    values: dict[Any, Any] = {}
     for key, line, value in pairs:
         if isinstance(key, (dict, list)):
             raise yaml.YAMLError(f"line {line}: a list or mapping is used as a key; write a name")
-        if key in found:
+        if key in values:
             raise yaml.YAMLError(f"line {line}: the key {key!r} appears twice in one mapping; keep one of them")
-        found[key] = loader.construct_object(value, deep=True)
-    return found
+        values[key] = loader.construct_object(value, deep=True)
+    return values
 
 
 StrictLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)

@@ -155,8 +155,8 @@ class Masked(NamedTuple):
 class Masking:
     """The rule for masking tokens.
 
-    lengths: float64 [max_ngram], cumulative probabilities of the number of words in a range. alike: whether one random
-    draw decides the replacement of all tokens of a range, instead of one draw for each token.
+    lengths: float64 [max_ngram], cumulative probabilities of the number of words in a range. same_replacement: whether
+    one random draw decides the replacement of all tokens of a range, instead of one draw for each token.
     """
 
     vocabulary: BertVocabulary

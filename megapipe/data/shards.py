@@ -218,7 +218,7 @@ class IndexedDataset:
         self._random_tokens = self._tokens is not None and _advise(self._tokens, "MADV_RANDOM")
 
     def window(self, begin: int, end: int) -> np.ndarray:
-        """Return tokens [begin, end) in the shard's dtype. After `scatter`, all their pages are requested at once."""
+        """Return tokens [begin, end) in the shard's dtype. After `advise_random_tokens`, request all pages at once."""
         tokens = self.tokens
         if self._random_tokens and self._tokens is not None:
             item = self.dtype.itemsize

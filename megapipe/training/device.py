@@ -17,9 +17,9 @@ SIZES = {"cpu": 512, "cuda": 4096}
 """Rows and columns of the timed matrices by kind of device: similar to those of a micro-batch, but small enough that a
 product takes only milliseconds where bf16 is emulated."""
 REPEATS = 8
-COPIED = 64 * 2**20
+COPY_BYTES = 64 * 2**20
 """Bytes of each timed copy."""
-COPIES = 5
+COPY_REPEATS = 5
 
 
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
@@ -39,9 +39,9 @@ def product_flops(dtype: torch.dtype, device: torch.device) -> float:
 def copy_bandwidth(device: torch.device) -> float:
     """Return the bytes per second of a copy to page-locked host memory, or within the memory of a CPU; best of
     several."""
-    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    target = torch.zeros(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    return COPIED / min(seconds_of(lambda: target.copy_(source), device, COPIES))
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.zeros(COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    return COPY_BYTES / min(seconds_of(lambda: target.copy_(source), device, COPY_REPEATS))
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int, warm_up: int = 1) -> list[float]:
@@ -79,11 +79,11 @@ def with_precision(
         say(f"precision: {resumed}, as in the checkpoint")
         choice = cast(Precision, resumed)
     else:
-        choice = mesh.world.all_gather_object(_faster(mesh.device, say) if mesh.rank == 0 else None)[0]
+        choice = mesh.world.all_gather_object(_faster_precision(mesh.device, say) if mesh.rank == 0 else None)[0]
     return replace(config, training=replace(config.training, precision=choice))
 
 
-def _faster(device: torch.device, say: Callable[[str], None]) -> Precision:
+def _faster_precision(device: torch.device, say: Callable[[str], None]) -> Precision:
     bf16, fp32 = product_seconds(torch.bfloat16, device), product_seconds(torch.float32, device)
     choice: Precision = "bf16" if bf16 < fp32 else "fp32"
     size = SIZES[device.type]
@@ -95,7 +95,7 @@ def _faster(device: torch.device, say: Callable[[str], None]) -> Precision:
 
 
 if __name__ == "__main__":
-    print(_faster(torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda line: None))
+    print(_faster_precision(torch.device("cuda" if torch.cuda.is_available() else "cpu"), lambda line: None))
 
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
@@ -120,10 +120,10 @@ M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 """Option numbers of mallopt(3): the free memory at the top of the heap above which it is returned to the system, and
 the size above which a block gets its own mapping."""
-NEVER = 2**31 - 1
-LARGEST = (2**30, 2**25)
+MAX_TRIM_THRESHOLD = 2**31 - 1
+MMAP_THRESHOLDS = (2**30, 2**25)
 """Thresholds for mappings. The first one that the C library accepts is used; some accept none above 32 MiB."""
-CHOSEN_BY_USER = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
+USER_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 """Environment variables with which a user chooses an allocator or its options."""
 
 
@@ -136,11 +136,11 @@ def keep_freed_memory(environment: Mapping[str, str] = os.environ) -> bool:
 
     Nothing changes if the C library has no such options, or if the environment chooses otherwise.
     """
-    if any(environment.get(name) for name in CHOSEN_BY_USER):
+    if any(environment.get(name) for name in USER_VARIABLES):
         return False
     try:
         set_option = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    kept = any(set_option(M_MMAP_THRESHOLD, size) for size in LARGEST)
-    return bool(set_option(M_TRIM_THRESHOLD, NEVER)) and kept
+    kept = any(set_option(M_MMAP_THRESHOLD, size) for size in MMAP_THRESHOLDS)
+    return bool(set_option(M_TRIM_THRESHOLD, MAX_TRIM_THRESHOLD)) and kept

@@ -138,32 +138,32 @@ class _Place(NamedTuple):
 
 def _places(ranks: Sequence[Rank], needs: Sequence[Need] | None = None) -> Iterator[_Place]:
     """Yield every device and host whose free memory is known. needs: one per rank; by default those in `ranks`."""
-    wanted: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
+    needed: defaultdict[tuple[str, str, str], list[int]] = defaultdict(list)
     free: dict[tuple[str, str, str], Free] = {}
     for rank, need in zip(ranks, needs or [each.need for each in ranks], strict=True):
-        for device, identity, num_bytes, there in (
+        for device, identity, num_bytes, free_memory in (
             (rank.device, rank.device_id, need.device, rank.free_on_device),
             ("", rank.host_id, need.host, rank.free_on_host),
         ):
-            if num_bytes and there is not None:
+            if num_bytes and free_memory is not None:
                 place = rank.host, device, identity
-                wanted[place].append(num_bytes)
-                free[place] = min(there, free.get(place, there))
-    for place, sizes in wanted.items():
-        there, (host, device, _) = free[place], place
+                needed[place].append(num_bytes)
+                free[place] = min(free_memory, free.get(place, free_memory))
+    for place, sizes in needed.items():
+        free_memory, (host, device, _) = free[place], place
         sharing = f" for {len(sizes)} ranks" if len(sizes) > 1 else ""
         where = f"{device} of host {host}" if device else f"host {host}"
         yield _Place(
             f"{bytes_text(sum(sizes))} on {where}{sharing}, and "
-            f"{bytes_text(there.num_bytes)} are free{there.limit and f' ({there.limit})'}",
-            sum(sizes) - there.num_bytes,
+            f"{bytes_text(free_memory.num_bytes)} are free{free_memory.limit and f' ({free_memory.limit})'}",
+            sum(sizes) - free_memory.num_bytes,
         )
 
 
 def suggestions(config: PretrainConfig, ranks: Sequence[Rank]) -> list[str]:
     """Return up to three changes, each of another kind, with which every rank is predicted to fit."""
-    fitting = (next((each for each in kind if fits(each, ranks)), None) for kind in _kinds(config, len(ranks)))
-    changes = (each.flags(config, len(ranks)) for each in fitting if each is not None)
+    fitting_changes = (next((each for each in kind if fits(each, ranks)), None) for kind in _kinds(config, len(ranks)))
+    changes = (each.flags(config, len(ranks)) for each in fitting_changes if each is not None)
     return list(islice(changes, SUGGESTIONS))
 
 
@@ -178,8 +178,8 @@ class Change:
         """Return the flags that make the change."""
         old, new = flat(asdict(before)), flat(asdict(self.config))
         flags = " ".join(f"--{name} {_flag(value)}" for name, value in new.items() if value != old[name])
-        more = f" on {world_size * self.times:,} ranks, {self.times} times the hosts or devices"
-        return flags + (more if self.times > 1 else "")
+        more_ranks = f" on {world_size * self.times:,} ranks, {self.times} times the hosts or devices"
+        return flags + (more_ranks if self.times > 1 else "")
 
 
 def fits(change: Change, ranks: Sequence[Rank]) -> bool:
@@ -197,15 +197,15 @@ def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> boo
     shape = mesh_shape(config, world_size)
     # Ranks with the same pipeline coordinate need the same memory, except for Muon's shards of whole matrices.
     if config.optimizer.name == "muon" and config.zero.stage > 0:
-        first = list(range(world_size))
+        checked_ranks = list(range(world_size))
     else:
-        places = range(shape.sizes["pipeline"])
-        first = [shape.rank_of({"pipeline": place}) for place in places]
+        coordinates = range(shape.sizes["pipeline"])
+        checked_ranks = [shape.rank_of({"pipeline": coordinate}) for coordinate in coordinates]
     free = [each for rank in ranks for each in (rank.free_on_device, rank.free_on_host) if each is not None]
-    most = max((each.num_bytes for each in free), default=UNLIMITED)
+    max_free = max((each.num_bytes for each in free), default=UNLIMITED)
     needs: list[Need] = []
-    for need in _needs(config, world_size, device, first):
-        if max(need) > most:
+    for need in _needs(config, world_size, device, checked_ranks):
+        if max(need) > max_free:
             return False
         needs.append(need)
     if world_size > len(ranks):
@@ -218,7 +218,7 @@ def _fits(config: PretrainConfig, world_size: int, ranks: Sequence[Rank]) -> boo
 def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]]:
     """Yield kinds of changes, those that cost the least speed first; within a kind, the smallest change first."""
 
-    def one(group: str, *values: dict[str, Any]) -> Iterator[Change]:
+    def changes(group: str, *values: dict[str, Any]) -> Iterator[Change]:
         return (Change(_with(config, {group: each})) for each in values)
 
     parallel, training = config.parallel, config.training
@@ -226,39 +226,39 @@ def _kinds(config: PretrainConfig, world_size: int) -> Iterator[Iterator[Change]
     spare = world_size // (tensor * pipeline * parallel.context)
     small = [each for each in range(config.batch.micro_size - 1, 0, -1) if config.batch.micro_size % each == 0]
     more = [each for each in range(2, spare + 1) if spare % each == 0]
-    yield one("zero", *({"stage": each} for each in range(config.zero.stage + 1, 4)))
+    yield changes("zero", *({"stage": each} for each in range(config.zero.stage + 1, 4)))
     if config.recompute.method != "full":
         methods = ("full",) if config.recompute.method == "selective" else ("selective", "full")
-        yield one("recompute", *({"method": each} for each in methods))
-    yield one("batch", *({"micro_size": each} for each in small))
+        yield changes("recompute", *({"method": each} for each in methods))
+    yield changes("batch", *({"micro_size": each} for each in small))
     if training.precision == "fp32":
-        yield one("training", {"precision": "bf16"})
+        yield changes("training", {"precision": "bf16"})
     plain = find_generator(ScheduleConfig.name)
     if config.schedule.name not in (plain.name, plain.looped) and not config.schedule.file:
-        yield one("schedule", {"name": plain.name, "chunks": None})
+        yield changes("schedule", {"name": plain.name, "chunks": None})
     for name, size in (("tensor", tensor), ("pipeline", pipeline)):
-        yield one(
+        yield changes(
             "parallel",
             *({name: size * each, "data": parallel.data and max(1, parallel.data // each)} for each in more),
         )
-    least: dict[str, dict[str, Any]] = {
+    smallest: dict[str, dict[str, Any]] = {
         "recompute": {"method": "full", "num_blocks": None},
         "batch": {"micro_size": 1},
         "zero": {"stage": 3 if spare > 1 else config.zero.stage},
     }
-    yield iter([Change(_with(config, least))])
+    yield iter([Change(_with(config, smallest))])
     factors = list(takewhile(lambda each: each * world_size <= MOST_RANKS, (2**power for power in range(1, 13))))
     yield (Change(_with(config, {"parallel": {"tensor": tensor * each}}), each) for each in factors)
     layers = takewhile(lambda each: each >= 1, (config.model.num_layers // 2**power for power in range(1, 12)))
-    yield one("model", *({"num_layers": each} for each in layers))
+    yield changes("model", *({"num_layers": each} for each in layers))
     yield (Change(_with(config, {"parallel": {"pipeline": pipeline * each}}), each) for each in factors)
     yield (
-        Change(_with(config, least | {"parallel": {"tensor": 8, "pipeline": pipeline * each}}), 8 // tensor * each)
+        Change(_with(config, smallest | {"parallel": {"tensor": 8, "pipeline": pipeline * each}}), 8 // tensor * each)
         for each in factors
         if 8 % tensor == 0 and 8 // tensor * each * world_size <= MOST_RANKS
     )
     lengths = takewhile(lambda each: each >= 64, (config.data.sequence_length // 2**power for power in range(1, 12)))
-    yield one("data", *({"sequence_length": each} for each in lengths))
+    yield changes("data", *({"sequence_length": each} for each in lengths))
 
 
 def _with(config: PretrainConfig, groups: Mapping[str, Mapping[str, Any]]) -> PretrainConfig:
@@ -293,8 +293,8 @@ def _cgroup(mount: Path, path: str, names: tuple[str, str, tuple[str, ...]]) -> 
     """Yield the free bytes of a cgroup and of all its parents. names: files with the limit and the usage, and the keys
     in memory.stat of file pages, which the kernel reclaims on demand."""
     limit_name, usage_name, reclaimed_names = names
-    own = mount / path.strip("/")
-    for folder in (own, *own.parents):
+    cgroup = mount / path.strip("/")
+    for folder in (cgroup, *cgroup.parents):
         if not folder.is_relative_to(mount):
             return
         limit, usage = (next(iter(_lines(folder / name)), "") for name in (limit_name, usage_name))

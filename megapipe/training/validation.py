@@ -148,11 +148,11 @@ def _tokens_of_products(config: PretrainConfig) -> dict[str, int]:
     tokens_of_product = {"tokens of a micro-batch on a rank": tokens}
     if parallel.sequence and parallel.sequence_chunks > 1:
         # A chunk is a part of a rank's tokens of each sample. If they do not divide evenly, sizes differ by one.
-        own = tokens // config.batch.micro_size // parallel.tensor
-        sizes = {"smallest": own // parallel.sequence_chunks, "largest": -(-own // parallel.sequence_chunks)}
+        local = tokens // config.batch.micro_size // parallel.tensor
+        sizes = {"smallest": local // parallel.sequence_chunks, "largest": -(-local // parallel.sequence_chunks)}
         for name, size in sizes.items():
-            among_all = size * parallel.tensor * config.batch.micro_size
-            tokens_of_product[f"tokens of the {name} chunk (parallel.sequence_chunks)"] = among_all
+            chunk_tokens = size * parallel.tensor * config.batch.micro_size
+            tokens_of_product[f"tokens of the {name} chunk (parallel.sequence_chunks)"] = chunk_tokens
     return tokens_of_product
 
 
@@ -171,11 +171,11 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
     return f"recompute.parts attention: attention runs {how} here and saves no weights to recompute"
 
 
-def described_choices(choices: Iterable[Choice], demands: Mapping[str, str]) -> list[str]:
+def described_choices(choices: Iterable[Choice], requested: Mapping[str, str]) -> list[str]:
     """Return the choices in words: a line for each backend with the reason why no preferred one was chosen; on GPUs
     also measured preferences and NVIDIA's apex, if there are any.
 
-    demands: kernels.backends. An op in it that is not among the choices gets a warning.
+    requested: kernels.backends. An op in it that is not among the choices gets a warning.
     """
     choices = sorted(choices, key=lambda choice: (choice.backend, _why(choice), choice.op))
     lines = []
@@ -184,9 +184,9 @@ def described_choices(choices: Iterable[Choice], demands: Mapping[str, str]) -> 
     if any(choice.device == "cuda" for choice in choices):
         remarks = (preferences.current().note, apex_backend.described())
         lines += [f"kernels: {remark}" for remark in remarks if remark is not None]
-    idle = sorted(set(demands) - {choice.op for choice in choices})
-    if idle:
-        lines.append(f"warning: kernels.backends names {', '.join(idle)}, which this run never calls")
+    unused = sorted(set(requested) - {choice.op for choice in choices})
+    if unused:
+        lines.append(f"warning: kernels.backends names {', '.join(unused)}, which this run never calls")
     return lines
 
 

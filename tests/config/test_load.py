@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
 from megapipe.config.load import build_parser, parse, parse_given, underscored
-from megapipe.config.model import OF_BLOCKS, ModelConfig
+from megapipe.config.model import BLOCK_FIELDS, ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.spec.layers import tensor_problems
 
@@ -266,7 +266,7 @@ def test_kinds_that_make_no_sense_are_refused(fields: Any, message: str) -> None
     assert "\n" not in problem
 
 
-@given(field=st.sampled_from(sorted(OF_BLOCKS)), value=ANY)
+@given(field=st.sampled_from(sorted(BLOCK_FIELDS)), value=ANY)
 def test_any_value_of_a_file_works_or_fails_clearly(field: str, value: Any) -> None:
     model = model_with({"a": {field: value}}, ("a", "base"), positions="rotary")
     problems = model.problems()

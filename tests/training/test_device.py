@@ -11,7 +11,7 @@ import torch
 from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import device
-from megapipe.training.device import CHOSEN_BY_USER, keep_freed_memory, require_determinism, with_precision
+from megapipe.training.device import USER_VARIABLES, keep_freed_memory, require_determinism, with_precision
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import launch
 from tests.support.meshes import run_threads
@@ -77,7 +77,7 @@ def test_freed_pages_are_cleared_again_unless_they_are_kept() -> None:
     freed, kept = map(int, done.stdout.split())
     assert kept < PAGES
     assert freed > 2 * PAGES
-    for name in CHOSEN_BY_USER:
+    for name in USER_VARIABLES:
         assert not keep_freed_memory({name: "1"}), "what the user has chosen stays"
 
 

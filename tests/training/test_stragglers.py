@@ -15,19 +15,19 @@ def test_a_thousand_clean_noisy_steps_name_no_rank() -> None:
         seconds = [chosen.gauss(1.0 + place, 0.1) for place in PLACES]
         if chosen.random() < 0.05:
             seconds[chosen.randrange(len(seconds))] *= 3.0
-        assert report.take(seconds) == []
+        assert report.add(seconds) == []
 
 
 def test_slow_ranks_are_named_at_every_third_report() -> None:
     report = StragglerReport(PLACES, 1.3, 3)
     slow = [1.0] * 4 + [2.0, 2.0, 3.2, 2.0]
-    reports = [report.take(slow) for _ in range(6)]
+    reports = [report.add(slow) for _ in range(6)]
     assert reports == [[], [], [(6, 1.6)], [], [], [(6, 1.6)]]
-    assert report.take([1.0] * 8) == []
-    assert report.take(slow) == []
+    assert report.add([1.0] * 8) == []
+    assert report.add(slow) == []
 
 
 def test_ranks_without_their_like_are_compared_with_all_others() -> None:
     report = StragglerReport([0, 1, 2], 1.3, 1)
-    assert report.take([1.0, 1.0, 1.5]) == [(2, 1.5)]
-    assert StragglerReport([0], 1.3, 1).take([5.0]) == []
+    assert report.add([1.0, 1.0, 1.5]) == [(2, 1.5)]
+    assert StragglerReport([0], 1.3, 1).add([5.0]) == []

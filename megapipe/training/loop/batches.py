@@ -77,7 +77,7 @@ class BatchLoader(RankLoader):
         self._slices = slice_ranges(config)
         self._windows = {each.sliding_window for each in config.model.kinds_of_layers.values()}
         no_mask = not runs_ring(config.parallel) and why_a_mask(config.model, mesh.device.type) is None
-        self._blocks = config.data.isolate_documents and no_mask and len(self._slices) == 1
+        self._builds_blocks = config.data.isolate_documents and no_mask and len(self._slices) == 1
 
     def _microbatches(
         self, consumed: int, index: int, num_microbatches: int
@@ -124,11 +124,11 @@ class BatchLoader(RankLoader):
         whole_starts = context.document_starts
         if self._held.gathers:
             whole_starts = context.whole_document_starts = self._on_device(document_starts)
-        if self._blocks:
+        if self._builds_blocks:
             context.document_blocks = {}
             for window in self._windows:
-                moved = list(map(self._on_device, block_lists(document_starts, window)))
-                context.document_blocks[window] = document_blocks(moved, whole_starts, window)
+                lists = list(map(self._on_device, block_lists(document_starts, window)))
+                context.document_blocks[window] = document_blocks(lists, whole_starts, window)
         return context
 
 
@@ -166,7 +166,7 @@ def _megatron_corpora(config: PretrainConfig) -> tuple[list[MegatronSamples], Me
     of their blend, if there is one."""
     num_samples = BatchPlan.of(config.batch).consumed_after(config.training.steps)
     weights = list(config.data.blend.values())
-    wanted = samples_wanted(weights, num_samples) if weights else [num_samples]
+    sample_counts = samples_wanted(weights, num_samples) if weights else [num_samples]
     corpora = [
         MegatronSamples(
             prefix,
@@ -174,10 +174,10 @@ def _megatron_corpora(config: PretrainConfig) -> tuple[list[MegatronSamples], Me
             shares=config.data.split,
             sequence_length=config.data.sequence_length,
             seed=config.training.seed,
-            num_samples=each,
+            num_samples=count,
             vocabulary_size=config.model.vocabulary_size,
         )
-        for prefix, each in zip(config.data.prefixes, wanted, strict=True)
+        for prefix, count in zip(config.data.prefixes, sample_counts, strict=True)
     ]
     if not weights:
         return corpora, None

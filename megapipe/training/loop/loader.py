@@ -63,8 +63,8 @@ class SkippingPlan:
     def last_batches(self, start: int, consumed: int, count: int) -> Range:
         """Return the samples of the last `count` steps from `start` up to `consumed`; all of them if there are fewer
         steps."""
-        begins = list(takewhile(lambda begin: begin < consumed, self.cursors(start)))
-        return begins[-count:][0], consumed
+        first_samples = list(takewhile(lambda begin: begin < consumed, self.cursors(start)))
+        return first_samples[-count:][0], consumed
 
 
 class SkippedSamplesFile(Listener):
@@ -128,8 +128,8 @@ class HeldTokens:
         place[self.numbers] = np.arange(len(self.numbers))
         local = place[positions]
         owned = (local >= 0) & (loss_mask > 0)
-        most = max(1, int(owned.sum(axis=1).max()))
-        first = np.argsort(~owned, axis=1, kind="stable")[:, :most]
+        max_predictions = max(1, int(owned.sum(axis=1).max()))
+        first = np.argsort(~owned, axis=1, kind="stable")[:, :max_predictions]
         local, labels, loss_mask, owned = (
             np.take_along_axis(each, first, axis=1) for each in (local, labels, loss_mask, owned)
         )
@@ -161,16 +161,16 @@ class Consumer(Protocol):
 
 
 class Loader(ABC):
-    """Loads the steps of a plan. share: total samples of one micro-batch over all replicas."""
+    """Loads the steps of a plan. microbatch_samples: total samples of one micro-batch over all replicas."""
 
-    def __init__(self, plan: BatchPlan, share: int) -> None:
+    def __init__(self, plan: BatchPlan, microbatch_samples: int) -> None:
         self._plan = plan
-        self._share = share
+        self._microbatch_samples = microbatch_samples
 
     def load(self, consumed: int) -> StepBatch:
         """Load the step that starts after `consumed` samples."""
         num_samples = self._plan.size(consumed)
-        num_microbatches = num_samples // self._share
+        num_microbatches = num_samples // self._microbatch_samples
         loaded = [
             each for index in range(num_microbatches) for each in self._microbatches(consumed, index, num_microbatches)
         ]

@@ -55,11 +55,11 @@ def layout_table(
         ConfigError: no block is left to move, or auto has too little memory.
     """
     if config.offload.activations == "auto":
-        return _decided(config, mesh, layout, plain())
+        return _decide_offload(config, mesh, layout, plain())
     return LayoutTable.of(config, layout), ()
 
 
-def _decided(
+def _decide_offload(
     config: PretrainConfig, mesh: Mesh, layout: StageLayout, plain: Schedule
 ) -> tuple[LayoutTable, tuple[str, ...]]:
     offload = config.offload
@@ -71,15 +71,15 @@ def _decided(
         for stage, units in blocks.items()
     }
 
-    def treated(prefetch: int) -> dict[int, Treatments]:
+    def choose(prefetch: int) -> dict[int, Treatments]:
         by_stage = {}
-        for stage, own in costs.items():
+        for stage, block_costs in costs.items():
             neighbours = plain.header.stages_on(plain.rank_of(stage))
-            share = len(own) / sum(len(blocks.get(each, ())) for each in neighbours)
-            memory = share * cast(float, offload.memory) * GIB
+            fraction = len(block_costs) / sum(len(blocks.get(each, ())) for each in neighbours)
+            memory = fraction * cast(float, offload.memory) * GIB
             try:
                 by_stage[stage] = treat(
-                    own, microbatches=held[stage], memory=memory, bandwidth=bandwidth, prefetch=prefetch
+                    block_costs, microbatches=held[stage], memory=memory, bandwidth=bandwidth, prefetch=prefetch
                 )
             except DoesNotFit as error:
                 raise ConfigError(
@@ -89,9 +89,9 @@ def _decided(
                 ) from None
         return by_stage
 
-    prefetch, chosen = _least_recomputed(treated, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
-    without = replace(config, offload=replace(offload, activations="none"))
-    table = LayoutTable.of(without, layout)
+    prefetch, chosen = _least_recomputed(choose, PREFETCHES if offload.prefetch is None else (offload.prefetch,))
+    without_offload = replace(config, offload=replace(offload, activations="none"))
+    table = LayoutTable.of(without_offload, layout)
     strategies, remarks = list(table.strategies), []
     for stage, treatments in chosen.items():
         for unit, name in zip(blocks[stage], treatments.of_blocks, strict=True):
@@ -108,19 +108,19 @@ def _decided(
 
 
 def _least_recomputed(
-    treated: Callable[[int], dict[int, Treatments]], prefetches: Iterable[int]
+    choose: Callable[[int], dict[int, Treatments]], prefetches: Iterable[int]
 ) -> tuple[int, dict[int, Treatments]]:
     """Return the prefetch for which the slowest stage recomputes least, and its treatments by stage. Of equally good
     ones, return the smallest."""
     treatments: dict[int, dict[int, Treatments]] = {}
-    refused: ConfigError | None = None
+    first_error: ConfigError | None = None
     for prefetch in prefetches:
         try:
-            treatments[prefetch] = treated(prefetch)
+            treatments[prefetch] = choose(prefetch)
         except ConfigError as error:
-            refused = refused or error
-    if refused is not None and not treatments:
-        raise refused
+            first_error = first_error or error
+    if first_error is not None and not treatments:
+        raise first_error
     best = min(treatments, key=lambda each: (max(stage.recomputed for stage in treatments[each].values()), each))
     return best, treatments[best]
 
@@ -146,8 +146,8 @@ def _rates(config: PretrainConfig, mesh: Mesh) -> tuple[float, float]:
     compute, bandwidth = config.offload.compute, config.offload.bandwidth
     flops = product_flops(DTYPES[config.training.precision], mesh.device) if compute is None else 1e12 * compute
     copied = copy_bandwidth(mesh.device) if bandwidth is None else 1e9 * bandwidth
-    every = mesh.world.all_gather_object((flops, copied))
-    return min(each[0] for each in every), min(each[1] for each in every)
+    rates = mesh.world.all_gather_object((flops, copied))
+    return min(each[0] for each in rates), min(each[1] for each in rates)
 
 
 def _block_cost(config: PretrainConfig, mesh: Mesh, layer: LayerSpec, flops: float) -> BlockCost:
@@ -161,16 +161,16 @@ def _block_cost(config: PretrainConfig, mesh: Mesh, layer: LayerSpec, flops: flo
 def muon_shards(states: Sequence[UnitState]) -> str | None:
     """Return a note about Muon's shards: padding in this rank's buffers, and bytes that updates gather; None if
     nothing is sharded."""
-    shared = [state for state in states if state.sharding.whole_matrices]
-    if not shared:
+    sharded = [state for state in states if state.sharding.whole_matrices]
+    if not sharded:
         return None
-    count = shared[0].sharding.count
-    matrices = [segment for state in shared for segment in state.table if segment.spec.matrix]
-    held = sum(segment.stop - segment.start for state in shared for segment in state.table)
-    buffers = sum(state.table.num_elements for state in shared)
-    cut = sum(len(state.table.cut) for state in shared)
-    gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in shared if state.table.cut)
-    padding = f"muon over {count} shards: {buffers / held - 1:.1%} of padding in addition to the parameters"
+    count = sharded[0].sharding.count
+    matrices = [segment for state in sharded for segment in state.table if segment.spec.matrix]
+    num_parameters = sum(segment.stop - segment.start for state in sharded for segment in state.table)
+    buffers = sum(state.table.num_elements for state in sharded)
+    cut = sum(len(state.table.cut) for state in sharded)
+    gathered = sum(state.table.num_elements * state.accumulate_dtype.itemsize for state in sharded if state.table.cut)
+    padding = f"muon over {count} shards: {buffers / num_parameters - 1:.1%} of padding in addition to the parameters"
     if not cut:
         return f"{padding}; every matrix is whole on one rank"
     return f"{padding}; {cut} of {len(matrices)} matrices are cut, whose update gathers {gathered:,} bytes"
@@ -249,4 +249,4 @@ class Replica:
         heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
         if heartbeat is None:
             return None
-        return lambda instruction: heartbeat.recording(instruction, places.words(instruction))
+        return lambda instruction: heartbeat.recording(instruction, places.describe(instruction))

@@ -100,11 +100,11 @@ class Evaluator:
         if stopped():
             return None
         self._mesh.world.all_reduce(totals)
-        losses, counts, right = totals.tolist()
+        losses, counts, correct = totals.tolist()
         terms = tuple(total / max(count, 1.0) for total, count in zip(losses, counts, strict=True))
-        shares = {
+        accuracies = {
             name: total / max(count, 1.0)
-            for name, total, count in zip(self._family.loss_terms, right, counts, strict=True)
+            for name, total, count in zip(self._family.loss_terms, correct, counts, strict=True)
             if not math.isnan(total)
         }
         return EvaluationRecord(
@@ -114,7 +114,7 @@ class Evaluator:
             loss_tokens=int(counts[0]),
             seconds=time.perf_counter() - start,
             terms=self._family.named(terms),
-            accuracies=shares,
+            accuracies=accuracies,
         )
 
 
@@ -136,8 +136,8 @@ def batch_sums(result: StepResult, token_counts: Sequence[Counts]) -> torch.Tens
     losses = torch.atleast_1d(sums[0])
     totals = np.array(token_counts, np.float64).reshape(len(token_counts), -1).sum(0)
     counts = tensor_on(totals, losses.device)
-    right = torch.atleast_1d(sums[1]) if len(sums) > 1 else torch.full_like(losses, torch.nan)
-    return torch.stack([losses, counts, right])
+    correct = torch.atleast_1d(sums[1]) if len(sums) > 1 else torch.full_like(losses, torch.nan)
+    return torch.stack([losses, counts, correct])
 
 
 LOSSES_KEPT = 100
@@ -218,8 +218,8 @@ class TrainingLoop:
                 self._rewind(position, self._spike)
 
     def _run_until_spike(self, position: Position, signals: SignalRequests) -> int:
-        by_hand = [(first, last) for first, last in self.config.reliability.skip_samples]
-        self._plan = SkippingPlan(BatchPlan.of(self.config.batch), (*by_hand, *position.skipped))
+        configured = [(first, last) for first, last in self.config.reliability.skip_samples]
+        self._plan = SkippingPlan(BatchPlan.of(self.config.batch), (*configured, *position.skipped))
         with self.loader.steps(position.consumed, self._plan) as batches:
             while position.step < self.config.training.last_step:
                 stopped = self._feed(position, batches, signals)
@@ -247,17 +247,17 @@ class TrainingLoop:
                 "but no save of this run has succeeded yet, so the run cannot go back"
             )
             return
-        before = Position.of(self.checkpointer.restore(self.replica))
-        self.guards.rewinds.count(before.step, spike.step, spike.loss)
-        first, stop = self._plan.last_batches(before.consumed, spike.consumed, self.config.spikes.skip_batches)
-        position.step, position.consumed, position.losses = before.step, before.consumed, before.losses
-        position.skipped = tuple(sorted({*position.skipped, *before.skipped, (first, stop)}))
+        restored = Position.of(self.checkpointer.restore(self.replica))
+        self.guards.rewinds.count(restored.step, spike.step, spike.loss)
+        first, stop = self._plan.last_batches(restored.consumed, spike.consumed, self.config.spikes.skip_batches)
+        position.step, position.consumed, position.losses = restored.step, restored.consumed, restored.losses
+        position.skipped = tuple(sorted({*position.skipped, *restored.skipped, (first, stop)}))
         self.listeners.event(
-            "rewind", step=before.step, spiked=spike.step, loss=spike.loss, limit=spike.limit, first=first, stop=stop
+            "rewind", step=restored.step, spiked=spike.step, loss=spike.loss, limit=spike.limit, first=first, stop=stop
         )
         self.listeners.say(
             f"the loss jumped up to {spike.loss:.4f} at step {spike.step} (limit {spike.limit:.4f}): back to {path} "
-            f"after step {before.step}, without samples {first} to {stop - 1}"
+            f"after step {restored.step}, without samples {first} to {stop - 1}"
         )
 
     def _pauses_after(self, position: Position) -> bool:
@@ -332,11 +332,11 @@ class TrainingLoop:
                     self.checkpointer.finish()
                 break
             except CheckpointError as error:
-                late = required and any_rank(self.mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
-                if late:
+                out_of_time = required and any_rank(self.mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
+                if out_of_time:
                     raise
-                again = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
-                self._warn_of_save(position.step, f"{error}{again}")
+                retry_note = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
+                self._warn_of_save(position.step, f"{error}{retry_note}")
                 if not required:
                     break
                 time.sleep(RETRY_PAUSE_SECONDS)
@@ -378,7 +378,7 @@ class TrainingLoop:
         scale = None if scaler is None else scaler.scale(step)
         self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale, data_seconds))
         saves = self.checkpointer.saves
-        given = StepInput(
+        step_input = StepInput(
             step=step,
             contexts=batch.contexts,
             token_counts=batch.token_counts,
@@ -389,7 +389,7 @@ class TrainingLoop:
             save_failed=saves.background.failed,
             snapshot=saves.background.take_snapshot(),
         )
-        return self._report(position, self._engine.feed(given))
+        return self._report(position, self._engine.feed(step_input))
 
     def _next_consumed(self, position: Position, step: int) -> int:
         """Return the samples consumed after the next step (number `step`, from 0), and report the samples that it

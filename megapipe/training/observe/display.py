@@ -42,9 +42,9 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
     """Return the peak from the data sheet of a known GPU, else measured with a matrix product."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        known = peak_flops(name, precision)
-        if known is not None:
-            return DevicePeak(known, f"{name}, data sheet")
+        flops = peak_flops(name, precision)
+        if flops is not None:
+            return DevicePeak(flops, f"{name}, data sheet")
     size = SIZES[device.type]
     return DevicePeak(product_flops(DTYPES[precision], device), f"measured with a {size} x {size} product")
 
@@ -255,8 +255,8 @@ def vital_signs(record: StepRecord) -> str:
 
 def rates(window: RateWindow, total_samples: int) -> str:
     """Return tokens per second, MFU, and the time left. total_samples: of the whole run."""
-    left = window.seconds_for(max(0, total_samples - window[-1].consumed_samples))
-    return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%} | {duration(left)} left"
+    remaining_seconds = window.seconds_for(max(0, total_samples - window[-1].consumed_samples))
+    return f"{window.tokens_per_second:,.0f} tokens/s | MFU {window.mfu:.1%} | {duration(remaining_seconds)} left"
 
 
 def evaluation_line(record: EvaluationRecord, name: str = "validation loss") -> str:

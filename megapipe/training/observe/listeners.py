@@ -352,7 +352,7 @@ def wandb_mode() -> str:
         return "online"
     host = urlsplit(os.environ.get("WANDB_BASE_URL", WANDB_HOST)).hostname or ""
     try:
-        known = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
+        credentials = netrc.netrc(os.environ.get("NETRC")).authenticators(host)
     except (OSError, netrc.NetrcParseError):
-        known = None
-    return "online" if known else "offline"
+        credentials = None
+    return "online" if credentials else "offline"

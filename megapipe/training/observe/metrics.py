@@ -79,7 +79,7 @@ class LossHistory:
 
     _latest: int = 0
 
-    def take(self, record: Mapping[str, Any]) -> int | None:
+    def add(self, record: Mapping[str, Any]) -> int | None:
         """Add a record of a metrics file. Return the step that the run went back to before it, if it did."""
         event, step, loss = record.get("event"), record.get("step"), record.get("loss")
         if type(step) is not int or not 0 <= step < LARGEST:
@@ -125,7 +125,7 @@ def read_losses(path: Path) -> LossHistory:
     history = LossHistory()
     for record in read_records(path):
         if record is not None:
-            history.take(record)
+            history.add(record)
     return history
 
 

@@ -147,8 +147,8 @@ class LineFile:
         if self._descriptor is None:
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         size = os.fstat(self._descriptor).st_size
-        half = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
-        content = (b"\n" if half else b"") + line.encode("utf-8", "backslashreplace") + b"\n"
+        is_incomplete = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        content = (b"\n" if is_incomplete else b"") + line.encode("utf-8", "backslashreplace") + b"\n"
         try:
             while content:
                 content = content[os.write(self._descriptor, content) :]

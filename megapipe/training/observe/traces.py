@@ -52,12 +52,12 @@ class Profiler:
         """
         if self._directory is None:
             return
-        late = 0 if engine.schedule.flushes else 1
-        opens, closes = self._first - 1 + late, self._first + self._config.profile.steps + late
+        lag = 0 if engine.schedule.flushes else 1
+        start, end = self._first - 1 + lag, self._first + self._config.profile.steps + lag
         if self._recording is not None:
-            if step >= closes or engine is not self._recording[0]:
+            if step >= end or engine is not self._recording[0]:
                 self.close()
-        elif opens <= step < closes:
+        elif start <= step < end:
             # This is one step before the first traced step, if possible: ranks wait for each other here, and the
             # pipeline has to fill again.
             self._run = self._mesh.world.all_gather_object(time.strftime("%Y-%m-%d %H:%M:%S"))[0]
@@ -93,8 +93,8 @@ class Profiler:
         self._say(f"traced steps {first} to {last}: megapipe schedule overlay {directory}")
 
     def _trace(self, engine: Engine, recorder: Recorder) -> RankTrace:
-        wanted = range(self._first, self._first + self._config.profile.steps)
-        events = [event for event in recorder.events(self._offset.nanoseconds) if event.step in wanted]
+        traced_steps = range(self._first, self._first + self._config.profile.steps)
+        events = [event for event in recorder.events(self._offset.nanoseconds) if event.step in traced_steps]
         steps = [event.step + 1 for event in events]
         return RankTrace(
             run=self._run,
@@ -149,28 +149,28 @@ class StragglerReport:
     """Finds ranks that are slow in several measurements in a row.
 
     Ranks with the same place in the pipeline do the same work, so their times without waits are compared with each
-    other; a rank without such a peer is compared with all other ranks. like: for each rank, a number that is equal for
+    other; a rank without such a peer is compared with all other ranks. work: for each rank, a number that is equal for
     ranks with the same work.
     """
 
-    def __init__(self, like: Sequence[int], factor: float, reports: int) -> None:
+    def __init__(self, work: Sequence[int], factor: float, reports: int) -> None:
         self._factor = factor
         self._reports = reports
-        self._streaks = [0] * len(like)
-        ranks = range(len(like))
+        self._streaks = [0] * len(work)
+        ranks = range(len(work))
         others = [[other for other in ranks if other != rank] for rank in ranks]
-        alike = [[other for other in others[rank] if like[other] == like[rank]] for rank in ranks]
-        self._peers = [alike[rank] or others[rank] for rank in ranks]
+        same_work = [[other for other in others[rank] if work[other] == work[rank]] for rank in ranks]
+        self._peers = [same_work[rank] or others[rank] for rank in ranks]
 
-    def take(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
+    def add(self, seconds: Sequence[float]) -> list[tuple[int, float]]:
         """Add a measurement, and return (rank, its time / median of its peers) for each rank to report now.
 
         seconds: time of each rank, without waits.
         """
         slow = []
-        for rank, own in enumerate(seconds):
-            others = statistics.median(seconds[peer] for peer in self._peers[rank]) if self._peers[rank] else own
-            ratio = own / others if others > 0 else 1.0
+        for rank, mine in enumerate(seconds):
+            typical = statistics.median(seconds[peer] for peer in self._peers[rank]) if self._peers[rank] else mine
+            ratio = mine / typical if typical > 0 else 1.0
             self._streaks[rank] = self._streaks[rank] + 1 if ratio > self._factor else 0
             if self._streaks[rank] and self._streaks[rank] % self._reports == 0:
                 slow.append((rank, ratio))
@@ -211,16 +211,16 @@ class StragglerWatch:
         if not busy:
             engine.record(None)
         seconds = time_parts(engine, recorder, self._mesh.coordinate("pipeline"))
-        own = torch.tensor(
+        measurement = torch.tensor(
             [*seconds.values(), peak_bytes(self._mesh.device)], dtype=torch.float64, device=self._mesh.device
         )
-        ranks = self._mesh.world.all_gather(own).view(self._mesh.world_size, -1).tolist()
+        ranks = self._mesh.world.all_gather(measurement).view(self._mesh.world_size, -1).tolist()
         columns = zip(*ranks, strict=True)
         *times, peaks = columns
         by_part = {part: [round(value, 6) for value in column] for part, column in zip(TIME_PARTS, times, strict=True)}
         self._notify(RANKS, step=step + 1, **by_part, peak_bytes=[int(value) for value in peaks])
         busy_seconds = [sum(rank[: TIME_PARTS.index("waiting")]) for rank in ranks]
-        for rank, ratio in self._report.take(busy_seconds):
+        for rank, ratio in self._report.add(busy_seconds):
             self._say(
                 f"warning: rank {rank} is slow: busy for {busy_seconds[rank] * 1e3:.1f} ms of a step, {ratio:.2f} "
                 "times the median of the ranks with the same work, in several measurements; all others wait for it"

@@ -122,14 +122,14 @@ def _unit_in_backward(stage: Stage, piece: SavedGraph) -> int | None:
         if isinstance(version, nn.Module)
         for parameter in version.parameters()
     }
-    waiting = [
+    pending = [
         owner[id(variable)]
         for node in graph_nodes(edge.node for edge in piece.edges)
         if _saved_tensors(node)
         for following, _ in node.next_functions
         if id(variable := getattr(following, "variable", None)) in owner
     ]
-    return max(waiting, default=None)
+    return max(pending, default=None)
 
 
 def _saved_tensors(node: Any) -> list[Tensor] | None:
@@ -151,8 +151,8 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
 
 
 def _state_row(state: UnitState) -> Row:
-    away = state.in_host and isinstance(state, HostWeights)
-    weights = _storages([*state.weights, *([] if away else state.weight_shards)])
+    weights_in_host = state.in_host and isinstance(state, HostWeights)
+    weights = _storages([*state.weights, *([] if weights_in_host else state.weight_shards)])
     master = {} if state.in_host else _storages([state.master])
     sizes = (
         sum(weights.values()),
@@ -253,7 +253,7 @@ def status_of(error: Exception, start: Start | None = None) -> ExitCode:
     if start is None:
         say()
     else:
-        _report_once(start, words, lost, say, alike=starting or status not in (None, ExitCode.FAILED))
+        _report_once(start, words, lost, say, same_reason=starting or status not in (None, ExitCode.FAILED))
     if status is None:
         return ExitCode.PEER_LOST if lost else ExitCode.FAILED
     return status
@@ -261,17 +261,17 @@ def status_of(error: Exception, start: Start | None = None) -> ExitCode:
 
 def _end_start_of_all(error: Exception, start: Start) -> Exception:
     """End the start of all ranks because of an error on this one, and return the error that all ranks report."""
-    known = isinstance(error, tuple(_STATUSES))
+    is_known = isinstance(error, tuple(_STATUSES))
     try:
-        start.fail(str(error) if known else f"{type(error).__name__}: {error}")
-    except LaunchError as shared:
-        return shared if known else error
+        start.fail(str(error) if is_known else f"{type(error).__name__}: {error}")
+    except LaunchError as reported:
+        return reported if is_known else error
 
 
-def _report_once(start: Start, words: str, lost: bool, say: Callable[[], None], *, alike: bool) -> None:
+def _report_once(start: Start, words: str, lost: bool, say: Callable[[], None], *, same_reason: bool) -> None:
     """Print on the first rank that calls this; the other ranks wait until it has printed.
 
-    alike: all ranks fail for the same reason.
+    same_reason: all ranks fail for the same reason.
     """
     try:
         if start.reports_first():
@@ -281,7 +281,7 @@ def _report_once(start: Start, words: str, lost: bool, say: Callable[[], None], 
             report = start.first_report(PATIENCE_SECONDS)
             if report is None or (report != words and not lost):
                 say()
-        if alike:
+        if same_reason:
             start.leave()
     except dist.DistError:  # the process that served the store has ended, and the report may be lost
         say()

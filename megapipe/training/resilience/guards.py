@@ -63,10 +63,10 @@ def check_replicas(states: Sequence[UnitState], world: Group, step: int) -> None
 def _line(name: str, digests: dict[int, int]) -> str:
     """Return which ranks differ: first those in the minority, or the higher ranks if there is no majority."""
     common, count = Counter(digests.values()).most_common(1)[0]
-    apart = [rank for rank, digest in digests.items() if digest != common]
-    against = [rank for rank, digest in digests.items() if digest == common]
-    verdict = "" if len(apart) < count else " (no majority)"
-    return f"{name} on rank {_ranks(apart)} against rank {_ranks(against)}{verdict}"
+    differing = [rank for rank, digest in digests.items() if digest != common]
+    agreeing = [rank for rank, digest in digests.items() if digest == common]
+    verdict = "" if len(differing) < count else " (no majority)"
+    return f"{name} on rank {_ranks(differing)} against rank {_ranks(agreeing)}{verdict}"
 
 
 def _ranks(ranks: list[int]) -> str:
@@ -129,10 +129,10 @@ def spike_limit(config: SpikesConfig, losses: Sequence[float]) -> float:
     on them, so all ranks, and a resumed run, compute the same one.
     """
     limit = math.inf if config.threshold is None else config.threshold
-    known = [loss for loss in losses[-config.window :] if math.isfinite(loss)]
-    if config.deviations is not None and len(known) >= config.window // 2:
-        median = statistics.median(known)
-        spread = NORMAL_SHARE * statistics.median(abs(loss - median) for loss in known)
+    finite_losses = [loss for loss in losses[-config.window :] if math.isfinite(loss)]
+    if config.deviations is not None and len(finite_losses) >= config.window // 2:
+        median = statistics.median(finite_losses)
+        spread = NORMAL_SHARE * statistics.median(abs(loss - median) for loss in finite_losses)
         # Without a minimum, any change would be a spike if the losses hardly vary.
         limit = min(limit, median + config.deviations * max(spread, 1e-3 * abs(median)))
     return limit
@@ -171,8 +171,8 @@ class NonFiniteCount:
     def __init__(self, config: PretrainConfig) -> None:
         self._skips = config.reliability.skip_non_finite
         # An fp16 run skips many steps while it finds its loss scale, so the loss scaler has its own limit.
-        scaled = config.training.precision == "fp16"
-        self._patience = None if scaled else config.reliability.non_finite_patience
+        has_loss_scale = config.training.precision == "fp16"
+        self._patience = None if has_loss_scale else config.reliability.non_finite_patience
         self._count = 0
 
     def observe(self, result: StepResult) -> None:

@@ -79,23 +79,23 @@ def agree_on_run(start: Start, identity: Identity) -> None:
     digest = xxhash.xxh3_128_hexdigest(compared.encode())
     ranks: dict[str, list[int]] = {}
 
-    def ask_further(digests: list[str]) -> str:
+    def choose_representatives(digests: list[str]) -> str:
         for rank, each in enumerate(digests):
             ranks.setdefault(each, []).append(rank)
-        return "" if len(ranks) == 1 else json.dumps([alike[0] for alike in ranks.values()][:_NAMED_KINDS])
+        return "" if len(ranks) == 1 else json.dumps([group[0] for group in ranks.values()][:_NAMED_KINDS])
 
-    asked = start.exchange(digest, ask_further)
-    if not asked:
+    representatives = start.exchange(digest, choose_representatives)
+    if not representatives:
         return
 
     def refuse(identities: list[str]) -> str:
         kinds = [
-            (alike, {name: Fact(*fact) for name, fact in json.loads(identities[alike[0]]).items()})
-            for alike in list(ranks.values())[:_NAMED_KINDS]
+            (group, {name: Fact(*fact) for name, fact in json.loads(identities[group[0]]).items()})
+            for group in list(ranks.values())[:_NAMED_KINDS]
         ]
         raise StartError(difference(kinds))
 
-    start.exchange(json.dumps(identity) if start.rank in json.loads(asked) else "", refuse)
+    start.exchange(json.dumps(identity) if start.rank in json.loads(representatives) else "", refuse)
 
 
 def difference(kinds: Sequence[tuple[Sequence[int], Identity]]) -> str:
@@ -139,10 +139,10 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
     for number, (prefix, weight) in enumerate(config.data.blend.items(), 1):
         facts[f"data.blend, shard {number}"] = _path_fact(f"{prefix}: {weight!r}", f"{weight!r} of {shards[prefix]}")
     tokenizer = getattr(config.data, "tokenizer", "")
-    named = {"data.tokenizer": tokenizer, "schedule.file": config.schedule.file}
+    path_fields = {"data.tokenizer": tokenizer, "schedule.file": config.schedule.file}
     if config.recompute.hardware is not None and config.recompute.hardware not in PRESETS:
-        named["recompute.hardware"] = config.recompute.hardware
-    for name, path in named.items():
+        path_fields["recompute.hardware"] = config.recompute.hardware
+    for name, path in path_fields.items():
         if path:
             kind, _, file = path.rpartition(":") if name == "data.tokenizer" else ("", "", path)
             facts[name] = _path_fact(path, " ".join(filter(None, (kind, content(Path(file))))))
@@ -253,13 +253,13 @@ def make_folders(config: PretrainConfig, environment: LaunchEnvironment) -> None
     Raises:
         ConfigError: one of them cannot be created or written to.
     """
-    wanted = {}
+    folders = {}
     if environment.rank == 0:
-        wanted["training.directory"] = config.training.directory
+        folders["training.directory"] = config.training.directory
     if environment.local_rank == 0 and config.profile.trace is not None:
-        wanted["profile.trace"] = config.profile.trace
+        folders["profile.trace"] = config.profile.trace
     problems = []
-    for name, value in wanted.items():
+    for name, value in folders.items():
         try:
             Path(value).mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=value).close()

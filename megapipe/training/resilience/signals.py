@@ -131,8 +131,8 @@ class SignalRequests:
         return 128 + (self.number or signal.SIGINT)
 
     def __enter__(self) -> "SignalRequests":
-        taken = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
-        self._previous = {each: signal.signal(each, self._handle) for each in taken}
+        handled = [each for each in SIGNALS if each != signal.SIGHUP or signal.getsignal(each) != signal.SIG_IGN]
+        self._previous = {each: signal.signal(each, self._handle) for each in handled}
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -26,10 +26,10 @@ from megapipe.schedules.actions import BACKWARDS, Action, Kind
 from megapipe.schedules.schedule import Schedule
 from megapipe.training.resilience import watchdog_process
 from megapipe.training.resilience.signals import ExitCode
-from megapipe.training.resilience.watchdog_process import BEATS, BEGUN, OUTSIDE, PLACE, SIZE, STEP, Settings
+from megapipe.training.resilience.watchdog_process import BEATS, OUTSIDE, PLACE, SIZE, STARTED_STEPS, STEP, Settings
 
-_FROM_BEFORE = (Kind.FORWARD, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
-_FROM_BEHIND = (*BACKWARDS, Kind.RECV_GRADIENT, Kind.SEND_ACTIVATION)
+_FROM_PREVIOUS_STAGE = (Kind.FORWARD, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT)
+_FROM_NEXT_STAGE = (*BACKWARDS, Kind.RECV_GRADIENT, Kind.SEND_ACTIVATION)
 _AMONG_REPLICAS = (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS)
 _AMONG_ALL = (Kind.REDUCE_TIED, Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
 
@@ -41,7 +41,7 @@ class ActionPlaces:
         self._schedule = schedule
         self._mesh = mesh
 
-    def words(self, instruction: Instruction) -> str:
+    def describe(self, instruction: Instruction) -> str:
         """Describe an action, such as `FORWARD stage 1 microbatch 3 (may wait for rank 0)`."""
         ranks = self._awaited(instruction.action)
         return action_words(instruction.action) + (f" (may wait for {described_ranks(ranks)})" if ranks else "")
@@ -50,8 +50,8 @@ class ActionPlaces:
         """Return the global ranks that an action may wait for."""
         mesh = self._mesh
         ranks: set[int] = set()
-        if action.kind in (*_FROM_BEFORE, *_FROM_BEHIND):
-            step = self._schedule.previous_stage if action.kind in _FROM_BEFORE else self._schedule.next_stage
+        if action.kind in (*_FROM_PREVIOUS_STAGE, *_FROM_NEXT_STAGE):
+            step = self._schedule.previous_stage if action.kind in _FROM_PREVIOUS_STAGE else self._schedule.next_stage
             neighbour = step(action.stage, action.microbatch)
             if neighbour is not None:
                 ranks.add(mesh.group("pipeline").ranks[self._schedule.rank_of(neighbour)])
@@ -86,7 +86,7 @@ class Heartbeat:
             os.ftruncate(self.descriptor, SIZE)
         self.memory = mmap.mmap(self.descriptor, SIZE)
         self._beats = 0
-        self._begun = 0
+        self._started_steps = 0
         self.outside("start-up")
 
     def step(self, number: int, words: str) -> None:
@@ -94,8 +94,8 @@ class Heartbeat:
         self._beat()
         self.memory[PLACE] = _padded(words)
         self.memory[STEP] = number.to_bytes(8, "little")
-        self._begun += 1
-        self.memory[BEGUN] = self._begun.to_bytes(8, "little")
+        self._started_steps += 1
+        self.memory[STARTED_STEPS] = self._started_steps.to_bytes(8, "little")
 
     def outside(self, words: str) -> None:
         """Record the start of an activity outside of steps, such as `evaluation` or `saving`."""

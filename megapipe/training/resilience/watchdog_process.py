@@ -23,7 +23,7 @@ BEATS = slice(0, 8)
 """Number that changes with every recorded activity."""
 STEP = slice(8, 16)
 """Number of the step, from 0; all bits are 1 outside of steps."""
-BEGUN = slice(16, 24)
+STARTED_STEPS = slice(16, 24)
 """Number of steps that have started in this process."""
 PLACE = slice(24, 224)
 """Current activity of the rank, in UTF-8, padded with zeros."""
@@ -56,28 +56,28 @@ class Pace:
         self._floor, self._factor, self._pause = floor, factor, pause
         self._seen = b""
         self._changed = 0.0
-        self._step_began: float | None = None
-        self._looked = 0.0
+        self._step_start: float | None = None
+        self._last_look = 0.0
         self._durations: deque[float] = deque(maxlen=_STEPS_KEPT)
 
     def silence(self, memory: bytes, now: float) -> float:
         """Compare the memory with its content at the last call, and return the seconds since it changed."""
         if memory[STEP] != self._seen[STEP]:
             inside = memory[STEP] != OUTSIDE and self._seen[STEP] not in (OUTSIDE, b"")
-            if inside and self._step_began is not None:
+            if inside and self._step_start is not None:
                 steps = _number(memory) - _number(self._seen)  # several, if steps are short
-                self._durations.append((now - self._step_began) / max(1, steps))
-            self._step_began = now
+                self._durations.append((now - self._step_start) / max(1, steps))
+            self._step_start = now
         # A watcher that was itself stopped, for example with the whole job, has not seen what changed in that time.
-        if memory != self._seen or now - self._looked > self._floor / 2:
+        if memory != self._seen or now - self._last_look > self._floor / 2:
             self._seen, self._changed = memory, now
-        self._looked = now
+        self._last_look = now
         return now - self._changed
 
     @property
     def limit(self) -> float:
         """Seconds without a change after which the rank counts as hanging in its current activity."""
-        first = int.from_bytes(self._seen[BEGUN], "little") < 2
+        first = int.from_bytes(self._seen[STARTED_STEPS], "little") < 2
         if first or self._seen[STEP] == OUTSIDE:
             return max(self._pause, self._floor)
         median = statistics.median(self._durations) if self._durations else 0.0
