@@ -34,13 +34,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--max-overhead", type=float, default=0.035)
     parser.add_argument("--folder", type=Path, default=Path("."), help="folder on the disk to measure")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there too")
-    found = parser.parse_args()
+    options = parser.parse_args()
     for name in ("gigabytes", "rounds", "max_overhead"):
-        if not getattr(found, name) > 0:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(found, name)}; it must be above 0")
-    if 0 < found.steps < 20:
-        parser.error(f"--steps is {found.steps}; the first save is after 10, so give at least 20, or 0")
-    return found
+        if not getattr(options, name) > 0:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(options, name)}; it must be above 0")
+    if 0 < options.steps < 20:
+        parser.error(f"--steps is {options.steps}; the first save is after 10, so give at least 20, or 0")
+    return options
 
 
 def main() -> None:

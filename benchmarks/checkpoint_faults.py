@@ -65,13 +65,13 @@ def _loading(pipe: Connection, system: System, directory: Path) -> None:
     """Load the checkpoint, and send the result: old, new, mixed or unreadable."""
     _quiet()
     try:
-        found = system.load(directory)
+        tensors = system.load(directory)
     except BaseException:  # a flipped bit in a pickle may raise anything
         pipe.send("unreadable")
         os._exit(0)
-    for told, step in (("old", 1), ("new", 2)):
-        if all(torch.equal(found[name], whole(name, step)) for name in NAMES):
-            pipe.send(told)
+    for result, step in (("old", 1), ("new", 2)):
+        if all(torch.equal(tensors[name], whole(name, step)) for name in NAMES):
+            pipe.send(result)
             os._exit(0)
     pipe.send("mixed")
     os._exit(0)
@@ -120,7 +120,7 @@ def loaded(system: System, directory: Path) -> str:
 
 def kills(system: System, ranks: int, scratch: Path) -> Counter[str]:
     """Count the results of loads after every possible kill of one rank."""
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     template, directory = scratch / "template", scratch / "run"
     saved(system, ranks, template, (1,))
     for victim, count in enumerate(saved(system, ranks, scratch / "undisturbed", (1, 2))):
@@ -130,14 +130,14 @@ def kills(system: System, ranks: int, scratch: Path) -> Counter[str]:
             shutil.copytree(template, directory)
             at = [operation if rank == victim else None for rank in range(ranks)]
             assert saved(system, ranks, directory, (2,), at)[victim] is None, "the victim lived"
-            found[loaded(system, directory)] += 1
-    return found
+            results[loaded(system, directory)] += 1
+    return results
 
 
 def flips(system: System, ranks: int, scratch: Path, count: int) -> Counter[str]:
     """Count the results of loads after one flipped bit, with `count` positions in each file of the newest
     checkpoint."""
-    found: Counter[str] = Counter()
+    results: Counter[str] = Counter()
     template, directory = scratch / "undisturbed", scratch / "run"
     for file in sorted(system.newest(template).iterdir()):
         for number in range(count):
@@ -147,8 +147,8 @@ def flips(system: System, ranks: int, scratch: Path, count: int) -> Counter[str]
             content = bytearray(path.read_bytes())
             content[number * (len(content) - 1) // max(1, count - 1)] ^= 1 << number % 8
             path.write_bytes(content)
-            found[loaded(system, directory)] += 1
-    return found
+            results[loaded(system, directory)] += 1
+    return results
 
 
 def main() -> int:
@@ -162,11 +162,11 @@ def main() -> int:
         for system in SYSTEMS:
             with tempfile.TemporaryDirectory(prefix="checkpoint-faults-") as folder:
                 after = kills(system, ranks, Path(folder))
-                cells = [after[told] for told in ("old", "new", "mixed", "unreadable")]
+                cells = [after[result] for result in ("old", "new", "mixed", "unreadable")]
                 killed.append((system.name, ranks, after.total(), *cells))
-                seen = flips(system, ranks, Path(folder), arguments.flips)
-                cells = [seen["old"], seen["unreadable"], seen["new"], seen["mixed"]]
-                flipped.append((system.name, ranks, seen.total(), *cells))
+                results = flips(system, ranks, Path(folder), arguments.flips)
+                cells = [results["old"], results["unreadable"], results["new"], results["mixed"]]
+                flipped.append((system.name, ranks, results.total(), *cells))
     print(f"torch {torch.__version__}\n")
     _print_table(("", "ranks", "kills", "old step", "new step", "mixed", "nothing readable"), killed)
     _print_table(

@@ -34,14 +34,14 @@ def in_ranks(number: int, work: Callable[..., T], *arguments: Any) -> T:
             rank.start()
         theirs.close()
         try:
-            found: T = ours.recv()
+            result: T = ours.recv()
         except EOFError:
             raise RuntimeError("a rank ended early; its error is printed above") from None
         finally:
             for rank in ranks:
                 rank.join(timeout=60.0)
                 rank.kill()
-    return found
+    return result
 
 
 @contextmanager
@@ -59,6 +59,6 @@ def _rank(
     rank: int, number: int, store: str, pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     with joined(rank, number, store):
-        found = work(rank, *arguments)
+        result = work(rank, *arguments)
         if rank == 0:
-            pipe.send(found)
+            pipe.send(result)

@@ -100,8 +100,8 @@ def tests_parts() -> list[Part]:
     commands = {file: [*PYTEST, file] for file in files}
     if build_is_due():
         commands[OF_CSRC] = ["sh", "-c", f"MEGAPIPE_CUDA=1 {shlex.join(BUILD)} && {shlex.join(commands[OF_CSRC])}"]
-    together = [commands[file] for file in files if file not in TIMED]
-    return [Part("tests marked gpu", together, 140), Part("tests of clocks", [[*PYTEST, *TIMED]], 20)]
+    parallel = [commands[file] for file in files if file not in TIMED]
+    return [Part("tests marked gpu", parallel, 140), Part("tests of clocks", [[*PYTEST, *TIMED]], 20)]
 
 
 def build_is_due() -> bool:
@@ -157,7 +157,7 @@ def _script(name: str, device: str, flags: Sequence[str]) -> list[str]:
 def run(part: Part, limit: float) -> Outcome:
     """Run a part's commands at the same time, and print their output when they have ended."""
     start = time.monotonic()
-    own = f"{max(limit - part.spare, 1.0):.0f}"
+    command_seconds = f"{max(limit - part.spare, 1.0):.0f}"
     details, results, outputs = [], [], []
     with tempfile.TemporaryDirectory() as folder:
         running = []
@@ -165,7 +165,7 @@ def run(part: Part, limit: float) -> Outcome:
             log = Path(folder, str(number))  # not a pipe, because a process waits when its pipe is full
             with log.open("wb") as file:
                 process = subprocess.Popen(
-                    [argument.replace("{seconds}", own) for argument in command],
+                    [argument.replace("{seconds}", command_seconds) for argument in command],
                     cwd=ROOT,
                     env=_environment(),
                     stdout=file,
@@ -257,13 +257,13 @@ class Progress:
             return None
         return outcome
 
-    def note_down(self, outcome: Outcome) -> None:
+    def store(self, outcome: Outcome) -> None:
         """Store an outcome. The file is replaced as a whole."""
         self._outcomes[outcome.name] = outcome
         parts = {name: asdict(each) for name, each in self._outcomes.items()}
-        written = self.path.with_suffix(".new")
-        written.write_text(json.dumps({"setting": self.setting, "parts": parts}, indent=1), encoding="utf-8")
-        written.replace(self.path)
+        new_file = self.path.with_suffix(".new")
+        new_file.write_text(json.dumps({"setting": self.setting, "parts": parts}, indent=1), encoding="utf-8")
+        new_file.replace(self.path)
 
 
 def run_all(
@@ -281,20 +281,20 @@ def run_all(
     earlier = {} if progress is None else {part.name: progress.finished(part.name, again) for part in parts}
     waiting = [part for part in parts if earlier.get(part.name) is None]
     deadline = time.monotonic() + all_seconds
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for part in parts:
         outcome = earlier.get(part.name)
         if outcome is not None:
             print(f"--- {part.name}: {outcome.result} in an earlier start", flush=True)
         else:
             waiting.remove(part)
-            left = deadline - time.monotonic()
-            limit = min(left, max(part.seconds, left - sum(each.seconds for each in waiting)))
+            remaining = deadline - time.monotonic()
+            limit = min(remaining, max(part.seconds, remaining - sum(each.seconds for each in waiting)))
             outcome = _run_within(part, limit, progress)
-        found.append(outcome)
+        outcomes.append(outcome)
         if report is not None:
-            report.write_text(document(found), encoding="utf-8")
-    return found
+            report.write_text(document(outcomes), encoding="utf-8")
+    return outcomes
 
 
 def _run_within(part: Part, limit: float, progress: Progress | None) -> Outcome:
@@ -302,10 +302,10 @@ def _run_within(part: Part, limit: float, progress: Progress | None) -> Outcome:
         return Outcome(part.name, STOPPED, "not started: no time was left", 0.0)
     print(f"--- {part.name}, at most {limit:.0f} s", flush=True)
     if progress is not None:
-        progress.note_down(Outcome(part.name, RUNNING, "", 0.0))
+        progress.store(Outcome(part.name, RUNNING, "", 0.0))
     outcome = run(part, limit)
     if progress is not None:
-        progress.note_down(outcome)
+        progress.store(outcome)
     return outcome
 
 
@@ -349,20 +349,20 @@ def device_name() -> str:
 
 def versions() -> str:
     """Return the versions of Python, torch, CUDA and Triton."""
-    found = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
+    text = f"Python {platform.python_version()}, torch {torch.__version__}, CUDA {torch.version.cuda}"
     with suppress(importlib.metadata.PackageNotFoundError):
-        found += f", triton {importlib.metadata.version('triton')}"
-    return found
+        text += f", triton {importlib.metadata.version('triton')}"
+    return text
 
 
 def revision() -> str:
     """Return the commit of this repository, with `changed` if files other than results differ; `unknown` without
     git."""
-    own = ["--", ".", ":(exclude)benchmarks/results", ":(exclude)kernels/measured"]
+    paths = ["--", ".", ":(exclude)benchmarks/results", ":(exclude)kernels/measured"]
     try:
         commit, changes = (
             subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30).stdout
-            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", *own])
+            for command in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no", *paths])
         )
     except (OSError, subprocess.SubprocessError):
         return "unknown"
@@ -459,9 +459,9 @@ def main() -> int:
         if progress.note is not None:
             print(progress.note)
     parts = [*(tests_parts() if on_gpu else []), *benchmark_parts(chosen.device, results, chosen.all_sizes)]
-    together = ranks_parts(chosen.device)
-    seconds = ALL_SECONDS + sum(part.seconds for part in together) + chosen.all_sizes * ALL_SIZES_SECONDS
-    outcomes = run_all([*parts, *together], seconds, report, progress, chosen.again)
+    rank_parts = ranks_parts(chosen.device)
+    seconds = ALL_SECONDS + sum(part.seconds for part in rank_parts) + chosen.all_sizes * ALL_SIZES_SECONDS
+    outcomes = run_all([*parts, *rank_parts], seconds, report, progress, chosen.again)
     if results is not None:
         write_preferences(outcomes, preferences.file_of(device_name()) if chosen.write is None else None, results)
     print(f"{device_name()}, torch {torch.__version__}")
@@ -472,12 +472,12 @@ def main() -> int:
 def write_preferences(outcomes: Sequence[Outcome], path: Path | None, results: Path) -> None:
     """Write the measured preferences of kernels. path: file that every run reads; None writes to the folder
     `results`."""
-    found = [measured_preferences(outcome.output, device_name()) for outcome in outcomes if outcome.name == KERNELS]
-    if not found or found[0] is None:
+    orders = [measured_preferences(outcome.output, device_name()) for outcome in outcomes if outcome.name == KERNELS]
+    if not orders or orders[0] is None:
         return
     path = path or results / f"kernels_{preferences.slug(device_name())}.yaml"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(found[0].text(), encoding="utf-8")
+    path.write_text(orders[0].text(), encoding="utf-8")
     print(f"the fastest backends are in {path.name}; {preferences.VARIABLE}=none ignores them")
 
 

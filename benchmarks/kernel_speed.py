@@ -57,22 +57,22 @@ def measure(
                 left_out.append(f"{place}: the time was up")
                 continue
             try:
-                found, missing = run(case, size, clock, findings.ceiling, chosen.repeats)
+                new_figures, missing = run(case, size, clock, findings.ceiling, chosen.repeats)
             except torch.OutOfMemoryError:
                 left_out.append(f"{place}: its inputs need more memory than the device has")
                 continue
             except Exception as error:  # the other races continue, and the document reports the failure
                 left_out.append(f"{place}: {failure_of(error)}")
                 continue
-            figures += found
+            figures += new_figures
             absent |= {name: why for name, why in missing.items() if name not in absent}
-            for figure in found:
-                print(told(figure), flush=True)
+            for figure in new_figures:
+                print(figure_line(figure), flush=True)
             keep(findings)
     return findings
 
 
-def told(figure: Figure) -> str:
+def figure_line(figure: Figure) -> str:
     """Return a figure as a line of text."""
     result = figure.failure if figure.share is None else f"{figure.share:.0%} of the ceiling"
     place = f"{figure.case}, {figure.rows} x {figure.width}, {figure.direction}"
@@ -98,12 +98,12 @@ def arguments(names: Sequence[str]) -> argparse.Namespace:
         metavar="FOLDER",
         help="write kernels_<device>.md; without a folder to benchmarks/results",
     )
-    found = parser.parse_args()
-    if found.device == "cuda" and not torch.cuda.is_available():
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("no NVIDIA GPU is visible to torch; --device cpu tries the script at tiny sizes")
-    if found.seconds is None:
-        found.seconds = QUICK_SECONDS if found.quick else float("inf")
-    return found
+    if options.seconds is None:
+        options.seconds = QUICK_SECONDS if options.quick else float("inf")
+    return options
 
 
 def main() -> None:

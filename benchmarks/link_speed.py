@@ -47,11 +47,11 @@ def stream(rank: int, there: LinkEnd, back: LinkEnd, tensor: torch.Tensor, count
             transfer.wait()
         back.receive(tensor).wait()
         return
-    ahead = [there.receive(tensor), there.receive(tensor)]
+    posted = [there.receive(tensor), there.receive(tensor)]
     for _ in range(count - 2):
-        ahead.pop(0).wait()
-        ahead.append(there.receive(tensor))
-    for transfer in ahead:
+        posted.pop(0).wait()
+        posted.append(there.receive(tensor))
+    for transfer in posted:
         transfer.wait()
     back.send(tensor).wait()
 
@@ -83,7 +83,7 @@ def summary(rows: list[list[tuple[str, str, float, float]]], count: int, num_byt
     figures: dict[str, float] = {}
     for kind in KINDS:
         for work, messages in (("round_trips", 2 * count), ("stream", count)):
-            chosen = [[row for row in of_rank if row[:2] == (kind, work)][1:] for of_rank in rows]
+            chosen = [[row for row in rank_rows if row[:2] == (kind, work)][1:] for rank_rows in rows]
             wall = statistics.median(row[2] for row in chosen[0]) / messages
             cpu = statistics.median(a[3] + b[3] for a, b in zip(*chosen, strict=True)) / messages
             figures[f"{kind}_{work}_microseconds"] = round(wall * 1e6, 1)

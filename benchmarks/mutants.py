@@ -183,10 +183,10 @@ def _cuda_mutants_of(root: Path, path: str) -> Iterator[Mutant]:
         ("delete a barrier", r"(__syncthreads|cluster\.sync|__syncwarp)\([^;]*\);", ";"),
         ("widen past the end", r"(?<=\w) < (?=\w[^;{]*[;)])", " <= "),
     ):
-        for found in re.finditer(pattern, text):
-            line = text.count("\n", 0, found.start()) + 1
-            if "//" not in text[text.rfind("\n", 0, found.start()) + 1 : found.start()]:
-                yield Mutant(path, line, operator, found.group(), after, found.start(), found.end())
+        for match in re.finditer(pattern, text):
+            line = text.count("\n", 0, match.start()) + 1
+            if "//" not in text[text.rfind("\n", 0, match.start()) + 1 : match.start()]:
+                yield Mutant(path, line, operator, match.group(), after, match.start(), match.end())
 
 
 def _reordered(source: Source, body: list[ast.stmt]) -> Iterator[Mutant]:
@@ -353,8 +353,8 @@ def main() -> None:
     options = parser.parse_args()
     parent = subprocess.run(["git", "rev-parse", "HEAD~1"], cwd=ROOT, capture_output=True, text=True, check=True)
     seed = options.seed or parent.stdout.strip()
-    every = GPU_AREAS if options.gpu else {name: Area.of_package(name) for name in options.packages or PACKAGES}
-    areas = {name: area for name, area in every.items() if name in (options.packages or every)}
+    all_areas = GPU_AREAS if options.gpu else {name: Area.of_package(name) for name in options.packages or PACKAGES}
+    areas = {name: area for name, area in all_areas.items() if name in (options.packages or all_areas)}
     for name, area in areas.items():
         if not any(path for pattern in area.sources for path in ROOT.glob(pattern)):
             parser.error(f"--packages {name}: megapipe has no such package")
@@ -362,11 +362,11 @@ def main() -> None:
     mutants = chosen(areas, options.count, seed)
     print(f"seed {seed}\n", *HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
-        red = list(
+        failing = list(
             pool.map(lambda area: fails_unchanged(area, tiers, SHARE_UNCHANGED * options.seconds), areas.values())
         )
-        if any(red):
-            names = ", ".join(name for name, fails in zip(areas, red, strict=True) if fails)
+        if any(failing):
+            names = ", ".join(name for name, fails in zip(areas, failing, strict=True) if fails)
             parser.error(
                 f"the tests of {names} fail on the last commit, or take more than {SHARE_UNCHANGED:.0%} of --seconds: "
                 "make them pass, or give them more time"
@@ -377,12 +377,12 @@ def main() -> None:
                 mutants,
             )
         )
-    found = summary(rows, tiers)
-    print(f"\n{found}")
+    result = summary(rows, tiers)
+    print(f"\n{result}")
     if options.output:
         options.output.write_text(json.dumps({"seed": seed, "mutants": rows}, indent=1) + "\n")
     if options.page:
-        write_page(options.page, [f"Seed {seed}. {found}", "", *HEADER, *(str(row["row"]) for row in rows)])
+        write_page(options.page, [f"Seed {seed}. {result}", "", *HEADER, *(str(row["row"]) for row in rows)])
 
 
 if __name__ == "__main__":

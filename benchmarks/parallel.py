@@ -25,12 +25,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7, help="at least 2")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
-    found = parser.parse_args()
-    if found.repeats < 2:
-        parser.error(f"--repeats is {found.repeats}; quartiles need at least 2")
-    if found.ranks < 2:
-        parser.error(f"--ranks is {found.ranks}; replicas need at least 2")
-    return found
+    options = parser.parse_args()
+    if options.repeats < 2:
+        parser.error(f"--repeats is {options.repeats}; quartiles need at least 2")
+    if options.ranks < 2:
+        parser.error(f"--ranks is {options.ranks}; replicas need at least 2")
+    return options
 
 
 def main() -> None:

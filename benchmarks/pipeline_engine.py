@@ -61,20 +61,20 @@ def run_rank(rank: int, store: str, programme: Programme, pipe: Connection) -> N
     track = Track(connected_mesh(MeshShape({"pipeline": world_size}), torch.device("cpu")))
     for size in programme.sizes:
         for name in programme.schedules if programme.races else ():
-            _tell(rank, pipe, track.race(name, size))
+            _send(rank, pipe, track.race(name, size))
         if programme.bubble:
-            _tell(rank, pipe, track.bubble(size))
+            _send(rank, pipe, track.bubble(size))
     if programme.gpt:
         size = programme.sizes[0]
         for name in programme.schedules:
             if not RACES[name].takes_torch_order:
-                _tell(rank, pipe, track.gpt(name, size))
+                _send(rank, pipe, track.gpt(name, size))
     pipe.send(None)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _tell(rank: int, pipe: Connection, figures: object) -> None:
+def _send(rank: int, pipe: Connection, figures: object) -> None:
     if rank == 0:
         pipe.send(figures)
 
@@ -93,23 +93,23 @@ def run(programme: Programme) -> list[dict[str, Any]]:
             theirs.close()
             pipes.append(ours)
             processes.append(process)
-        for found in iter(pipes[0].recv, None):
-            facts += _show(found)
+        for figures in iter(pipes[0].recv, None):
+            facts += _show(figures)
         for process in processes:
             process.join()
     return facts
 
 
-def _show(found: object) -> list[dict[str, Any]]:
-    if isinstance(found, Bubble):
-        show_bubble(found)
-        return [{"kind": "bubble", **asdict(found), "ratio": found.ratio, "bound": found.bound}]
-    if isinstance(found, GptFigure):
-        show_gpt(found)
-        return [{"kind": "gpt", **asdict(found)}]
-    assert isinstance(found, list)
-    show_race(found)
-    return [{"kind": "race", **asdict(figure)} for figure in found]
+def _show(figures: object) -> list[dict[str, Any]]:
+    if isinstance(figures, Bubble):
+        show_bubble(figures)
+        return [{"kind": "bubble", **asdict(figures), "ratio": figures.ratio, "bound": figures.bound}]
+    if isinstance(figures, GptFigure):
+        show_gpt(figures)
+        return [{"kind": "gpt", **asdict(figures)}]
+    assert isinstance(figures, list)
+    show_race(figures)
+    return [{"kind": "race", **asdict(figure)} for figure in figures]
 
 
 def arguments() -> argparse.Namespace:
@@ -126,10 +126,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--no-bubble", action="store_true", help="leave out the comparison of 2bw with a single rank")
     parser.add_argument("--gpt-ranks", type=int, nargs="*", default=[2], help="pipelines to run with real stages too")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
-    found = parser.parse_args()
-    if found.full:
-        found.ranks, found.multiples = [2, 4, 8], [2, 4]
-    return found
+    options = parser.parse_args()
+    if options.full:
+        options.ranks, options.multiples = [2, 4, 8], [2, 4]
+    return options
 
 
 def main() -> None:

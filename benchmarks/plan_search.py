@@ -41,7 +41,7 @@ from megapipe.planner.papers.pipedream import two_buffered_plan
 from megapipe.planner.search.findings import faster_or_slower, term_differences
 from megapipe.planner.search.plan import QUICK, Effort, search_speed
 
-PARTS = {
+EFFORTS = {
     "best_alone": QUICK,
     "simulated": Effort(slowest=0, alternatives=False, hints=False),
     "with_front": Effort(alternatives=False, hints=False),
@@ -90,16 +90,16 @@ after all imports, and those of the whole process."""
 
 def timed(base: PretrainConfig, hardware: Hardware, devices: int, effort: Effort) -> dict[str, Any]:
     """Run one search; return its processor seconds, its numbers of layouts, and the best layout."""
-    processor = time.process_time()
-    found = search_speed(base, hardware, devices, effort=effort)
+    start = time.process_time()
+    findings = search_speed(base, hardware, devices, effort=effort)
     return {
-        "processor_s": time.process_time() - processor,
-        "layouts": found.layouts,
-        "examined": found.examined,
-        "pruned": found.pruned,
-        "step_time_s": found.best.estimate.step_seconds,
-        "simulated": found.best.simulated,
-        "layout": found.best.estimate.as_json()["layout"],
+        "processor_s": time.process_time() - start,
+        "layouts": findings.layouts,
+        "examined": findings.examined,
+        "pruned": findings.pruned,
+        "step_time_s": findings.best.estimate.step_seconds,
+        "simulated": findings.best.simulated,
+        "layout": findings.best.estimate.as_json()["layout"],
     }
 
 
@@ -112,7 +112,7 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
     result = {
         "model": run.name,
         "devices": devices,
-    } | {name: timed(base, hardware, devices, effort) for name, effort in PARTS.items()}
+    } | {name: timed(base, hardware, devices, effort) for name, effort in EFFORTS.items()}
     if devices == run.devices:
         theirs = min((estimate(each, hardware) for each in run.candidates()), key=lambda each: each.step_seconds)
         best = search_speed(base, hardware, devices, effort=QUICK).best.estimate
@@ -128,16 +128,16 @@ def command(arguments: list[str], root: Path = ROOT) -> dict[str, Any]:
         written = [f"--write_config={folder}/plan.yaml"]
         written += [f"--html={folder}/plan.html"] if PAGE in arguments else []
         flags = [each for each in arguments if each != PAGE]
-        found = subprocess.run(
+        process = subprocess.run(
             [sys.executable, "-c", TIMED, *flags, *written],
             cwd=root,
             env=os.environ | {"PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )
-    if found.returncode:
-        raise RuntimeError(f"plan.py {' '.join(arguments)}: {found.stderr.strip()}")
-    seconds, whole = map(float, found.stderr.split())
+    if process.returncode:
+        raise RuntimeError(f"plan.py {' '.join(arguments)}: {process.stderr.strip()}")
+    seconds, whole = map(float, process.stderr.split())
     return {"command": f"plan.py {' '.join(arguments)}", "processor_s": seconds, "whole_processor_s": whole}
 
 
@@ -172,13 +172,13 @@ def two_buffered(billions: float, hidden: int) -> dict[str, Any]:
         batch=BatchConfig(global_size=512),
         training=TrainingConfig(precision="fp16"),
     )
-    started = time.process_time()
+    start = time.process_time()
     best = two_buffered_plan(config, load_hardware("v100-16"), 64)
     return {
         "model": f"{billions}B",
         "depth": best["depth"],
         "width": best["width"],
-        "processor_s": time.process_time() - started,
+        "processor_s": time.process_time() - start,
     }
 
 
@@ -193,12 +193,12 @@ def main() -> None:
         print(json.dumps([compared(flags, other) for flags in GOLDEN], indent=1))
         return
     runs = {run.name: run for run in (*A100.rows, *A100.unfitted)}
-    wanted = [row.partition(":") for row in arguments.rows]
-    for name, _, devices in wanted:
+    rows = [row.partition(":") for row in arguments.rows]
+    for name, _, devices in rows:
         if name not in runs or not devices.isdigit():
             parser.error(f"--rows {name}:{devices}: give model:devices, with a model of {', '.join(runs)}")
     try:
-        searches = [of_row(runs[name], int(devices)) for name, _, devices in wanted]
+        searches = [of_row(runs[name], int(devices)) for name, _, devices in rows]
         whole = commands()
     except (ConfigError, RuntimeError) as error:
         parser.error(str(error))

@@ -126,19 +126,19 @@ def measured(names: list[str], steps: int, starts: int) -> dict[str, float]:
     for turn in range(starts):
         for name in names:
             config = config_of(name)
-            found = on_ranks(MeshShape(sizes_of(config)).world_size, "cpu", train, config, steps)[0]
-            times[name] += found
-            print(f"start {turn + 1}: {name}: {median(found):.3f} s", file=sys.stderr)
-    return {name: median(found) for name, found in times.items()}
+            seconds = on_ranks(MeshShape(sizes_of(config)).world_size, "cpu", train, config, steps)[0]
+            times[name] += seconds
+            print(f"start {turn + 1}: {name}: {median(seconds):.3f} s", file=sys.stderr)
+    return {name: median(seconds) for name, seconds in times.items()}
 
 
-def figure(name: str, found: Prediction, seconds: float) -> Figure:
+def figure(name: str, prediction: Prediction, seconds: float) -> Figure:
     """Return the figure of a layout from its prediction and the measured seconds."""
     terms: dict[str, float] = {}
-    for term in found.estimate.terms:
+    for term in prediction.estimate.terms:
         terms[term.name] = terms.get(term.name, 0.0) + term.seconds
-    source = next(term.source for term in found.estimate.terms if term.name == "compute")
-    return Figure(name, found.estimate.step_seconds, seconds, terms, source)
+    source = next(term.source for term in prediction.estimate.terms if term.name == "compute")
+    return Figure(name, prediction.estimate.step_seconds, seconds, terms, source)
 
 
 def rank_correlation(one: list[float], two: list[float]) -> float:
@@ -158,10 +158,10 @@ def table(figures: list[Figure]) -> str:
 
 def summary(figures: list[Figure]) -> dict[str, float]:
     """Return the figures of all layouts together. A correlation needs three."""
-    predicted, found = [each.predicted for each in figures], [each.measured for each in figures]
+    predicted, measured = [each.predicted for each in figures], [each.measured for each in figures]
     errors = [abs(each.error) for each in figures]
-    result = {"median_error": median(errors), "worst_error": max(errors), "spread": max(found) / min(found)}
-    return result if len(figures) < 3 else {"rank_correlation": rank_correlation(predicted, found), **result}
+    result = {"median_error": median(errors), "worst_error": max(errors), "spread": max(measured) / min(measured)}
+    return result if len(figures) < 3 else {"rank_correlation": rank_correlation(predicted, measured), **result}
 
 
 def arguments() -> argparse.Namespace:
@@ -181,14 +181,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--hardware", metavar="FILE", help="an existing profile; by default, a new one is measured")
     parser.add_argument("--keep", type=Path, metavar="FILE", help="put the new profile there")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
-    found = parser.parse_args()
-    if found.steps < 5:
-        parser.error(f"--steps is {found.steps}; a median needs 5 or more")
-    if found.starts < 1:
-        parser.error(f"--starts is {found.starts}; it must be at least 1")
-    if found.hardware and found.keep:
+    options = parser.parse_args()
+    if options.steps < 5:
+        parser.error(f"--steps is {options.steps}; a median needs 5 or more")
+    if options.starts < 1:
+        parser.error(f"--starts is {options.starts}; it must be at least 1")
+    if options.hardware and options.keep:
         parser.error("--keep is for a new profile, and --hardware names an existing one; use only one of them")
-    return found
+    return options
 
 
 def machine(chosen: argparse.Namespace) -> Hardware:
@@ -213,8 +213,8 @@ def main() -> None:
     seconds = measured(list(predictions), chosen.steps, chosen.starts)
     figures = [figure(name, prediction, seconds[name]) for name, prediction in predictions.items()]
     facts = summary(figures)
-    told = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in facts.items())
-    text = f"{table(figures)}\n\nmedians of {chosen.starts} x {chosen.steps} steps; {told}\n"
+    totals = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in facts.items())
+    text = f"{table(figures)}\n\nmedians of {chosen.starts} x {chosen.steps} steps; {totals}\n"
     print(text)
     if chosen.write is not None:
         chosen.write.write_text(text, encoding="utf-8")

@@ -68,9 +68,9 @@ class Check:
 def checks(ranks: int) -> list[Check]:
     """Return all checks for this number of ranks, the simplest first."""
     grid = {"data": 2, "pipeline": ranks // 2} if ranks % 2 == 0 and ranks > 2 else {"pipeline": ranks}
-    found = [Check("links", {"pipeline": ranks}, check_links), Check("groups", grid, check_groups)]
+    all_checks = [Check("links", {"pipeline": ranks}, check_links), Check("groups", grid, check_groups)]
     for name in (each for each in GENERATORS if len(GENERATORS[each].placed(2, {}).routes) == 1):
-        found.append(Check(name, {"pipeline": ranks}, _training({"schedule": {"name": name}})))
+        all_checks.append(Check(name, {"pipeline": ranks}, _training({"schedule": {"name": name}})))
     for name, dimension, groups in (
         ("tensor", "tensor", {}),
         ("sequence parallel", "tensor", {"parallel": {"sequence": True}}),
@@ -78,37 +78,37 @@ def checks(ranks: int) -> list[Check]:
         ("context, all to all", "context", {"parallel": {"context_attention": "all_to_all"}}),
         *((f"ZeRO {stage}", "data", {"zero": {"stage": stage}}) for stage in range(4)),
     ):
-        found.append(Check(name, {dimension: ranks}, _training(groups)))
+        all_checks.append(Check(name, {dimension: ranks}, _training(groups)))
     if ranks % 2 == 0:
         paired = {"tensor": 2, "pipeline": ranks // 2}
-        found.append(Check("pairs", paired, _training({"schedule": {"name": "dualpipe_v"}})))
+        all_checks.append(Check("pairs", paired, _training({"schedule": {"name": "dualpipe_v"}})))
     if ranks % 4 == 0:
         mixed = {"tensor": 2, "pipeline": 2, "data": ranks // 4}
-        found.append(Check("tensor, pipeline, data", mixed, _training({"zero": {"stage": 1}})))
-    return found
+        all_checks.append(Check("tensor, pipeline, data", mixed, _training({"zero": {"stage": 1}})))
+    return all_checks
 
 
 def check_links(mesh: Mesh) -> str:
     """Send messages of one element and of 4 MB between all ordered pairs of ranks, both directions at once."""
-    ranks, own = mesh.size("pipeline"), mesh.coordinate("pipeline")
-    most = 1 << 20
+    ranks, rank = mesh.size("pipeline"), mesh.coordinate("pipeline")
+    max_elements = 1 << 20
     pairs = [(one, other) for one in range(ranks) for other in range(ranks) if one != other]
-    links = make_links(mesh, [Edge(*pair, maximum_bytes=4 * most) for pair in pairs], timeout=TIMEOUT)
+    links = make_links(mesh, [Edge(*pair, maximum_bytes=4 * max_elements) for pair in pairs], timeout=TIMEOUT)
     messages = 0
-    for size in (1, most, 1):
+    for size in (1, max_elements, 1):
         transfers, expected = [], []
         for edge, link in links.items():
             message = torch.arange(size, device=mesh.device, dtype=torch.float32) + 1000 * edge.source
-            if edge.source == own:
+            if edge.source == rank:
                 transfers.append(link.send(message + edge.destination))
             else:
                 received = torch.empty_like(message)
                 transfers.append(link.receive(received))
-                expected.append((edge, received, message + own))
+                expected.append((edge, received, message + rank))
         for transfer in transfers:
             transfer.wait()
-        for edge, received, wanted in expected:
-            _same(str(edge), received, wanted)
+        for edge, received, expected_values in expected:
+            _same(str(edge), received, expected_values)
         messages += len(pairs)
     for link in links.values():
         link.close()
@@ -132,36 +132,36 @@ def _check_group(group: Group, size: int, device: torch.device) -> None:
     size: number of elements of each rank.
     """
     numbers = torch.arange(size, device=device, dtype=torch.float32)
-    own, place, count = numbers + group.rank, group.rank, group.size
+    mine, rank, count = numbers + group.rank, group.rank, group.size
     everyone = torch.stack([numbers + rank for rank in range(count)])
     total = numbers * count + sum(range(count))
-    reduced = own.clone()
+    reduced = mine.clone()
     group.all_reduce(reduced)
     _same("all-reduce", reduced, total)
-    _same("all-gather", group.all_gather(own), everyone)
-    _same("started all-gather", group.start_all_gather(own)(), everyone)
-    for_all = torch.stack([own + 10 * rank for rank in range(count)])
-    _same("reduce-scatter", group.reduce_scatter(for_all), total + 10 * place * count)
-    _same("started reduce-scatter", group.start_reduce_scatter(for_all)(), total + 10 * place * count)
+    _same("all-gather", group.all_gather(mine), everyone)
+    _same("started all-gather", group.start_all_gather(mine)(), everyone)
+    for_all = torch.stack([mine + 10 * rank for rank in range(count)])
+    _same("reduce-scatter", group.reduce_scatter(for_all), total + 10 * rank * count)
+    _same("started reduce-scatter", group.start_reduce_scatter(for_all)(), total + 10 * rank * count)
     whole = torch.zeros(count * size, device=device)
-    group.gather_into(whole, own).wait()
+    group.gather_into(whole, mine).wait()
     _same("gather into a buffer", whole, everyone.flatten())
     summed = for_all.flatten().clone()
     group.reduce_into_part(summed).wait()
-    _same("reduce into a part", group.own_part(summed), total + 10 * place * count)
-    _same("all-to-all", all_to_all(for_all, group), everyone + 10 * place)
-    shifted = torch.empty_like(own)
-    group.shift(own, shifted).wait()
-    _same("shift", shifted, numbers + (place - 1) % count)
-    sent = own.clone()
+    _same("reduce into a part", group.own_part(summed), total + 10 * rank * count)
+    _same("all-to-all", all_to_all(for_all, group), everyone + 10 * rank)
+    shifted = torch.empty_like(mine)
+    group.shift(mine, shifted).wait()
+    _same("shift", shifted, numbers + (rank - 1) % count)
+    sent = mine.clone()
     group.broadcast(sent, count - 1)
     _same("broadcast", sent, numbers + count - 1)
 
 
-def _same(what: str, found: Tensor, wanted: Tensor) -> None:
-    if not torch.equal(found, wanted):
-        wrong = int((found != wanted).sum())
-        raise Different(f"{what}: {wrong} of {wanted.numel()} elements are wrong")
+def _same(name: str, actual: Tensor, expected: Tensor) -> None:
+    if not torch.equal(actual, expected):
+        wrong = int((actual != expected).sum())
+        raise Different(f"{name}: {wrong} of {expected.numel()} elements are wrong")
 
 
 def _training(groups: dict[str, dict[str, Any]]) -> Callable[[Mesh], str]:
@@ -173,9 +173,9 @@ def _training(groups: dict[str, dict[str, Any]]) -> Callable[[Mesh], str]:
     def run(mesh: Mesh) -> str:
         with tempfile.TemporaryDirectory() as folder:
             config = configuration(mesh, folder, groups)
-            found = trained(mesh, config)
-            wanted = on_one_device(mesh, config) if mesh.rank == 0 else []
-        return compared(found, mesh.world.all_gather_object(wanted)[0])
+            results = trained(mesh, config)
+            expected = on_one_device(mesh, config) if mesh.rank == 0 else []
+        return compared(results, mesh.world.all_gather_object(expected)[0])
 
     return run
 
@@ -209,8 +209,8 @@ def trained(mesh: Mesh, config: PretrainConfig) -> Results:
     results = []
     for step in range(STEPS):
         batch = loader.load(step * config.batch.global_size)
-        given = StepInput(step, batch.contexts, batch.token_counts, config.optimizer.learning_rate)
-        result = replica.engine.run(given)
+        step_input = StepInput(step, batch.contexts, batch.token_counts, config.optimizer.learning_rate)
+        result = replica.engine.run(step_input)
         results.append((result.loss, result.gradient_norm))
     return results
 
@@ -235,16 +235,16 @@ def _alone(mesh: Mesh) -> Mesh:
     return in_process_meshes({}, mesh.device)[0]
 
 
-def compared(found: Results, wanted: Results) -> str:
+def compared(results: Results, expected: Results) -> str:
     """Return the difference of the results in words. Raises Different if it exceeds the tolerance."""
-    apart = 0.0
-    for one, other in zip(found, wanted, strict=True):
-        for name, value, right in zip(("loss", "gradient norm"), one, other, strict=True):
-            if not math.isclose(value, right, rel_tol=TOLERANCE):
-                raise Different(f"{name} {value!r} on the ranks, {right!r} on one device")
-            apart = max(apart, abs(value / right - 1))
-    bits = "the same bits as" if found == wanted else f"within {apart:.1e} of"
-    return f"{STEPS} steps, {bits} one device; losses {', '.join(f'{loss:.4f}' for loss, _ in found)}"
+    difference = 0.0
+    for one, other in zip(results, expected, strict=True):
+        for name, value, expected_value in zip(("loss", "gradient norm"), one, other, strict=True):
+            if not math.isclose(value, expected_value, rel_tol=TOLERANCE):
+                raise Different(f"{name} {value!r} on the ranks, {expected_value!r} on one device")
+            difference = max(difference, abs(value / expected_value - 1))
+    bits = "the same bits as" if results == expected else f"within {difference:.1e} of"
+    return f"{STEPS} steps, {bits} one device; losses {', '.join(f'{loss:.4f}' for loss, _ in results)}"
 
 
 def arguments() -> argparse.Namespace:
@@ -261,15 +261,15 @@ def main() -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 2:
         sys.exit(f"error: {ranks} rank was started, and the checks need at least 2; start with torchrun")
-    known = {check.name: check for check in checks(ranks)}
-    unknown = [name for name in chosen.checks if name not in known and name != "all"]
+    by_name = {check.name: check for check in checks(ranks)}
+    unknown = [name for name in chosen.checks if name not in by_name and name != "all"]
     if unknown:
-        sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; choose from {'; '.join(known)}")
-    wanted = list(known.values()) if "all" in chosen.checks else [known[name] for name in chosen.checks]
+        sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; choose from {'; '.join(by_name)}")
+    selected = list(by_name.values()) if "all" in chosen.checks else [by_name[name] for name in chosen.checks]
     # The first check's layout decides how many hardware queues a GPU has, as in training (docs/nccl.md).
-    world = initialize(wanted[0].sizes, chosen.device, TIMEOUT)
+    world = initialize(selected[0].sizes, chosen.device, TIMEOUT)
     try:
-        run_checks(world, wanted)
+        run_checks(world, selected)
     finally:
         shutdown()
 

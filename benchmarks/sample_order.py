@@ -44,7 +44,7 @@ with warnings.catch_warnings():  # ignore warnings about optional packages
 LENGTH = 2048
 LARGEST_BUILT = 10**10
 """Largest number of tokens for which megatron-core's indices are built."""
-AT_ONCE = 10**7
+CHUNK = 10**7
 
 
 def sparse_shard(prefix: Path, num_documents: int, length: int) -> Path:
@@ -64,9 +64,9 @@ def sparse_shard(prefix: Path, num_documents: int, length: int) -> Path:
 
 
 def _chunks(count: int) -> Iterator[np.ndarray]:
-    """Yield the numbers from 0 to count - 1 in arrays of at most AT_ONCE numbers."""
-    for begin in range(0, count, AT_ONCE):
-        yield np.arange(begin, min(begin + AT_ONCE, count), dtype="<i8")
+    """Yield the numbers from 0 to count - 1 in arrays of at most CHUNK numbers."""
+    for begin in range(0, count, CHUNK):
+        yield np.arange(begin, min(begin + CHUNK, count), dtype="<i8")
 
 
 def seconds_of(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -130,9 +130,9 @@ def compare_orders(folder: Path, num_tokens: int) -> dict[str, Any]:
     }
     if num_tokens <= LARGEST_BUILT:
         start, dataset = seconds_of(lambda: open_megatron(prefix, num_tokens))
-        found = ordinals[ordinals < len(dataset)].tolist()
+        built = ordinals[ordinals < len(dataset)].tolist()
         row["megatron_start_ms"] = 1e3 * start
-        row["megatron_sample_us"] = 1e6 * best_of(5, lambda: [dataset[one] for one in found]) / len(found)
+        row["megatron_sample_us"] = 1e6 * best_of(5, lambda: [dataset[one] for one in built]) / len(built)
     return row
 
 
@@ -146,7 +146,7 @@ def start_with_documents(folder: Path, num_documents: int) -> dict[str, Any]:
     start, samples = seconds_of(lambda: open_samples(prefix))
     ordinals = np.random.default_rng(0).integers(0, len(samples), size=1000)
     draw, boundaries = seconds_of(lambda: [samples.boundaries(one) for one in ordinals])
-    assert all(2 <= len(found[0]) <= 3 for found in boundaries)  # a sample has LENGTH tokens, a document 1,000
+    assert all(2 <= len(starts[0]) <= 3 for starts in boundaries)  # a sample has LENGTH tokens, a document 1,000
     row = {
         "documents": num_documents,
         "start_ms": 1e3 * start,
@@ -220,7 +220,7 @@ def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, 
     samples = GptSamples(prefix, split="train", shares="100", sequence_length=LENGTH, seed=1, vocabulary_size=50_000)
     count = min(len(samples) // micro_size, 1500)
     tokens = count * micro_size * LENGTH / 1e6
-    found: dict[str, float] = {}
+    rates: dict[str, float] = {}
 
     def ours(isolate: bool) -> None:
         source = MicrobatchSource(
@@ -243,11 +243,11 @@ def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, 
                 break
 
     ours(False)
-    found["megapipe"] = tokens / best_of(3, lambda: ours(False))
-    found["megapipe, documents kept apart"] = tokens / best_of(3, lambda: ours(True))
+    rates["megapipe"] = tokens / best_of(3, lambda: ours(False))
+    rates["megapipe, documents kept apart"] = tokens / best_of(3, lambda: ours(True))
     for workers in (0, 1, 2):
-        found[f"torch DataLoader, {workers} workers"] = tokens / best_of(2, lambda workers=workers: theirs(workers))
-    return found
+        rates[f"torch DataLoader, {workers} workers"] = tokens / best_of(2, lambda workers=workers: theirs(workers))
+    return rates
 
 
 def main() -> int:
@@ -290,8 +290,8 @@ def main() -> int:
             f"{row['boundaries_us']:.1f} us, {row['memory_bytes'] / 1e6:.1f} MB of memory, "
             f"{row['index_bytes_read'] / 1e6:,.1f} of {row['index_bytes'] / 1e6:,.1f} MB of the index read"
         )
-    found = {"benchmark": "sample_order", "orders": orders, "blend": blend, "loaders": loaders, "documents": documents}
-    print(json.dumps(found))
+    facts = {"benchmark": "sample_order", "orders": orders, "blend": blend, "loaders": loaders, "documents": documents}
+    print(json.dumps(facts))
     return 0
 
 

@@ -62,10 +62,10 @@ def measure(work: Callable[[], int], repeats: int) -> dict[str, float]:
     """Return the minimum wall-clock and processor seconds over the repeats, and the number that `work` returned."""
     wall, processor, count = [], [], 0
     for _ in range(repeats):
-        began = time.perf_counter(), processor_seconds()
+        start = time.perf_counter(), processor_seconds()
         count = work()
-        wall.append(time.perf_counter() - began[0])
-        processor.append(processor_seconds() - began[1])
+        wall.append(time.perf_counter() - start[0])
+        processor.append(processor_seconds() - start[1])
     return {"seconds": round(min(wall), 3), "processor_seconds": round(min(processor), 3), "count": count}
 
 
@@ -82,9 +82,9 @@ def main() -> None:
     }
     figures: dict[str, object] = {"benchmark": "schedule_speed", "torch": torch.__version__, "repeats": repeats}
     for name, work in works.items():
-        found = measure(work, repeats)
-        figures[name] = found
-        print(f"{name:34} {found['seconds']:8.3f} s, processor {found['processor_seconds']:8.3f} s", flush=True)
+        times = measure(work, repeats)
+        figures[name] = times
+        print(f"{name:34} {times['seconds']:8.3f} s, processor {times['processor_seconds']:8.3f} s", flush=True)
     print(json.dumps(figures))
 
 

@@ -90,8 +90,8 @@ def step_times(
         steps[str(slices)], allowed[slices] = sleeping(setting, schedule, pool).run, finish(schedule, seconds)
     samples = in_turns(mesh.world, meter, steps, repeats)
     return {
-        name: (statistics.median(each.seconds - each.late for each in found), allowed[int(name)])
-        for name, found in samples.items()
+        name: (statistics.median(each.seconds - each.late for each in rounds), allowed[int(name)])
+        for name, rounds in samples.items()
     }
 
 

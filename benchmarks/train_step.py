@@ -30,8 +30,8 @@ from megapipe.training.observe.display import UtilisationMeter, device_peak
 Result = dict[str, Any]
 
 
-def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Callable[[Result], None]) -> Result:
-    """Measure all contestants with one model in this process. tell: on a GPU, called with the results so far after
+def measure(name: str, setting: Setting, chosen: argparse.Namespace, report: Callable[[Result], None]) -> Result:
+    """Measure all contestants with one model in this process. report: on a GPU, called with the results so far after
     each contestant."""
     print(f"{name}, {setting.precision}, {setting.device.type}", flush=True)
     makers = contestants(setting)
@@ -40,13 +40,13 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Calla
     meter = UtilisationMeter(config, model_layers(config.model), peak, 1)
     tokens = setting.training.num_tokens
 
-    def found_of(seconds: dict[str, list[float]]) -> dict[str, Rate]:
+    def rates_of(seconds: dict[str, list[float]]) -> dict[str, Rate]:
         return rates(seconds, tokens, lambda elapsed: meter.mfu(tokens, elapsed))
 
     def result(seconds: dict[str, list[float]], failures: dict[str, str]) -> Result:
         return {
             "model": name,
-            "contestants": {each: asdict(rate) for each, rate in found_of(seconds).items()},
+            "contestants": {each: asdict(rate) for each, rate in rates_of(seconds).items()},
             "failures": dict(failures),
             "ratio_to_best_peer": ratio_to_best_peer(seconds),
         }
@@ -54,13 +54,13 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Calla
     failures: dict[str, str] = {}
     if setting.device.type == "cuda":
         seconds, failures = one_by_one(
-            makers, setting.device, chosen.repeats, chosen.deadline, lambda *known: tell(result(*known))
+            makers, setting.device, chosen.repeats, chosen.deadline, lambda *results: report(result(*results))
         )
     else:
         steps = {contestant: build() for contestant, build in makers.items()}
         turns = {each: lambda s=step: timed(s, setting.device) for each, step in steps.items()}
         seconds = in_turns(turns, chosen.repeats)
-    show(f"{name}, {setting.precision}, {tokens} tokens a step, peak {peak}", found_of(seconds))
+    show(f"{name}, {setting.precision}, {tokens} tokens a step, peak {peak}", rates_of(seconds))
     print(f"  megapipe over the best peer: {ratio_to_best_peer(seconds)}")
     return result(seconds, failures)
 
@@ -68,11 +68,11 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace, tell: Calla
 def measure_pipeline(setting: Setting, repeats: int) -> dict[str, Any]:
     """Compare a pipeline of two ranks with one rank."""
     seconds = pipeline_seconds(setting, repeats)
-    found = rates(seconds, setting.training.num_tokens, lambda elapsed: None)
+    step_rates = rates(seconds, setting.training.num_tokens, lambda elapsed: None)
     ratio = paired_ratio([seconds[PIPELINE]], [seconds[ALONE]])
-    show("two threads in all", found)
+    show("two threads in all", step_rates)
     print(f"  two ranks over one: {ratio}")
-    return {"contestants": {each: asdict(rate) for each, rate in found.items()}, "ratio": ratio}
+    return {"contestants": {each: asdict(rate) for each, rate in step_rates.items()}, "ratio": ratio}
 
 
 def summary(results: list[dict[str, Any]]) -> str:
@@ -86,9 +86,9 @@ def summary(results: list[dict[str, Any]]) -> str:
             continue
         mfu = "unknown" if best["mfu"] is None else f"{best['mfu']:.1%}"
         ratio = result["ratio_to_best_peer"]
-        beside = "no peer ran" if ratio is None else f"{ratio} of the best peer"
+        comparison = "no peer ran" if ratio is None else f"{ratio} of the best peer"
         lost = f", without {', '.join(result['failures'])}" if result["failures"] else ""
-        parts.append(f"{result['model']}: {best['tokens_per_second']:,.0f} tokens/s, MFU {mfu}, {beside}{lost}")
+        parts.append(f"{result['model']}: {best['tokens_per_second']:,.0f} tokens/s, MFU {mfu}, {comparison}{lost}")
     return "; ".join(parts)
 
 
@@ -107,15 +107,15 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="on a GPU: start no contestant later than this"
     )
-    found = parser.parse_args()
-    if found.device == "cuda" and not on_gpu:
+    options = parser.parse_args()
+    if options.device == "cuda" and not on_gpu:
         parser.error("no NVIDIA GPU is visible to torch; use --device cpu")
-    if found.repeats < 2:
-        parser.error(f"--repeats is {found.repeats}; quartiles need at least 2")
-    found.deadline = time.monotonic() + found.seconds
-    found.compile = found.device == "cuda" if found.compile is None else found.compile
-    found.models = found.models or (["124m", "350m", "1.3b"] if found.device == "cuda" else ["5m"])
-    return found
+    if options.repeats < 2:
+        parser.error(f"--repeats is {options.repeats}; quartiles need at least 2")
+    options.deadline = time.monotonic() + options.seconds
+    options.compile = options.device == "cuda" if options.compile is None else options.compile
+    options.models = options.models or (["124m", "350m", "1.3b"] if options.device == "cuda" else ["5m"])
+    return options
 
 
 def main() -> None:
@@ -124,16 +124,16 @@ def main() -> None:
     torch.set_num_threads(chosen.threads)
     device = torch.device(chosen.device)
     settings = {name: Setting(MODELS[name], chosen.precision, device, chosen.compile) for name in chosen.models}
-    given = {name: value for name, value in vars(chosen).items() if name not in ("seconds", "deadline")}
+    options = {name: value for name, value in vars(chosen).items() if name not in ("seconds", "deadline")}
     results: list[Result] = []
 
-    def facts(known: list[Result]) -> Result:
-        about = {"benchmark": "train_step", "arguments": given, "torch": torch.__version__}
-        return {**about, "models": known, "summary": summary(known)}
+    def facts(models: list[Result]) -> Result:
+        about = {"benchmark": "train_step", "arguments": options, "torch": torch.__version__}
+        return {**about, "models": models, "summary": summary(models)}
 
     for name, setting in settings.items():
         results.append(
-            measure(name, setting, chosen, lambda known: print(json.dumps(facts([*results, known])), flush=True))
+            measure(name, setting, chosen, lambda result: print(json.dumps(facts([*results, result])), flush=True))
         )
     pipeline = (
         {} if device.type == "cuda" else {"pipeline": measure_pipeline(settings[chosen.models[0]], chosen.repeats)}

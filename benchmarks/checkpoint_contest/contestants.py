@@ -97,9 +97,9 @@ class TorchSave(Contestant):
         return lambda: None
 
     def load(self, folder: Path, states: Sequence[UnitState], axis: int) -> None:
-        found = torch.load(folder / f"{self.mesh.rank}.pt", weights_only=True)
+        stored = torch.load(folder / f"{self.mesh.rank}.pt", weights_only=True)
         for name, tensor in tensors_of(states).items():
-            tensor.copy_(found[name])
+            tensor.copy_(stored[name])
 
 
 class DistributedCheckpoint(Contestant):
@@ -122,11 +122,11 @@ class DistributedCheckpoint(Contestant):
         self._stager = DefaultStager(options) if asynchronous else None
 
     def save(self, folder: Path, states: Sequence[UnitState]) -> Wait:
-        given = self._distributed(states, 0)
+        tensors = self._distributed(states, 0)
         if not self._asynchronous:
-            dcp.save(given, checkpoint_id=folder, process_group=self._group)
+            dcp.save(tensors, checkpoint_id=folder, process_group=self._group)
             return lambda: None
-        future = dcp.async_save(given, checkpoint_id=folder, async_stager=self._stager, process_group=self._group)
+        future = dcp.async_save(tensors, checkpoint_id=folder, async_stager=self._stager, process_group=self._group)
 
         def wait() -> None:
             future.result()

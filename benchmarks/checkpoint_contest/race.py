@@ -64,61 +64,61 @@ def _measured(rank: int, matrices: int, rounds: int, place: Path) -> Race:
     return measure(mesh, contestants(mesh), matrices, rounds, place)
 
 
-def measure(mesh: Mesh, entered: Sequence[Contestant], matrices: int, rounds: int, place: Path) -> Race:
+def measure(mesh: Mesh, contestants: Sequence[Contestant], matrices: int, rounds: int, place: Path) -> Race:
     """Run rounds of all contestants, after one round of warm-up, of which only `first_stall` is used.
 
     The contestants change their order from round to round.
     """
     rows, columns = make_states(mesh, matrices, 0), make_states(mesh, matrices, 1)
     copies = [torch.empty_like(tensor) for tensor in tensors_of(rows).values()]
-    times: dict[str, list[dict[str, float]]] = {each.name: [] for each in entered}
-    copied = []
-    for each in entered:
+    times: dict[str, list[dict[str, float]]] = {each.name: [] for each in contestants}
+    copy_seconds = []
+    for each in contestants:
         each.prepare(_parent(place, each), rows)
     for number in range(1 + rounds):
-        turn = number % len(entered)
-        for each in [*entered[turn:], *entered[:turn]]:
+        turn = number % len(contestants)
+        for each in [*contestants[turn:], *contestants[:turn]]:
             fill(rows, 0, mesh.rank, RANKS)
             times[each.name].append(_saved_and_loaded(mesh, each, rows, columns, place, number))
         fill(rows, 0, mesh.rank, RANKS)
         pairs = list(zip(copies, tensors_of(rows).values(), strict=True))
-        copied.append(_slower(mesh, lambda pairs=pairs: [to.copy_(of) for to, of in pairs]))
+        copy_seconds.append(_slower(mesh, lambda pairs=pairs: [to.copy_(of) for to, of in pairs]))
     return Race(
         state_bytes(matrices),
-        statistics.median(copied[1:]),
-        tuple(_figure(each, times[each.name]) for each in entered),
+        statistics.median(copy_seconds[1:]),
+        tuple(_figure(each, times[each.name]) for each in contestants),
     )
 
 
 def _saved_and_loaded(
-    mesh: Mesh, each: Contestant, rows: Sequence, columns: Sequence, place: Path, number: int
+    mesh: Mesh, contestant: Contestant, rows: Sequence, columns: Sequence, place: Path, number: int
 ) -> dict[str, float]:
-    parent = _parent(place, each)
+    parent = _parent(place, contestant)
     if mesh.rank == 0:
         parent.mkdir(exist_ok=True)
     folder = parent / str(number)
-    found = {}
+    seconds = {}
     waits = []
-    found["stall"] = _slower(mesh, lambda: waits.append(each.save(folder, rows)))
-    found["durable"] = found["stall"] + _slower(mesh, waits[0])
+    seconds["stall"] = _slower(mesh, lambda: waits.append(contestant.save(folder, rows)))
+    seconds["durable"] = seconds["stall"] + _slower(mesh, waits[0])
     for name, states, axis in (("load", rows, 0), ("resharded", columns, 1)):
-        if axis and not each.reshards:
+        if axis and not contestant.reshards:
             continue
         for tensor in tensors_of(states).values():
             tensor.zero_()
-        found[name] = _slower(mesh, lambda states=states, axis=axis: each.load(folder, states, axis))
+        seconds[name] = _slower(mesh, lambda states=states, axis=axis: contestant.load(folder, states, axis))
         for key, tensor in tensors_of(states).items():
             if not torch.equal(tensor, expected(key, axis, mesh.rank, RANKS)):
-                raise RuntimeError(f"{each.name}: {key} is not what was saved")
+                raise RuntimeError(f"{contestant.name}: {key} is not what was saved")
     mesh.world.barrier()
     if mesh.rank == 0:
         shutil.rmtree(parent)
     mesh.world.barrier()
-    return found
+    return seconds
 
 
-def _parent(place: Path, each: Contestant) -> Path:
-    return place / each.name.replace(", ", "-").replace(" ", "-")
+def _parent(place: Path, contestant: Contestant) -> Path:
+    return place / contestant.name.replace(", ", "-").replace(" ", "-")
 
 
 def _slower(mesh: Mesh, work: Callable[[], object]) -> float:
@@ -131,11 +131,11 @@ def _slower(mesh: Mesh, work: Callable[[], object]) -> float:
     return float(seconds)
 
 
-def _figure(each: Contestant, times: list[dict[str, float]]) -> Figure:
-    first, *measured = times
+def _figure(contestant: Contestant, times: list[dict[str, float]]) -> Figure:
+    first, *rounds = times
 
     def middle(name: str) -> float:
-        return statistics.median(found[name] for found in measured)
+        return statistics.median(seconds[name] for seconds in rounds)
 
-    resharded = middle("resharded") if each.reshards else None
-    return Figure(each.name, first["stall"], middle("stall"), middle("durable"), middle("load"), resharded)
+    resharded = middle("resharded") if contestant.reshards else None
+    return Figure(contestant.name, first["stall"], middle("stall"), middle("durable"), middle("load"), resharded)

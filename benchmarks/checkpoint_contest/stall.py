@@ -83,14 +83,14 @@ def _stall(multiple: float, rounds: int, folder: Path) -> Stall:
     with tempfile.TemporaryDirectory(dir=folder) as place:
         meshes = in_process_meshes({"pipeline": RANKS}, "cpu", 60.0)
         ranks = run_in_process(meshes, _measure, schedule, copy / UNITS, rounds, Path(place))
-    alone, between, beside = (
+    plain, before_step, in_background = (
         statistics.median(column) for column in zip(*map(_slowest, zip(*ranks, strict=True)), strict=True)
     )
     # Sleeps last longer than requested. Compute and copies have many of them, so both are predicted as measured.
-    oversleeping = alone / simulate(schedule, rank_costs(schedule.header, forward=FORWARD_SECONDS)).finish
-    costs = rank_costs(schedule.header, forward=FORWARD_SECONDS * oversleeping, snapshot=between - alone)
-    predicted = simulate(with_snapshots(schedule), costs).finish - alone
-    return Stall(copy, between - alone, beside - alone, predicted)
+    oversleeping = plain / simulate(schedule, rank_costs(schedule.header, forward=FORWARD_SECONDS)).finish
+    costs = rank_costs(schedule.header, forward=FORWARD_SECONDS * oversleeping, snapshot=before_step - plain)
+    predicted = simulate(with_snapshots(schedule), costs).finish - plain
+    return Stall(copy, before_step - plain, in_background - plain, predicted)
 
 
 def _slowest(ranks: Sequence[tuple[float, ...]]) -> tuple[float, ...]:

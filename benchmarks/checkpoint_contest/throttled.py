@@ -66,7 +66,7 @@ def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhe
         for step in range(1, steps + 1):
             for ended in saver.poll():
                 timer.save_ended(ended.seconds if ended.error is None else None)
-            wish = timer.is_due
+            is_due = timer.is_due
             start = time.perf_counter()
             time.sleep(STEP_SECONDS)
             seconds = time.perf_counter() - start
@@ -74,7 +74,7 @@ def overhead(megabytes: float, steps: int, bound: float, folder: Path) -> Overhe
             if saved:
                 taken += alone
                 lost += seconds - alone
-            if wish:
+            if is_due:
                 start = time.perf_counter()
                 saver.start(states, {}, RunState(step, 0, {}, "fp32", (), {"model": {}}))
                 stall = time.perf_counter() - start

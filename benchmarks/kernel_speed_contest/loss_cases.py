@@ -137,7 +137,7 @@ CASES = [
     *(
         Case(
             "linear_cross_entropy",
-            f"hidden {HIDDEN_SIZE}{behind}",
+            f"hidden {HIDDEN_SIZE}{suffix}",
             grid([8192], VOCABULARIES[:2]),
             Size(4096, 32768),
             Size(4, 64),
@@ -147,7 +147,7 @@ CASES = [
             Entry(_torch_linear_cross_entropy),
             _liger_linear_cross_entropy,
         )
-        for behind, ours in (("", _linear_cross_entropy), (", recomputed", _recomputed))
+        for suffix, ours in (("", _linear_cross_entropy), (", recomputed", _recomputed))
     ),
     Case(
         "softcapped_linear_cross_entropy",

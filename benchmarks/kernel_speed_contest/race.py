@@ -142,8 +142,8 @@ def _as_tuple(outputs: object) -> tuple[Tensor, ...]:
 
 
 @torch.no_grad()
-def _run_forward(entry: Entry, given: Sequence[Tensor]) -> object:
-    return entry.forward(*given)
+def _run_forward(entry: Entry, inputs: Sequence[Tensor]) -> object:
+    return entry.forward(*inputs)
 
 
 def _forward_calls(entries: dict[str, Entry], sets: Sequence[Sequence[Tensor]]) -> dict[str, Calls]:
@@ -159,9 +159,9 @@ def _both_calls(entries: dict[str, Entry], sets: Sequence[Sequence[Tensor]]) -> 
     def calls(entry: Entry) -> list[NoArguments]:
         prepared = [entry.prepare(inputs) for inputs in sets]
         if entry.both is not None:
-            return [partial(entry.both, *given) for given in prepared]
+            return [partial(entry.both, *inputs) for inputs in prepared]
         pairs = zip(prepared, gradients, strict=True)
-        return [partial(gradients_of, entry, given, of_results) for given, of_results in pairs]
+        return [partial(gradients_of, entry, inputs, output_gradients) for inputs, output_gradients in pairs]
 
     return {name: partial(calls, entry) for name, entry in entries.items()}
 
@@ -174,18 +174,18 @@ def _measured(
     failures: dict[str, str] = {}
     for key, (name, make) in enumerate(makers.items()):
         try:
-            made = make()
-            clock.warm_up(made, key)
+            round_calls = make()
+            clock.warm_up(round_calls, key)
         except Exception as error:  # the other contestants continue, and the table reports it
             failures[name] = failure_of(error)
             continue
-        calls[name], seconds[name] = (made, key), []
+        calls[name], seconds[name] = (round_calls, key), []
     for _ in range(repeats):
-        for name, (made, key) in calls.items():
+        for name, (round_calls, key) in calls.items():
             if name in failures:
                 continue
             try:
-                seconds[name].append(clock.seconds(made, key))
+                seconds[name].append(clock.seconds(round_calls, key))
             except Exception as error:  # for example, another contestant has taken the memory
                 failures[name] = failure_of(error)
     return [

@@ -118,16 +118,16 @@ def device_name(device: torch.device) -> str:
 
 def versions() -> str:
     """Return the versions of Python, torch, CUDA and the contestants' libraries."""
-    found = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
+    names = [f"Python {platform.python_version()}", f"torch {torch.__version__}"]
     if torch.version.cuda:
-        found.append(f"CUDA {torch.version.cuda}")
+        names.append(f"CUDA {torch.version.cuda}")
     for name in ("triton", "liger_kernel"):
         if importlib.util.find_spec(name) is not None:
             try:
-                found.append(f"{name} {version(name)}")
+                names.append(f"{name} {version(name)}")
             except PackageNotFoundError:  # builds of Triton for torch have another name
-                found.append(name)
-    return ", ".join(found)
+                names.append(name)
+    return ", ".join(names)
 
 
 def command() -> str:
@@ -142,14 +142,14 @@ def _best_of_ours(figures: Sequence[Figure]) -> list[tuple[Figure, float | None]
         if figure.seconds is not None:
             key = (figure.case, figure.rows, figure.width, figure.direction)
             races.setdefault(key, {})[figure.contestant] = figure
-    found = []
+    pairs = []
     for race in races.values():
         ours = [race[name] for name in BACKENDS[:2] if name in race]
         if ours:
             compiled = race.get(COMPILED)
             fastest = min(ours, key=lambda figure: figure.seconds or 0.0)
-            found.append((fastest, None if compiled is None else compiled.seconds))
-    return found
+            pairs.append((fastest, None if compiled is None else compiled.seconds))
+    return pairs
 
 
 def _place(figure: Figure) -> str:

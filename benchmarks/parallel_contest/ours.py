@@ -87,15 +87,15 @@ def plain_copy(replica: Replica, setting: Setting) -> PlainGpt:
         """Convert megapipe's [heads, 3, head_dim, ...] to the rows of all queries, all keys and all values."""
         return projected.transpose(0, 1).reshape(3 * shape.hidden_size, *projected.shape[3:])
 
-    own = dict(model.named_parameters())
-    own.pop("word.weight").copy_(weights["embedding.word.weight"][: shape.vocabulary_size])
-    own.pop("position.weight").copy_(weights["embedding.position.weight"])
+    parameters = dict(model.named_parameters())
+    parameters.pop("word.weight").copy_(weights["embedding.word.weight"][: shape.vocabulary_size])
+    parameters.pop("position.weight").copy_(weights["embedding.position.weight"])
     for name in ("weight", "bias"):
-        own.pop(f"norm.{name}").copy_(weights[f"head.norm.{name}"])
-    for name, parameter in own.items():
+        parameters.pop(f"norm.{name}").copy_(weights[f"head.norm.{name}"])
+    for name, parameter in parameters.items():
         block, _, path = name.removeprefix("blocks.").partition(".")
         part = path.partition(".")[0]
         place = f"attention.{path}" if part in ("qkv", "output") else f"mlp.{path}" if part in ("up", "down") else path
-        found = weights[f"blocks.{block}.{place}"]
-        parameter.copy_(joined(found) if part == "qkv" else found.view(parameter.shape))
+        weight = weights[f"blocks.{block}.{place}"]
+        parameter.copy_(joined(weight) if part == "qkv" else weight.view(parameter.shape))
     return model

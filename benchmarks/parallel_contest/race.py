@@ -55,12 +55,12 @@ def race(size: str, replicas: int, repeats: int) -> list[Figure]:
     with tempfile.TemporaryDirectory() as folder:
         worlds = [World(build, replicas, Path(folder) / str(number), size) for number, build in enumerate(WORLDS)]
         try:
-            found = in_turns(worlds, repeats)
+            steps = in_turns(worlds, repeats)
         finally:
             for world in worlds:
                 world.end()
-    check_losses(found)
-    return [_figure(name, values) for name, values in found.items()]
+    check_losses(steps)
+    return [_figure(name, values) for name, values in steps.items()]
 
 
 class World:
@@ -149,14 +149,14 @@ def in_turns(worlds: Sequence[World], repeats: int) -> dict[str, list[tuple[floa
     The contestants change their order from round to round. Rounds of warm-up are left out.
     """
     world_of = {name: world for world in worlds for name in world.names}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in world_of}
+    steps: dict[str, list[tuple[float, float]]] = {name: [] for name in world_of}
     names = list(world_of)
     for round_ in range(WARM_UP + repeats):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
             measured = world_of[name].step(name)
             if round_ >= WARM_UP:
-                found[name].append(measured)
-    return found
+                steps[name].append(measured)
+    return steps
 
 
 def check_losses(figures: Mapping[str, list[tuple[float, float]]]) -> None:
@@ -164,9 +164,9 @@ def check_losses(figures: Mapping[str, list[tuple[float, float]]]) -> None:
     curves = {name: [loss for _, loss in steps] for name, steps in figures.items() if not name.endswith(ALONE)}
     expected = curves[OURS]
     for name, curve in curves.items():
-        for step, (loss, wanted) in enumerate(zip(curve, expected, strict=True)):
-            if abs(loss - wanted) > TOLERANCE * wanted:
-                raise RuntimeError(f"{name} is at loss {loss:.6f} in step {step}, and {OURS} at {wanted:.6f}")
+        for step, (loss, expected_loss) in enumerate(zip(curve, expected, strict=True)):
+            if abs(loss - expected_loss) > TOLERANCE * expected_loss:
+                raise RuntimeError(f"{name} is at loss {loss:.6f} in step {step}, and {OURS} at {expected_loss:.6f}")
 
 
 def _rank(build: Build, rank: int, replicas: int, store: str, size: str, pipe: Connection) -> None:

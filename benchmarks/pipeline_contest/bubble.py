@@ -55,8 +55,8 @@ def measure_bubble(setting: Setting, pool: LinkPool, batches: int = 8, repeats: 
     """
     world = setting.mesh.world
     together = sleeping(setting, build("2bw", setting.num_ranks, setting.num_microbatches), pool)
-    lonely = replace(setting, mesh=Mesh(MeshShape({}), 0, torch.device("cpu"), _no_group))
-    alone = sleeping(lonely, build("1f1b", 1, setting.num_microbatches), pool) if setting.rank == 0 else None
+    single_setting = replace(setting, mesh=Mesh(MeshShape({}), 0, torch.device("cpu"), _no_group))
+    alone = sleeping(single_setting, build("1f1b", 1, setting.num_microbatches), pool) if setting.rank == 0 else None
     rows = []
     for _ in range(repeats):
         world.barrier()
@@ -76,10 +76,10 @@ def measure_bubble(setting: Setting, pool: LinkPool, batches: int = 8, repeats: 
 def _feed(setting: Setting, feed: Feed, batches: int) -> tuple[float, float, float]:
     """Run `batches` steps; return their seconds, overslept seconds, and processor seconds."""
     setting.meter.reset()
-    began, processor = time.perf_counter(), time.thread_time()
+    start, processor = time.perf_counter(), time.thread_time()
     for _ in range(batches):
         feed.feed()
-    return time.perf_counter() - began, setting.meter.late, time.thread_time() - processor
+    return time.perf_counter() - start, setting.meter.late, time.thread_time() - processor
 
 
 def _no_group(name: str, partition: Partition) -> None:

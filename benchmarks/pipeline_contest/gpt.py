@@ -58,7 +58,7 @@ def race_gpt(mesh: Mesh, pool: LinkPool, race: Race, num_microbatches: int, repe
     ours = fed(mesh, schedule, stages, contexts, pool).run
     steps = {"megapipe": ours, "torch": _torch_step(mesh, race, stages, contexts)}
     samples = in_turns(mesh.world, Meter(), steps, repeats)
-    times = {name: [sample.seconds for sample in found] for name, found in samples.items()}
+    times = {name: [sample.seconds for sample in rounds] for name, rounds in samples.items()}
     ratios = [ours / theirs for ours, theirs in zip(times["megapipe"], times["torch"], strict=True)]
     return GptFigure(
         race.name,

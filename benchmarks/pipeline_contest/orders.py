@@ -73,10 +73,10 @@ def lowered(race: Race, num_ranks: int, num_microbatches: int, torch_order: Torc
 
 def _columns(actions: Iterable[Any]) -> tuple[Any, ...]:
 
-    found = [
+    rows = [
         (_KINDS[str(a.computation_type.value)], a.stage_index, a.microbatch_index) for a in actions if a is not None
     ]
-    return tuple(np.array(found).T)
+    return tuple(np.array(rows).T)
 
 
 def actions_of(schedule: Schedule, rank: int) -> int:

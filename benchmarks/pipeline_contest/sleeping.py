@@ -24,9 +24,9 @@ class Meter:
     late: float = 0.0
 
     def sleep(self, seconds: float) -> None:
-        began = time.perf_counter()
+        start = time.perf_counter()
         time.sleep(seconds)
-        self.late += time.perf_counter() - began - seconds
+        self.late += time.perf_counter() - start - seconds
 
     def reset(self) -> None:
         self.processor = self.late = 0.0
@@ -42,9 +42,9 @@ class _SleepBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        began = time.thread_time()
+        start = time.thread_time()
         ctx.meter.sleep(ctx.seconds)
-        ctx.meter.processor += time.thread_time() - began
+        ctx.meter.processor += time.thread_time() - start
         # No other code holds this tensor, so autograd uses it as the gradient of an input instead of a copy.
         return gradients[0].detach(), None, None
 
@@ -58,13 +58,13 @@ class _Join(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor, own: Tensor) -> Tensor:
-        ctx.probe, ctx.own = other.shape == x.shape, own
+    def forward(ctx: Any, x: Tensor, other: Tensor, gradient: Tensor) -> Tensor:
+        ctx.probe, ctx.gradient = other.shape == x.shape, gradient
         return x.data
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        return ctx.own.detach(), gradients[0] if ctx.probe else ZERO, None
+        return ctx.gradient.detach(), gradients[0] if ctx.probe else ZERO, None
 
 
 class _Loss(torch.autograd.Function):
@@ -95,7 +95,7 @@ class SleepingStage(SplitModule):
         self._gradient = torch.empty(0)
 
     def forward(self, x: Tensor, tape: SplitTape | None = None) -> Tensor:
-        began = time.thread_time()
+        start = time.thread_time()
         self._meter.sleep(self._seconds)
         if self._gradient.shape != x.shape:
             self._gradient = torch.zeros_like(x)
@@ -105,13 +105,13 @@ class SleepingStage(SplitModule):
         else:
             joined = _Join.apply(x, tape.record(self, x.shape, x).probe, self._gradient)
         y = _SleepBackward.apply(joined, self._meter, self._seconds)
-        self._meter.processor += time.thread_time() - began
+        self._meter.processor += time.thread_time() - start
         return y
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
-        began = time.thread_time()
+        start = time.thread_time()
         self._meter.sleep(self._seconds)
-        self._meter.processor += time.thread_time() - began
+        self._meter.processor += time.thread_time() - start
         yield self.weight, ZERO
 
 

@@ -50,16 +50,16 @@ class Setting:
 def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
     """Return functions that build the contestants' steps, by name. The fastest peer comes second, in case the time
     does not suffice for all."""
-    behind = ", compiled" if setting.compiled else ""
+    suffix = ", compiled" if setting.compiled else ""
 
     def ours(compiled: bool) -> Step:
         return megapipe_step(connected_mesh(MeshShape({}), setting.device), setting, compiled)
 
-    found = {OURS: lambda: ours(compiled=False), f"plain torch{behind}": lambda: _plain(setting)}
+    builders = {OURS: lambda: ours(compiled=False), f"plain torch{suffix}": lambda: _plain(setting)}
     if setting.compiled:
-        found[f"{OURS}, compiled"] = lambda: ours(compiled=True)
-    found[f"transformers{behind}"] = lambda: _hugging_face(setting)
-    return found
+        builders[f"{OURS}, compiled"] = lambda: ours(compiled=True)
+    builders[f"transformers{suffix}"] = lambda: _hugging_face(setting)
+    return builders
 
 
 def configuration(setting: Setting, pipeline: int, compiled: bool) -> PretrainConfig:
@@ -147,13 +147,13 @@ def _peer_step(model: nn.Module, loss: Loss, setting: Setting) -> Step:
         betas=BETAS,
         fused=True,
     )
-    batches, half = setting.batches(), setting.precision == "bf16"
-    taken: Loss = torch.compile(loss) if setting.compiled else loss
+    batches, is_bf16 = setting.batches(), setting.precision == "bf16"
+    compute_loss: Loss = torch.compile(loss) if setting.compiled else loss
 
     def step() -> None:
         for tokens, labels in batches:
-            with torch.autocast(setting.device.type, dtype=torch.bfloat16, enabled=half):
-                value = taken(tokens, labels)
+            with torch.autocast(setting.device.type, dtype=torch.bfloat16, enabled=is_bf16):
+                value = compute_loss(tokens, labels)
             (value / len(batches)).backward()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()

@@ -54,12 +54,12 @@ def one_by_one(
     device: torch.device,
     repeats: int,
     deadline: float = math.inf,
-    tell: Callable[[dict[str, list[float]], dict[str, str]], None] = lambda seconds, failures: None,
+    report: Callable[[dict[str, list[float]], dict[str, str]], None] = lambda seconds, failures: None,
 ) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Run contestants one after another, so that each can use all memory of the device.
 
     Returns the seconds of each step by contestant, and the reasons why contestants failed. deadline: a time of
-    time.monotonic, after which no contestant starts, and a running one stops when it has measured two steps. tell:
+    time.monotonic, after which no contestant starts, and a running one stops when it has measured two steps. report:
     called with both results after each contestant.
     """
     seconds: dict[str, list[float]] = {}
@@ -74,9 +74,9 @@ def one_by_one(
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        told = failures.get(name) or f"{statistics.median(seconds[name]):.4g} s a step"
-        print(f"  {name}: {told}", flush=True)
-        tell(seconds, failures)
+        outcome = failures.get(name) or f"{statistics.median(seconds[name]):.4g} s a step"
+        print(f"  {name}: {outcome}", flush=True)
+        report(seconds, failures)
     return seconds, failures
 
 
@@ -84,23 +84,23 @@ def rates(
     seconds: Mapping[str, list[float]], num_tokens: int, mfu: Callable[[float], float | None]
 ) -> dict[str, Rate]:
     """Return the rates by contestant. mfu: returns the MFU for the seconds of a step; None if it is unknown."""
-    found = {}
+    rate_of = {}
     for name, values in seconds.items():
         quarters, middle = statistics.quantiles(values, n=4), statistics.median(values)
         share = mfu(middle)
-        found[name] = Rate(
+        rate_of[name] = Rate(
             round(num_tokens / middle, 1),
             round(num_tokens / quarters[2], 1),
             round(num_tokens / quarters[0], 1),
             None if share is None else round(share, 4),
         )
-    return found
+    return rate_of
 
 
-def show(title: str, found: Mapping[str, Rate]) -> None:
+def show(title: str, rates_by_name: Mapping[str, Rate]) -> None:
     """Print a table."""
     print(title)
-    for name, rate in found.items():
+    for name, rate in rates_by_name.items():
         interval = f"({rate.lower_quartile:,.0f} to {rate.upper_quartile:,.0f})"
         mfu = "" if rate.mfu is None else f"  MFU {rate.mfu:.1%}"
         print(f"  {name:<26}{rate.tokens_per_second:>12,.0f} tokens/s  {interval}{mfu}")
@@ -118,9 +118,9 @@ def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
 
 def paired_ratio(ours: list[list[float]], peers: list[list[float]]) -> float:
     """Return the median over rounds of the seconds of the fastest peer, divided by those of our fastest contestant."""
-    best, own = min(peers, key=statistics.median), min(ours, key=statistics.median)
+    best, mine = min(peers, key=statistics.median), min(ours, key=statistics.median)
     # If the time ran out, one of them has fewer rounds.
-    return round(statistics.median(b / o for b, o in zip(best, own, strict=False)), 4)
+    return round(statistics.median(b / o for b, o in zip(best, mine, strict=False)), 4)
 
 
 def _alone(build: Callable[[], Step], device: torch.device, repeats: int, deadline: float) -> list[float]:
@@ -128,10 +128,10 @@ def _alone(build: Callable[[], Step], device: torch.device, repeats: int, deadli
     step = build()
     for _ in range(WARM_UP):
         step()
-    found: list[float] = []
-    while len(found) < repeats and (len(found) < 2 or time.monotonic() < deadline):
-        found.append(timed(step, device))
-    return found
+    seconds: list[float] = []
+    while len(seconds) < repeats and (len(seconds) < 2 or time.monotonic() < deadline):
+        seconds.append(timed(step, device))
+    return seconds
 
 
 def _synchronize(device: torch.device) -> None:

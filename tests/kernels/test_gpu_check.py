@@ -111,7 +111,7 @@ def test_a_restart_repeats_only_on_request(tmp_path: Path, monkeypatch: pytest.M
     runs = Runs(monkeypatch, good=1.0, bad=1.0, slow=60.0, killed=1.0, last=1.0)
     runs.results["bad"] = "FAILED"
     run_all(parts[:3], 8.0, progress=Progress(file, SETTING))
-    Progress(file, SETTING).note_down(Outcome("killed", "running", "", 0.0))
+    Progress(file, SETTING).store(Outcome("killed", "running", "", 0.0))
     assert run_all(parts[4:], 0.0, progress=Progress(file, SETTING))[0].result == "stopped"
     outcomes = run_all(parts, 9.0, progress=Progress(file, SETTING))
     assert [outcome.result for outcome in outcomes] == ["ok", "FAILED", "stopped", "FAILED", "ok"]
@@ -141,7 +141,7 @@ def test_results_of_another_setting_are_not_used(tmp_path: Path, content: str, n
     progress = Progress(file, SETTING)
     assert note in (progress.note or "")
     assert progress.finished("one", None) is None
-    progress.note_down(Outcome("one", "ok", "", 1.0))
+    progress.store(Outcome("one", "ok", "", 1.0))
     assert Progress(file, SETTING).finished("one", None) == Outcome("one", "ok", "", 1.0)
 
 
