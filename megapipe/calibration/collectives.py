@@ -40,7 +40,7 @@ WORK = 512
 """Size of the matrix product before every collective, which takes milliseconds on a CPU core."""
 LINK_TIMEOUT = 120.0
 MIN_SECONDS = 1e-7
-"""Minimum seconds of a call."""
+"""Minimum time of a call in seconds, because noise could make the difference of two times zero or negative."""
 
 
 class Call(NamedTuple):
@@ -240,6 +240,8 @@ def measure_node_links(mesh: Mesh, place: Place, num_bytes: int) -> NodeLinks:
     All ranks of a node send at once, each to the rank with the same index on the other node, so that the bandwidth is
     that of all adapters together. Disjoint pairs of nodes are measured at the same time, which includes their effect
     on each other in a shared network: n nodes take n - 1 rounds of both directions, or n if n is odd.
+
+    place: place of this rank.
 
     Raises:
         ConfigError: there is only one node, or the nodes have different numbers of ranks.

@@ -204,7 +204,7 @@ def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
 
 
 def read_lock_id(directory: Path) -> str | None:
-    """Return the word in the lock file of a directory; None if there is no readable lock file."""
+    """Return the id in the lock file of a directory; None if there is no readable lock file."""
     try:
         return str(read_json(directory / LOCK, ValueError)["word"])
     except (OSError, *DECODING_ERRORS):

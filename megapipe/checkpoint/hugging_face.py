@@ -62,7 +62,7 @@ class Correspondence:
                 )
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return our parameter, which the family's tensors form. Raises FamilyError for a part of another shape."""
+        """Return our parameter, made of the family's tensors. Raises FamilyError for a part of another shape."""
         self.check([part.shape for part in parts])
         for step, _ in self.steps:
             parts = step(parts)

@@ -264,7 +264,7 @@ class _Transfer:
 
 
 def _check(path: Path, states: Sequence[UnitState], moments: Moments | None) -> tuple[Manifest, list[_Transfer]]:
-    """Return the manifest and the transfers for `states`, and check every byte. moments: None for weights only."""
+    """Check every byte that `states` need; return the manifest and the transfers. moments: None for weights only."""
     manifest = read_manifest(path)
     files: dict[str, TensorFile] = {}
     transfers = []

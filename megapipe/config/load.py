@@ -249,7 +249,7 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
     _check_files(words, {"config", *groups})
     _check_digits(words, {flag: type_of(action) for action in parser._actions for flag in action.option_strings})
     try:
-        # The dataclasses have the defaults. The parser would check its own ones like values.
+        # The dataclasses have the defaults. The parser would check its own defaults like values.
         namespace: Namespace = parser.parse_args(words, defaults=False)
         values = parser.instantiate(namespace)
     except ConfigError:

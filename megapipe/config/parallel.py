@@ -118,11 +118,11 @@ class LayerStrategy:
 
 
 NO_CHOICES = LayerStrategy()
-"""A layer that does nothing differently."""
+"""Strategy of a layer that differs from the run in nothing."""
 
 
 def strategy_of(layers: Mapping[str, LayerStrategy], name: str) -> LayerStrategy:
-    """Return what a layer does differently.
+    """Return the choices of a layer that differ from the run.
 
     A block's own name has precedence over a range of blocks, and a range over `blocks`; each gives only the fields
     that it sets.
@@ -436,7 +436,7 @@ class ScheduleConfig:
     max_pending: PositiveInt | None = None
     """With two_bp: maximum number of weight halves that a rank may postpone; null means no limit."""
     receive_ahead: PositiveInt = 1
-    """How many compute actions before its use a receive is posted."""
+    """Number of compute actions by which a receive is posted before the action that uses its message."""
     update: Literal["eager", "lazy"] | None = None
     """For 2bw: when the optimizer steps. eager: right after the last backward of a batch. lazy: right before the new
     weights are needed, which hides the gradient norm but needs a second gradient buffer. null means lazy."""

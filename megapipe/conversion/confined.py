@@ -110,6 +110,7 @@ _METADATA_CLASSES: dict[str, Any] = {
     "builtins.dict": _dictionary,
     "builtins.set": set,
 }
+"""Replacement of each name that a bare pickle may contain."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -382,7 +383,7 @@ def warm_up() -> None:
         file.flush()
         describe_pickle(file.fileno(), 0, file.tell(), archive=True)
     unpickled(pickle.dumps({}))
-    b"name".decode("cp437")
+    b"name".decode("cp437")  # the encoding in which zipfile decodes names of members
 
 
 def serve(channel: socket.socket) -> None:

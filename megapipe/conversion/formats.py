@@ -55,10 +55,11 @@ class StoredTensor:
 class Contents:
     """Contents of a checkpoint.
 
-    model: a BertModelConfig for a BERT. tensors: all tensors, in the model's order; a tied weight once. run: state of
-    the run; None if the format contains only weights. applied_updates: number of optimizer updates of each parameter;
-    empty without moments. tokenizer: name of the model's tokenizer for `megapipe.data.tokenizers.open_tokenizer`; None
-    if it is not known. notes: lines for the user about how the checkpoint was read.
+    model: a BertModelConfig for a BERT. tensors: all tensors, in the model's order; a tied weight appears once. run:
+    state of the run; None if the format contains only weights. applied_updates: number of optimizer updates of each
+    parameter; empty without moments. tokenizer: name of the model's tokenizer for
+    `megapipe.data.tokenizers.open_tokenizer`; None if it is not known. notes: lines for the user about how the
+    checkpoint was read.
     """
 
     model: ModelConfig

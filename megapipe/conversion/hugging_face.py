@@ -134,7 +134,7 @@ def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, C
 
 
 _MTP_PREFIX = "head.mtp."
-"""Start of the names of parameters that predict further tokens."""
+"""Start of the names of the parameters for multi-token prediction (MTP)."""
 GENERATION = "generation_config.json"
 _FileEntry = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor in the folder."""
@@ -243,7 +243,7 @@ class HuggingFaceTarget:
     def _parts(self, tensor: StoredTensor, values: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield the names of a parameter's tensors in the folder, and these tensors."""
         pair = self._pairs.get(tensor.name)
-        if pair is None:  # its family has no layers that predict further tokens
+        if pair is None:  # the family has no MTP layers
             return
         for name, part in zip(pair.theirs, pair.split(values), strict=True):
             yield name, part

@@ -149,8 +149,8 @@ def _experts_of_layers(arguments: Mapping[str, Any]) -> list[bool] | None:
 
 
 def _windows_of_layers(arguments: Mapping[str, Any]) -> list[bool] | None:
-    """Return for each layer whether it has the window. None for an impossible window_attn_skip_freq, or if blocks that
-    predict further tokens differ from the last layer."""
+    """Return for each layer whether it has the window. None for an impossible window_attn_skip_freq, or if blocks for
+    multi-token prediction (MTP) differ from the last layer."""
     frequency, count = arguments.get("window_attn_skip_freq"), arguments["num_layers"]
     blocks = count + (arguments.get("mtp_num_layers") or 0)
     if frequency is None or not arguments.get("window_size"):

@@ -4,8 +4,8 @@ Megatron-LM's matrices are ours with merged leading axes. The rows of linear_qkv
 key and value of each group. The rows of a gated linear_fc1 are, for each tensor rank, the rows of the gate and then
 the rows of the other half. Each expert has its own matrices (SequentialMLP, TEGroupedMLP). In multi-latent attention
 (MLASelfAttention), rotated channels are the last ones of each head, in pairs, and the local layers, but not those of
-Transformer Engine, divide the down projections over tensor ranks. Blocks that predict further tokens are not among the
-numbered layers; they are on the last stage, which has a copy of the word embeddings for them.
+Transformer Engine, divide the down projections over tensor ranks. Blocks for multi-token prediction (MTP) are not
+among the numbered layers; they are on the last stage, which has a copy of the word embeddings for them.
 """
 
 import math
@@ -51,9 +51,9 @@ _MTP_MODULES = {
     "projection.": "eh_proj.",
     "norm.": "final_layernorm.",
 }
-"""Modules that predict a further token, except their block: our name -> Megatron-LM's name."""
+"""Modules of one MTP depth, except its block: our name -> Megatron-LM's name."""
 MTP_BLOCK, NEWER_MTP_BLOCK = "transformer_layer.", "mtp_model_layer."
-"""Names of this block; later versions of Megatron-LM use the second one, in the torch layout only."""
+"""Names of the block of an MTP depth; later versions of Megatron-LM use the second one, in the torch layout only."""
 _BLOCK = {
     "attention_norm.": "input_layernorm.",
     "attention.qkv.": "self_attention.linear_qkv.",
@@ -179,8 +179,7 @@ def layers_prefix(model: ModelConfig) -> str:
 
 
 def mtp_prefix(depth: int) -> str:
-    """Return the start of the names of the modules that predict a further token. depth: number of the token, from
-    0."""
+    """Return the start of the names of the modules of one MTP depth, counted from 0."""
     return f"mtp.layers.{depth}."
 
 
@@ -245,7 +244,8 @@ def _without_mlp(model: ModelConfig) -> ModelConfig:
 
 
 def parameter_locations(model: ModelConfig) -> dict[str, ParameterLocation]:
-    """Return each parameter's location. Raises CheckpointError for a model that Megatron-LM cannot express."""
+    """Return the location of each parameter, by our name. Raises CheckpointError for a model that Megatron-LM cannot
+    express."""
     if model.kind == "bert" and model.num_experts is not None:
         raise CheckpointError(
             f"model.num_experts is {model.num_experts}; Megatron-LM's BERT has no experts: only a GPT with experts "
@@ -271,8 +271,8 @@ def parameter_locations(model: ModelConfig) -> dict[str, ParameterLocation]:
 def _mtp_location(
     spec: ParameterSpec, name: re.Match[str], model: ModelConfig, mlps: Mapping[str, ParameterSpec]
 ) -> ParameterLocation:
-    """Return the location of a parameter that predicts a further token. name: match of _MTP_NAME, with the depth,
-    `block.` or None, and the path. model, mlps: see `_layer_location`, for the last layer."""
+    """Return the location of an MTP parameter. name: match of _MTP_NAME, with the depth, `block.` or None, and the
+    path. model, mlps: see `_layer_location`, for the last layer."""
     prefix, path = mtp_prefix(int(name[1])), name[3]
     if name[2] is None:
         stem = next(ours for ours in _MTP_MODULES if path.startswith(ours))

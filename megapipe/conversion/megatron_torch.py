@@ -4,7 +4,7 @@
 contains the arguments and the state of that rank's layers, as `model` or, in an interleaved schedule, as `model0`,
 `model1`..., with layers numbered from 0 in each. With expert parallelism, the folder's name ends with the expert rank,
 whose experts are numbered from 0, too. The last stage has copies of the word embeddings: for a tied output matrix, and
-for blocks that predict further tokens.
+for multi-token prediction (MTP).
 """
 
 import itertools
@@ -185,7 +185,7 @@ class MegatronTorchSource:
                     continue
                 name = by_key.get((layer, key))
                 if key == WORD_KEY and model.mtp_layers and len(shards_of.get(by_key[None, key], [])) > tensor_rank:
-                    continue  # the last stage has a copy
+                    continue  # the copy for MTP on the last stage
                 if name is None:
                     raise CheckpointError(
                         f"{archive.path} contains {key!r}{'' if layer is None else f' in layer {layer}'}, which is "

@@ -110,7 +110,7 @@ class MicrobatchSource:
         return self._loss_mask(ordinals, self._boundaries(ordinals))
 
     def _boundaries(self, ordinals: np.ndarray) -> list[np.ndarray]:
-        """Return the boundaries of every sample; an empty list if neither option needs them."""
+        """Return the boundaries of every sample; an empty list if no option needs them."""
         if self.mask_end_of_document or self.isolate_documents:
             return self.samples.boundaries(ordinals)
         return []

@@ -230,6 +230,7 @@ class Masking:
 
 
 def _first_of_each_run(values: np.ndarray, positions: np.ndarray, runs: list[tuple[int, int]]) -> np.ndarray:
+    """Replace the value at each position by the value at the first position of its range."""
     starts = np.array(sorted(begin for begin, _ in runs), dtype=np.int64)
     run_starts = starts[np.searchsorted(starts, positions, side="right") - 1]
     return values[np.searchsorted(positions, run_starts)]

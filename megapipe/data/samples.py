@@ -155,7 +155,7 @@ class ShardSamples(ABC):
 
     @abstractmethod
     def _shortage(self, split: SplitName, documents: str, shares: str) -> str:
-        """Return the message for a split without samples. documents: its number of documents, of how many."""
+        """Return the message for a split without samples. documents: numbers of documents, such as `3 of 100`."""
 
     @abstractmethod
     def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
@@ -363,7 +363,10 @@ class PackedSamples(ShardSamples):
 
 
 def _pieces(bounds: npt.NDArray[np.int64], length: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Return the first token and the number of tokens of every piece: int64 [pieces] each."""
+    """Return the first token and the number of tokens of every piece: int64 [pieces] each.
+
+    bounds: see `IndexedDataset.document_bounds`. length: number of predictions of a full piece.
+    """
     predictions = np.maximum(np.diff(bounds) - 1, 0)
     counts = -(-predictions // length)
     documents = np.repeat(np.arange(len(predictions)), counts)

@@ -86,7 +86,7 @@ class FlatOptimizer(ABC):
 
     Moments are in UnitState.moments, allocated at a unit's first update. `applied`, unit name -> number of updates,
     only counts updates that were applied: a skipped step does not advance it. kernels: which backends run the steps'
-    ops. seed: of the stochastic rounding of weights that are only kept in bf16.
+    ops. seed: seed of the stochastic rounding of weights that are only kept in bf16.
     """
 
     writes_copies: ClassVar[bool] = False
@@ -183,6 +183,7 @@ class FlatOptimizer(ABC):
         )
 
     def _bf16_copy(self, state: UnitState) -> Tensor | None:
+        """Return the working copy that `_step` writes along with the master weights; None if it writes none."""
         working_copy = state.working_copy if self.writes_copies else None
         return working_copy if working_copy is not None and working_copy.dtype == torch.bfloat16 else None
 
@@ -259,7 +260,8 @@ def adamw_step(
 
 
 def _split_for_fused(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
-    """Divide tensors that belong together into the parts for torch's kernel and the rest."""
+    """Divide tensors that belong together into the parts for torch's fused kernel, whose sizes are multiples of the
+    alignment, and the rest."""
     alignment = 1 if lists[0][0].is_cuda else SEGMENT_ALIGNMENT
     fused: Lists = [[] for _ in lists]
     rest: Lists = [[] for _ in lists]

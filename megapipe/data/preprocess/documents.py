@@ -165,8 +165,8 @@ def _numbered_lines(path: Path, file: BinaryIO) -> Iterator[Document]:
 
 
 _BROKEN_COMPRESSION = (EOFError, OSError, zlib.error)
-"""Errors of gzip for a file that is cut off; is not gzip or has a wrong checksum; is damaged. Arrow, which reads .zst,
-raises OSError in all these cases."""
+"""Errors of gzip, in this order: the file is cut off; it is not gzip or has a wrong checksum; its data is damaged.
+Arrow, which reads .zst, raises OSError in all these cases."""
 
 
 def _broken_compression(path: Path, line: int | None, error: Exception) -> DataError:

@@ -246,9 +246,9 @@ def _configuration(path: Path) -> dict[str, object]:
 
 
 CHECKED_BYTES = 1_000_000
-"""Bytes of input text that are compared; the library needs about 0.3 s for them."""
+"""Number of characters of input text that are compared; the library needs about 0.3 s for them."""
 _RENEWAL_CHARACTERS = 64_000_000
-"""Bytes of text after which the core is recreated, because it caches every word."""
+"""Number of characters of text after which the core is recreated, because it caches every word."""
 _CHARACTERS_PER_TEXT = 500
 
 

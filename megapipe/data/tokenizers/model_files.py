@@ -206,7 +206,7 @@ def _lines(texts: Iterable[str]) -> Iterator[str]:
 
 
 def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataError:
-    """Return a clear error for the library's errors about sizes, and any other error unchanged."""
+    """Return an error that says how to fix a wrong size. For other errors, it contains the library's message."""
     if largest := re.search(r"value <= (\d+)", str(error)):
         return too_few_texts(vocabulary_size, int(largest[1]))
     if smallest := re.search(r"required_chars. \d+ vs (\d+)", str(error)):

@@ -1,4 +1,4 @@
-"""A rank's share of every step: its samples, its tokens of each sample, and their loading in the background."""
+"""A rank's part of every step: its samples, its tokens of each sample, and their loading in the background."""
 
 import json
 from abc import ABC, abstractmethod

@@ -171,7 +171,7 @@ class LogFile(PlainLines):
     def event(self, name: str, **fields: Any) -> None:
         """Write why the run failed, unless this start has printed nothing and may not own the folder."""
         super().event(name, **fields)
-        if name == "failed" and self._separator is None:  # a start that has printed nothing may not own the folder
+        if name == "failed" and self._separator is None:
             self._write(f"failed: {fields['error']}")
 
     def close(self) -> None:

@@ -32,8 +32,7 @@ class MetricsFile(Listener):
     `step`, the step that it continues from), evaluation (with the fields of EvaluationRecord), checkpoint, rewind
     (with `step`, the step that a spike made the run return to), skipped_samples, other_data (with `step`, the last
     step on the previous data), ranks and save_wait (see records.py), end, failed. Numbers that are not finite become
-    null, because JSON has no such values.
-    All lines between one start and the next belong to the first one.
+    null, because JSON has no such values. All lines between one start and the next belong to the first one.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -61,7 +61,8 @@ def check_replicas(states: Sequence[UnitState], world: Group, step: int) -> None
 
 
 def _line(name: str, digests: dict[int, int]) -> str:
-    """Return which ranks differ: first those in the minority, or the higher ranks if there is no majority."""
+    """Return the part `name` with the ranks that differ: first the minority, or the higher ranks without a
+    majority."""
     common, count = Counter(digests.values()).most_common(1)[0]
     differing = [rank for rank, digest in digests.items() if digest != common]
     agreeing = [rank for rank, digest in digests.items() if digest == common]
