@@ -28,12 +28,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, default=1.2, help="size of the state over both ranks")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=1500, help="of each disk of the second part; 0 leaves it out")
+    parser.add_argument("--steps", type=int, default=1500, help="steps on each disk in part 2; 0 leaves it out")
     parser.add_argument("--stalls", type=int, default=9, help="rounds of the third part; 0 leaves it out")
     parser.add_argument("--no-race", action="store_true", help="leave out the first part")
     parser.add_argument("--max-overhead", type=float, default=0.035)
     parser.add_argument("--folder", type=Path, default=Path("."), help="folder on the disk to measure")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the tables there too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables to this file")
     options = parser.parse_args()
     for name in ("gigabytes", "rounds", "max_overhead"):
         if not getattr(options, name) > 0:

@@ -154,7 +154,7 @@ def flips(system: System, ranks: int, scratch: Path, count: int) -> Counter[str]
 def main() -> int:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="worlds that save")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks that save")
     parser.add_argument("--flips", type=int, default=20, help="bits flipped in each file")
     arguments = parser.parse_args()
     killed, flipped = [], []

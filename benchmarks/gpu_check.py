@@ -435,14 +435,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument(
-        "--write", type=Path, metavar="FOLDER", help="of the results; a GPU's go to benchmarks/results"
+        "--write", type=Path, metavar="FOLDER", help="folder for the results; on a GPU, by default benchmarks/results"
     )
     parser.add_argument(
         "--again",
         nargs="?",
         choices=["failed", "all"],
         const="failed",
-        help="run parts again that did not pass (failed, the value if none is given), or all parts",
+        help="repeat the parts that did not pass (failed, also without a value) or all parts",
     )
     parser.add_argument("--all-sizes", action="store_true", help="every size of each op, 25 minutes longer at most")
     chosen = parser.parse_args()

@@ -4,7 +4,7 @@
     python benchmarks/mutants.py --packages spec layout planner schedules/simulation --count 40 --jobs 2
     python benchmarks/mutants.py --gpu --count 40 --seconds 90 --page docs/gpu_mutants.md
 
-The hash of the parent commit seeds the choice, so that nobody picks the mutants by hand. Each mutant is one change in
+The hash of the parent commit seeds the choice, so that mutants are not picked by hand. Each mutant is one change in
 one file of a copy of the last commit. Only the tests of its package run on it: the fast ones, then the slow ones, then
 the exhaustive ones, until one fails. A mutant that no test catches is either equivalent to the original or a gap; one
 that only the exhaustive tier catches was lost when tests were moved there.

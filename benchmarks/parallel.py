@@ -24,7 +24,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--size", choices=list(SIZES), default="12m")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=7, help="at least 2")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to this file")
     options = parser.parse_args()
     if options.repeats < 2:
         parser.error(f"--repeats is {options.repeats}; quartiles need at least 2")

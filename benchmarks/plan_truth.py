@@ -177,10 +177,10 @@ def arguments() -> argparse.Namespace:
         help=f"by default all of them: {names}",
     )
     parser.add_argument("--steps", type=int, default=7, help="measured in each start, after a warm-up; 5 or more")
-    parser.add_argument("--starts", type=int, default=2, help="of each layout")
+    parser.add_argument("--starts", type=int, default=2, help="number of starts of each layout")
     parser.add_argument("--hardware", metavar="FILE", help="an existing profile; by default, a new one is measured")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="put the new profile there")
-    parser.add_argument("--write", type=Path, metavar="FILE", help="put the table there too")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write the new profile to this file")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="also write the table to this file")
     options = parser.parse_args()
     if options.steps < 5:
         parser.error(f"--steps is {options.steps}; a median needs 5 or more")

@@ -20,7 +20,7 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "2bw"], metavar="NAME")
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak; stale gradients like lower ones")
+    parser.add_argument("--learning-rate", type=float, default=1e-3, help="peak; stale gradients need a lower one")
     parser.add_argument("--quickstart", type=Path, default=Path("runs/quickstart"), help="folder of `make quickstart`")
     parser.add_argument("--folder", type=Path, default=Path("runs/schedule_losses"), help="where the runs go")
     parser.add_argument("--picture", type=Path, default=None, help="default: losses.png in the folder")

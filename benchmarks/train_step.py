@@ -102,7 +102,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, help="also compile the peers; the default on a GPU"
     )
-    parser.add_argument("--threads", type=int, default=1, help="of one process on the CPU")
+    parser.add_argument("--threads", type=int, default=1, help="threads of a process on a CPU")
     parser.add_argument("--repeats", type=int, default=9, help="at least 2")
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="on a GPU: start no contestant later than this"

@@ -6,9 +6,9 @@ from pipeline_contest.bubble import Bubble
 from pipeline_contest.gpt import GptFigure
 from pipeline_contest.race import Figure
 
-REACHES = """reach: excess of megapipe never above torch's; at 10 ms, where a rank has several stages or backwards are
-split, at most half of it; at most 1.2 times the bare loop's over the same link plus half a point; cpu at most half of
-torch's"""
+REACHES = """Goals: the excess of megapipe is never above torch's. At 10 ms, if a rank has several stages or backwards
+are split, it is at most half of torch's. It is at most 1.2 times the excess of the bare loop over the same link, plus
+half a percentage point. The processor time is at most half of torch's."""
 
 
 def show_race(figures: Sequence[Figure]) -> None:
@@ -35,7 +35,7 @@ def show_bubble(bubble: Bubble) -> None:
     print(f"  {bubble.alone:8.3f} ms on one rank alone,   {bubble.alone_awake:8.3f} without oversleeping")
     processor = f"{bubble.pipeline_processor:.3f} ms on the busiest rank, {bubble.alone_processor:.3f} ms alone"
     print(f"  processor time of a micro-batch: {processor}")
-    print(f"  ratio {bubble.ratio:.4f} (reach: 1.03), {bubble.bound:.4f} with a core for each rank", flush=True)
+    print(f"  ratio {bubble.ratio:.4f} (goal: 1.03), {bubble.bound:.4f} with a core for each rank", flush=True)
 
 
 def show_gpt(figure: GptFigure) -> None:

@@ -53,8 +53,8 @@ class _Join(torch.autograd.Function):
     """The identity of its first argument, with the second one in the graph: a probe gets the gradient, a weight gets
     0.
 
-    The gradient of `x` is the tensor `own` of the stage, because a real stage creates a gradient and does not pass on
-    the incoming one.
+    The gradient of `x` is the tensor `gradient` of the stage, because a real stage creates a gradient and does not
+    pass on the incoming one.
     """
 
     @staticmethod
