@@ -45,25 +45,25 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print the tables, and print one JSON object at the end."""
-    chosen, text = arguments(), ""
-    facts = {"benchmark": "checkpoint", "torch": torch.__version__, "rounds": chosen.rounds}
-    if not chosen.no_race:
-        measured = race(num_matrices(chosen.gigabytes), chosen.rounds, chosen.folder)
-        text = f"{measured.bytes / 1e9:.2f} GB on {RANKS} ranks, median of {chosen.rounds}:\n\n{table(measured)}\n"
+    options, text = arguments(), ""
+    facts = {"benchmark": "checkpoint", "torch": torch.__version__, "rounds": options.rounds}
+    if not options.no_race:
+        measured = race(num_matrices(options.gigabytes), options.rounds, options.folder)
+        text = f"{measured.bytes / 1e9:.2f} GB on {RANKS} ranks, median of {options.rounds}:\n\n{table(measured)}\n"
         facts |= asdict(measured)
     overheads = []
-    if chosen.steps:
-        overheads = [overhead(speed, chosen.steps, chosen.max_overhead, chosen.folder) for speed in SPEEDS]
-        text += f"\ncheckpoint.every auto, {chosen.steps} steps of {STEP_SECONDS} s:\n\n{overhead_table(overheads)}\n"
-    delayed = stalls(chosen.stalls, chosen.folder) if chosen.stalls else []
+    if options.steps:
+        overheads = [overhead(speed, options.steps, options.max_overhead, options.folder) for speed in SPEEDS]
+        text += f"\ncheckpoint.every auto, {options.steps} steps of {STEP_SECONDS} s:\n\n{overhead_table(overheads)}\n"
+    delayed = stalls(options.stalls, options.folder) if options.stalls else []
     if delayed:
         compute = MICROBATCHES * 3 * FORWARD_SECONDS
         text += (
-            f"\nSteps with {compute:.2f} s of compute a rank, median of {chosen.stalls}:\n\n{stall_table(delayed)}\n"
+            f"\nSteps with {compute:.2f} s of compute a rank, median of {options.stalls}:\n\n{stall_table(delayed)}\n"
         )
     print(text)
-    if chosen.write is not None:
-        chosen.write.write_text(text, encoding="utf-8")
+    if options.write is not None:
+        options.write.write_text(text, encoding="utf-8")
     facts |= {"overheads": [asdict(each) for each in overheads], "stalls": [asdict(each) for each in delayed]}
     print(json.dumps(facts))
 

@@ -445,12 +445,12 @@ def main() -> int:
         help="repeat the parts that did not pass (failed, also without a value) or all parts",
     )
     parser.add_argument("--all-sizes", action="store_true", help="every size of each op, 25 minutes longer at most")
-    chosen = parser.parse_args()
-    on_gpu = chosen.device == "cuda"
+    options = parser.parse_args()
+    on_gpu = options.device == "cuda"
     if on_gpu and not torch.cuda.is_available():
         print("error: no NVIDIA GPU is visible to torch; run this on a machine that has one", file=sys.stderr)
         return 2
-    results = chosen.write or (RESULTS if on_gpu else None)
+    results = options.write or (RESULTS if on_gpu else None)
     report = progress = None
     if results is not None:
         results.mkdir(parents=True, exist_ok=True)
@@ -458,12 +458,12 @@ def main() -> int:
         progress = Progress(report.with_suffix(".json"), setting())
         if progress.note is not None:
             print(progress.note)
-    parts = [*(tests_parts() if on_gpu else []), *benchmark_parts(chosen.device, results, chosen.all_sizes)]
-    rank_parts = ranks_parts(chosen.device)
-    seconds = ALL_SECONDS + sum(part.seconds for part in rank_parts) + chosen.all_sizes * ALL_SIZES_SECONDS
-    outcomes = run_all([*parts, *rank_parts], seconds, report, progress, chosen.again)
+    parts = [*(tests_parts() if on_gpu else []), *benchmark_parts(options.device, results, options.all_sizes)]
+    rank_parts = ranks_parts(options.device)
+    seconds = ALL_SECONDS + sum(part.seconds for part in rank_parts) + options.all_sizes * ALL_SIZES_SECONDS
+    outcomes = run_all([*parts, *rank_parts], seconds, report, progress, options.again)
     if results is not None:
-        write_preferences(outcomes, preferences.file_of(device_name()) if chosen.write is None else None, results)
+        write_preferences(outcomes, preferences.file_of(device_name()) if options.write is None else None, results)
     print(f"{device_name()}, torch {torch.__version__}")
     print("\n".join(str(outcome) for outcome in outcomes))
     return 0 if all(outcome.result == OK for outcome in outcomes) else 1

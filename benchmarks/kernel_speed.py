@@ -37,27 +37,27 @@ def sizes_of(case: Case, device: torch.device, quick: bool) -> Sequence[Size]:
 def measure(
     cases: Sequence[Case],
     device: torch.device,
-    chosen: argparse.Namespace,
+    options: argparse.Namespace,
     keep: Callable[[Findings], object] = lambda findings: None,
 ) -> Findings:
     """Run all races, or until the time is up, and print the figures of each race when it ends.
 
     keep: called after each race with the findings so far.
     """
-    deadline = time.monotonic() + chosen.seconds
+    deadline = time.monotonic() + options.seconds
     clock = Clock(device)
     figures: list[Figure] = []
     absent: dict[str, str] = {}
     left_out: list[str] = []
     findings = Findings(figures, absent, left_out, measured_ceiling(clock), device)
     for case in cases:
-        for size in sizes_of(case, device, chosen.quick):
+        for size in sizes_of(case, device, options.quick):
             place = f"{case.name}, {size.rows} x {size.width}"
             if time.monotonic() > deadline:
                 left_out.append(f"{place}: the time was up")
                 continue
             try:
-                new_figures, missing = run(case, size, clock, findings.ceiling, chosen.repeats)
+                new_figures, missing = run(case, size, clock, findings.ceiling, options.repeats)
             except torch.OutOfMemoryError:
                 left_out.append(f"{place}: its inputs need more memory than the device has")
                 continue
@@ -108,25 +108,25 @@ def arguments(names: Sequence[str]) -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print the tables, and print a JSON object at the end if it is requested."""
-    chosen = arguments(list(dict.fromkeys(case.op for case in CASES)))
-    device = torch.device(chosen.device)
-    cases = [case for case in CASES if case.op in chosen.ops]
+    options = arguments(list(dict.fromkeys(case.op for case in CASES)))
+    device = torch.device(options.device)
+    cases = [case for case in CASES if case.op in options.ops]
     if device.type != "cuda":
         print(MEANINGLESS)
 
     def keep(findings: Findings) -> None:
-        if chosen.write is not None:
-            write(document(findings, cases), chosen.write, device)
+        if options.write is not None:
+            write(document(findings, cases), options.write, device)
 
-    findings = measure(cases, device, chosen, keep)
+    findings = measure(cases, device, options, keep)
     text = document(findings, cases)
     print(text)
-    if chosen.write is not None:
-        print(f"written to {write(text, chosen.write, device)}")
-    if chosen.json:
+    if options.write is not None:
+        print(f"written to {write(text, options.write, device)}")
+    if options.json:
         facts = {
             "benchmark": "kernel_speed",
-            "device": chosen.device,
+            "device": options.device,
             "torch": torch.__version__,
             "copy_bytes_per_second": findings.ceiling.copy,
             "product_flops_per_second": findings.ceiling.product,

@@ -250,7 +250,7 @@ GPU_AREAS = {
 }
 
 
-def chosen(areas: dict[str, Area], count: int, seed: str) -> list[tuple[str, Mutant]]:
+def choose_mutants(areas: dict[str, Area], count: int, seed: str) -> list[tuple[str, Mutant]]:
     """Return `count` mutants: the same number for each area and, if possible, for each operator in an area."""
     generator = random.Random(seed)
     picked = []
@@ -359,7 +359,7 @@ def main() -> None:
         if not any(path for pattern in area.sources for path in ROOT.glob(pattern)):
             parser.error(f"--packages {name}: megapipe has no such package")
     tiers = options.tiers or (["any"] if options.gpu else ["fast", "slow", "exhaustive"])
-    mutants = chosen(areas, options.count, seed)
+    mutants = choose_mutants(areas, options.count, seed)
     print(f"seed {seed}\n", *HEADER, sep="\n", flush=True)
     with ThreadPoolExecutor(options.jobs) as pool:
         failing = list(

@@ -35,20 +35,20 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print the table, and print one JSON object at the end."""
-    chosen = arguments()
-    setting, count = SIZES[chosen.size], num_parameters(chosen.size)
-    figures = race(chosen.size, chosen.ranks, chosen.repeats)
+    options = arguments()
+    setting, count = SIZES[options.size], num_parameters(options.size)
+    figures = race(options.size, options.ranks, options.repeats)
     share = (
         f"{setting.num_microbatches} micro-batches of {setting.micro_size} x {setting.shape.sequence_length} tokens"
     )
     title = (
-        f"{count / 1e6:.1f} million parameters, {chosen.ranks} ranks, {share} each, fp32, median of {chosen.repeats}"
+        f"{count / 1e6:.1f} million parameters, {options.ranks} ranks, {share} each, fp32, median of {options.repeats}"
     )
     text = f"{title}:\n\n{table(figures)}\n"
     print(text)
-    if chosen.write is not None:
-        chosen.write.write_text(text, encoding="utf-8")
-    facts = {"benchmark": "parallel", "size": chosen.size, "ranks": chosen.ranks, "repeats": chosen.repeats}
+    if options.write is not None:
+        options.write.write_text(text, encoding="utf-8")
+    facts = {"benchmark": "parallel", "size": options.size, "ranks": options.ranks, "repeats": options.repeats}
     print(json.dumps({**facts, "torch": torch.__version__, "figures": [asdict(each) for each in figures]}))
 
 

@@ -31,7 +31,7 @@ from pipeline_contest.bubble import Bubble
 from pipeline_contest.gpt import GptFigure
 from pipeline_contest.orders import RACES
 from pipeline_contest.race import Size, Track
-from pipeline_contest.report import REACHES, show_bubble, show_gpt, show_race
+from pipeline_contest.report import GOALS, show_bubble, show_gpt, show_race
 
 from megapipe.config.parallel import MeshShape
 from megapipe.parallel.launch import connected_mesh
@@ -134,28 +134,28 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run the races and print the figures."""
-    chosen = arguments()
+    options = arguments()
     facts: list[dict[str, Any]] = []
-    print(REACHES)
-    for num_ranks in sorted({*chosen.ranks, *chosen.gpt_ranks}):
+    print(GOALS)
+    for num_ranks in sorted({*options.ranks, *options.gpt_ranks}):
         sizes = [
-            Size(num_ranks * multiple, milliseconds / 1e3, chosen.kilofloats * 1024, chosen.repeats)
-            for multiple in chosen.multiples
-            for milliseconds in chosen.milliseconds
+            Size(num_ranks * multiple, milliseconds / 1e3, options.kilofloats * 1024, options.repeats)
+            for multiple in options.multiples
+            for milliseconds in options.milliseconds
         ]
-        measured = num_ranks in chosen.ranks
+        measured = num_ranks in options.ranks
         facts += run(
             Programme(
                 num_ranks,
-                chosen.schedules,
+                options.schedules,
                 sizes,
-                races=measured and not chosen.no_races,
-                bubble=measured and not chosen.no_bubble,
-                gpt=num_ranks in chosen.gpt_ranks and not chosen.no_races,
+                races=measured and not options.no_races,
+                bubble=measured and not options.no_bubble,
+                gpt=num_ranks in options.gpt_ranks and not options.no_races,
             )
         )
-    if chosen.json:
-        head = {"benchmark": "pipeline_engine", "torch": torch.__version__, "kilofloats": chosen.kilofloats}
+    if options.json:
+        head = {"benchmark": "pipeline_engine", "torch": torch.__version__, "kilofloats": options.kilofloats}
         print(json.dumps(head | {"figures": facts}))
 
 

@@ -191,33 +191,33 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def machine(chosen: argparse.Namespace) -> Hardware:
+def machine(options: argparse.Namespace) -> Hardware:
     """Return the profile for the predictions: that of --hardware, or a new one."""
-    if chosen.hardware:
-        return load_hardware(chosen.hardware)
+    if options.hardware:
+        return load_hardware(options.hardware)
     with tempfile.TemporaryDirectory() as folder:
-        out = chosen.keep or Path(folder) / "machine.yaml"
+        out = options.keep or Path(folder) / "machine.yaml"
         return profile(base_config(), out, ranks=RANKS, say=lambda line: print(line, file=sys.stderr), **MEASURED)
 
 
 def main() -> None:
     """Profile, predict and measure, print the table, and print one JSON object at the end."""
-    chosen = arguments()
+    options = arguments()
     try:
-        hardware = machine(chosen)
-        predictions = {name: predict(config_of(name), hardware) for name in chosen.layouts}
+        hardware = machine(options)
+        predictions = {name: predict(config_of(name), hardware) for name in options.layouts}
     except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         sys.exit(2)
-    seconds = measured(list(predictions), chosen.steps, chosen.starts)
+    seconds = measured(list(predictions), options.steps, options.starts)
     figures = [figure(name, prediction, seconds[name]) for name, prediction in predictions.items()]
     facts = summary(figures)
     totals = ", ".join(f"{name.replace('_', ' ')} {value:.3f}" for name, value in facts.items())
-    text = f"{table(figures)}\n\nmedians of {chosen.starts} x {chosen.steps} steps; {totals}\n"
+    text = f"{table(figures)}\n\nmedians of {options.starts} x {options.steps} steps; {totals}\n"
     print(text)
-    if chosen.write is not None:
-        chosen.write.write_text(text, encoding="utf-8")
+    if options.write is not None:
+        options.write.write_text(text, encoding="utf-8")
     rows = [{**vars(each), "error": each.error} for each in figures]
     print(json.dumps({"benchmark": "plan_truth", "torch": torch.__version__, **facts, "layouts": rows}))
 

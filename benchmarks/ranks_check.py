@@ -257,26 +257,26 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Run all requested checks in one world."""
-    chosen = arguments()
+    options = arguments()
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks < 2:
         sys.exit(f"error: {ranks} rank was started, and the checks need at least 2; start with torchrun")
     by_name = {check.name: check for check in checks(ranks)}
-    unknown = [name for name in chosen.checks if name not in by_name and name != "all"]
+    unknown = [name for name in options.checks if name not in by_name and name != "all"]
     if unknown:
         sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; choose from {'; '.join(by_name)}")
-    selected = list(by_name.values()) if "all" in chosen.checks else [by_name[name] for name in chosen.checks]
+    selected = list(by_name.values()) if "all" in options.checks else [by_name[name] for name in options.checks]
     # The first check's layout decides how many hardware queues a GPU has, as in training (docs/nccl.md).
-    world = initialize(selected[0].sizes, chosen.device, TIMEOUT)
+    world = initialize(selected[0].sizes, options.device, TIMEOUT)
     try:
         run_checks(world, selected)
     finally:
         shutdown()
 
 
-def run_checks(world: Mesh, chosen: Sequence[Check]) -> None:
+def run_checks(world: Mesh, selected: Sequence[Check]) -> None:
     """Run checks in order until one fails. The last JSON object that is printed has the result."""
-    for number, check in enumerate(chosen, 1):
+    for number, check in enumerate(selected, 1):
         if world.rank == 0:
             print(f"{check.name}: started", flush=True)
         try:
@@ -286,7 +286,7 @@ def run_checks(world: Mesh, chosen: Sequence[Check]) -> None:
             raise
         if world.rank == 0:
             print(f"{check.name}: {line}", flush=True)
-            print(json.dumps({"summary": line if len(chosen) == 1 else f"{number} passed"}), flush=True)
+            print(json.dumps({"summary": line if len(selected) == 1 else f"{number} passed"}), flush=True)
 
 
 if __name__ == "__main__":

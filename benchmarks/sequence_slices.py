@@ -104,24 +104,24 @@ def main() -> None:
     parser.add_argument("--milliseconds", type=float, default=40.0, help="forward of a whole sequence")
     parser.add_argument("--kilofloats", type=int, default=256, help="message of a whole sequence")
     parser.add_argument("--repeats", type=int, default=7, help="repeats, of which the median counts")
-    chosen = parser.parse_args()
-    counts = [1, *chosen.slices]
+    options = parser.parse_args()
+    counts = [1, *options.slices]
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "65536")  # returns the memory of freed tensors to the system
     times = on_ranks(
         RANKS,
         "cpu",
         step_times,
         counts,
-        chosen.microbatches,
-        chosen.milliseconds / 1e3,
-        chosen.kilofloats * 1024,
-        chosen.repeats,
+        options.microbatches,
+        options.milliseconds / 1e3,
+        options.kilofloats * 1024,
+        options.repeats,
     )[0]
-    print(f"{RANKS} ranks, {chosen.microbatches} micro-batches, {chosen.tokens:,} tokens")
+    print(f"{RANKS} ranks, {options.microbatches} micro-batches, {options.tokens:,} tokens")
     print(f"{'schedule':<18}{'step s':>9}{'allowed':>9}   peak growth of each rank, MiB")
     facts: list[dict[str, Any]] = []
     for slices in counts:
-        peaks = on_ranks(RANKS, "cpu", peak_growth, config_of(slices, chosen.tokens, chosen.microbatches))
+        peaks = on_ranks(RANKS, "cpu", peak_growth, config_of(slices, options.tokens, options.microbatches))
         name, (seconds, allowed) = f"seq1f1b, {slices}" if slices > 1 else "1f1b", times[str(slices)]
         print(f"{name:<18}{seconds:>9.3f}{allowed:>9.3f}   " + "  ".join(f"{each / MIB:.0f}" for each in peaks))
         facts.append({"slices": slices, "seconds": seconds, "allowed": allowed, "peaks": peaks})

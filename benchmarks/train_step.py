@@ -30,7 +30,7 @@ from megapipe.training.observe.display import UtilisationMeter, device_peak
 Result = dict[str, Any]
 
 
-def measure(name: str, setting: Setting, chosen: argparse.Namespace, report: Callable[[Result], None]) -> Result:
+def measure(name: str, setting: Setting, options: argparse.Namespace, report: Callable[[Result], None]) -> Result:
     """Measure all contestants with one model in this process. report: on a GPU, called with the results so far after
     each contestant."""
     print(f"{name}, {setting.precision}, {setting.device.type}", flush=True)
@@ -54,12 +54,12 @@ def measure(name: str, setting: Setting, chosen: argparse.Namespace, report: Cal
     failures: dict[str, str] = {}
     if setting.device.type == "cuda":
         seconds, failures = one_by_one(
-            makers, setting.device, chosen.repeats, chosen.deadline, lambda *results: report(result(*results))
+            makers, setting.device, options.repeats, options.deadline, lambda *results: report(result(*results))
         )
     else:
         steps = {contestant: build() for contestant, build in makers.items()}
         turns = {each: lambda s=step: timed(s, setting.device) for each, step in steps.items()}
-        seconds = in_turns(turns, chosen.repeats)
+        seconds = in_turns(turns, options.repeats)
     show(f"{name}, {setting.precision}, {tokens} tokens a step, peak {peak}", rates_of(seconds))
     print(f"  megapipe over the best peer: {ratio_to_best_peer(seconds)}")
     return result(seconds, failures)
@@ -120,23 +120,23 @@ def arguments() -> argparse.Namespace:
 
 def main() -> None:
     """Measure, print tables, and print one JSON object at the end."""
-    chosen = arguments()
-    torch.set_num_threads(chosen.threads)
-    device = torch.device(chosen.device)
-    settings = {name: Setting(MODELS[name], chosen.precision, device, chosen.compile) for name in chosen.models}
-    options = {name: value for name, value in vars(chosen).items() if name not in ("seconds", "deadline")}
+    options = arguments()
+    torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    settings = {name: Setting(MODELS[name], options.precision, device, options.compile) for name in options.models}
+    recorded = {name: value for name, value in vars(options).items() if name not in ("seconds", "deadline")}
     results: list[Result] = []
 
     def facts(models: list[Result]) -> Result:
-        about = {"benchmark": "train_step", "arguments": options, "torch": torch.__version__}
+        about = {"benchmark": "train_step", "arguments": recorded, "torch": torch.__version__}
         return {**about, "models": models, "summary": summary(models)}
 
     for name, setting in settings.items():
         results.append(
-            measure(name, setting, chosen, lambda result: print(json.dumps(facts([*results, result])), flush=True))
+            measure(name, setting, options, lambda result: print(json.dumps(facts([*results, result])), flush=True))
         )
     pipeline = (
-        {} if device.type == "cuda" else {"pipeline": measure_pipeline(settings[chosen.models[0]], chosen.repeats)}
+        {} if device.type == "cuda" else {"pipeline": measure_pipeline(settings[options.models[0]], options.repeats)}
     )
     print(json.dumps(facts(results) | pipeline))
 

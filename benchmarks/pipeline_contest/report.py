@@ -6,7 +6,7 @@ from pipeline_contest.bubble import Bubble
 from pipeline_contest.gpt import GptFigure
 from pipeline_contest.race import Figure
 
-REACHES = """Goals: the excess of megapipe is never above torch's. At 10 ms, if a rank has several stages or backwards
+GOALS = """Goals: the excess of megapipe is never above torch's. At 10 ms, if a rank has several stages or backwards
 are split, it is at most half of torch's. It is at most 1.2 times the excess of the bare loop over the same link, plus
 half a percentage point. The processor time is at most half of torch's."""
 

@@ -210,7 +210,7 @@ def store_tokenizer(prefix: str | Path, spec: str) -> dict[str, Any]:
     return {"tokenizer_copy": name, "tokenizer_files": files}
 
 
-def carry_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
+def copy_tokenizer(manifest: ShardManifest, source: str | Path, target: str | Path) -> ShardManifest:
     """Copy the tokenizer that is stored with the shard `source` to `target`, and return the manifest for `target`.
 
     If the copy was removed, the new shard has no copy either. Its manifest contains only the path of the tokenizer.

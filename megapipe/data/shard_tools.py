@@ -8,7 +8,7 @@ import numpy as np
 
 from megapipe.config.field_types import real_number
 from megapipe.data import DataError
-from megapipe.data.manifest import ShardManifest, carry_tokenizer, open_shard, read_manifest, tokenizer_of_shard
+from megapipe.data.manifest import ShardManifest, copy_tokenizer, open_shard, read_manifest, tokenizer_of_shard
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
@@ -122,7 +122,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
                 _append_whole_numbers(writer, dataset)
             else:
                 writer.append_shard(dataset.prefix)
-        writer.commit(described and carry_tokenizer(described, prefixes[0], output))
+        writer.commit(described and copy_tokenizer(described, prefixes[0], output))
     return counts(IndexedDataset(output))
 
 
@@ -144,7 +144,7 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
         with ShardWriter(f"{output}_{number}", dataset.dtype) as writer:
             writer.append_shard(prefix, keep)
             described = _counted(manifest, [writer]) if manifest is not None else None
-            writer.commit(described and carry_tokenizer(described, prefix, writer.prefix))
+            writer.commit(described and copy_tokenizer(described, prefix, writer.prefix))
         yield f"{output}_{number}: documents {begin:,} to {end:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
 
 
