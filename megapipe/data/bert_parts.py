@@ -109,7 +109,8 @@ class BertVocabulary:
             text = read_bytes(file, DataError).decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is not UTF-8 text") from error
-        return cls.of({line: number for number, line in enumerate(text.splitlines())}, str(file))
+        lines = text.removesuffix("\n").split("\n")  # not splitlines, which also splits at U+0085 and U+2028
+        return cls.of({line.rstrip(): number for number, line in enumerate(lines)}, str(file))
 
     @classmethod
     def _of_json(cls, file: Path) -> "BertVocabulary":

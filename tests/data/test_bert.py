@@ -103,6 +103,15 @@ def test_both_forms_of_a_vocabulary_are_equal(tmp_path: Path) -> None:
     assert plain.continues.sum() == int(0.3 * SIZE)
 
 
+@pytest.mark.parametrize("newline", ["\n", "\r\n"])
+def test_lines_of_a_vocabulary_end_only_at_newlines(tmp_path: Path, newline: str) -> None:
+    pieces = [*SPECIAL, "a\x85", "\u2028", "b\x1c", "##c"]
+    (tmp_path / "vocab.txt").write_text("".join(piece + newline for piece in pieces), encoding="utf-8", newline="")
+    vocabulary = BertVocabulary.read(tmp_path)
+    assert vocabulary.size == len(pieces)
+    assert np.flatnonzero(vocabulary.continues).tolist() == [pieces.index("##c")]
+
+
 def test_words_of_byte_level_vocabularies_start_with_spaces(tmp_path: Path) -> None:
     special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
     trained = tokenizers.ByteLevelBPETokenizer()
