@@ -81,16 +81,16 @@ def _answers(jobs: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]) -> lis
     """Run all jobs at the same time, each in its own process, and return their answers; None for a job that died."""
     pipes = [PROCESSES.Pipe() for _ in jobs]
     processes = [
-        PROCESSES.Process(target=function, args=(theirs, *args), daemon=True)
-        for (function, args), (_, theirs) in zip(jobs, pipes, strict=True)
+        PROCESSES.Process(target=function, args=(child_end, *args), daemon=True)
+        for (function, args), (_, child_end) in zip(jobs, pipes, strict=True)
     ]
-    for process, (_, theirs) in zip(processes, pipes, strict=True):
+    for process, (_, child_end) in zip(processes, pipes, strict=True):
         process.start()
-        theirs.close()
+        child_end.close()
     answers = []
-    for process, (ours, _) in zip(processes, pipes, strict=True):
+    for process, (parent_end, _) in zip(processes, pipes, strict=True):
         try:
-            answers.append(ours.recv() if ours.poll(TIMEOUT_SECONDS) else None)
+            answers.append(parent_end.recv() if parent_end.poll(TIMEOUT_SECONDS) else None)
         except EOFError:
             answers.append(None)
         process.kill()

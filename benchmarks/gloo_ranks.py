@@ -24,17 +24,17 @@ def in_ranks(number: int, work: Callable[..., T], *arguments: Any) -> T:
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
-        ours, theirs = context.Pipe()
+        parent_end, child_end = context.Pipe()
         store = str(Path(folder) / "store")
         ranks = [
-            context.Process(target=_rank, args=(rank, number, store, theirs, work, arguments))
+            context.Process(target=_rank, args=(rank, number, store, child_end, work, arguments))
             for rank in range(number)
         ]
         for rank in ranks:
             rank.start()
-        theirs.close()
+        child_end.close()
         try:
-            result: T = ours.recv()
+            result: T = parent_end.recv()
         except EOFError:
             raise RuntimeError("a rank ended early; its error is printed above") from None
         finally:

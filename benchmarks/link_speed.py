@@ -105,14 +105,14 @@ def main() -> None:
         store = os.path.join(folder, "store")
         pipes, processes = [], []
         for rank in range(2):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             process = context.Process(
                 target=measure,
-                args=(rank, store, num_bytes, arguments.messages, arguments.repeats, theirs),
+                args=(rank, store, num_bytes, arguments.messages, arguments.repeats, child_end),
                 daemon=True,
             )
             process.start()
-            pipes.append(ours)
+            pipes.append(parent_end)
             processes.append(process)
         rows = [list(iter(pipe.recv, None)) for pipe in pipes]
         for process in processes:

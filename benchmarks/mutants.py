@@ -150,8 +150,8 @@ def gpu_mutants_of(root: Path, path: str) -> Iterator[Mutant]:
                 yield source.change(node, "remove a wait", "pass")
             case ast.Expr(value=ast.Call(func=ast.Attribute(attr="record_stream"))):
                 yield source.change(node, "drop a record_stream", "pass")
-            case ast.Call(func=ast.Attribute(value=ours, attr="wait_stream"), args=[theirs]):
-                after = f"{source.of(theirs)}.wait_stream({source.of(ours)})"
+            case ast.Call(func=ast.Attribute(value=waiting, attr="wait_stream"), args=[awaited]):
+                after = f"{source.of(awaited)}.wait_stream({source.of(waiting)})"
                 yield source.change(node, "swap two streams", after)
             case ast.With(items=[ast.withitem(context_expr=ast.Call(func=ast.Attribute(attr="stream")) as call)]):
                 after = "torch.cuda.stream(torch.cuda.current_stream())"

@@ -87,11 +87,11 @@ def run(programme: Programme) -> list[dict[str, Any]]:
         store = os.path.join(folder, "store")
         pipes, processes = [], []
         for rank in range(programme.num_ranks):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=run_rank, args=(rank, store, programme, theirs), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=run_rank, args=(rank, store, programme, child_end), daemon=True)
             process.start()
-            theirs.close()
-            pipes.append(ours)
+            child_end.close()
+            pipes.append(parent_end)
             processes.append(process)
         for figures in iter(pipes[0].recv, None):
             facts += _show(figures)

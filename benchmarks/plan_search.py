@@ -114,10 +114,10 @@ def of_row(run: PublishedRun, devices: int) -> dict[str, Any]:
         "devices": devices,
     } | {name: timed(base, hardware, devices, effort) for name, effort in EFFORTS.items()}
     if devices == run.devices:
-        theirs = min((estimate(each, hardware) for each in run.candidates()), key=lambda each: each.step_seconds)
+        authors_best = min((estimate(each, hardware) for each in run.candidates()), key=lambda each: each.step_seconds)
         best = search_speed(base, hardware, devices, effort=QUICK).best.estimate
-        result["authors_step_time_s"] = theirs.step_seconds
-        result["differences"] = [faster_or_slower(best, theirs), *term_differences(best, theirs)]
+        result["authors_step_time_s"] = authors_best.step_seconds
+        result["differences"] = [faster_or_slower(best, authors_best), *term_differences(best, authors_best)]
     return result
 
 

@@ -176,7 +176,7 @@ def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:
     single = ordinals[:1000].tolist()
     corpora, within = np.zeros(num_samples, dtype=np.int16), np.zeros(num_samples, dtype=np.int64)
     shares = (weights / weights.sum()).tolist()
-    theirs, _ = seconds_of(
+    build_seconds, _ = seconds_of(
         lambda: helpers_cpp.build_blending_indices(corpora, within, shares, num_corpora, num_samples, False)
     )
     return {
@@ -185,9 +185,9 @@ def compare_blends(num_corpora: int, num_samples: int) -> dict[str, Any]:
         "period": order.period,
         "ns_per_sample_in_batches": 1e9 * best_of(5, lambda: order.assign(ordinals)) / len(ordinals),
         "us_per_single_sample": 1e6 * best_of(5, lambda: [order.assign(one) for one in single]) / len(single),
-        "megatron_build_s": theirs,
+        "megatron_build_s": build_seconds,
         "megatron_samples": num_samples,
-        "megatron_ns_per_sample": 1e9 * theirs / num_samples,
+        "megatron_ns_per_sample": 1e9 * build_seconds / num_samples,
     }
 
 
@@ -222,7 +222,7 @@ def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, 
     tokens = count * micro_size * LENGTH / 1e6
     rates: dict[str, float] = {}
 
-    def ours(isolate: bool) -> None:
+    def read_megapipe(isolate: bool) -> None:
         source = MicrobatchSource(
             samples,
             data_rank=0,
@@ -236,17 +236,17 @@ def compare_loaders(folder: Path, num_bytes: int, micro_size: int) -> dict[str, 
             for batch in loaded:
                 torch.from_numpy(batch.tokens)
 
-    def theirs(workers: int) -> None:
+    def read_torch(workers: int) -> None:
         loader = DataLoader(_Windows(samples), batch_size=micro_size, num_workers=workers, shuffle=True)
         for index, _ in enumerate(loader):
             if index == count - 1:
                 break
 
-    ours(False)
-    rates["megapipe"] = tokens / best_of(3, lambda: ours(False))
-    rates["megapipe, documents kept apart"] = tokens / best_of(3, lambda: ours(True))
+    read_megapipe(False)
+    rates["megapipe"] = tokens / best_of(3, lambda: read_megapipe(False))
+    rates["megapipe, documents kept apart"] = tokens / best_of(3, lambda: read_megapipe(True))
     for workers in (0, 1, 2):
-        rates[f"torch DataLoader, {workers} workers"] = tokens / best_of(2, lambda workers=workers: theirs(workers))
+        rates[f"torch DataLoader, {workers} workers"] = tokens / best_of(2, lambda n=workers: read_torch(n))
     return rates
 
 
@@ -268,12 +268,12 @@ def main() -> int:
         loaders = compare_loaders(Path(name), arguments.loader_bytes, arguments.micro_size)
         documents = [start_with_documents(Path(name), number) for number in arguments.documents]
     for row in orders:
-        theirs = f"needs {row['megatron_index_bytes'] / 1e6:,.1f} MB of indices"
+        megatron = f"needs {row['megatron_index_bytes'] / 1e6:,.1f} MB of indices"
         if "megatron_start_ms" in row:
-            theirs += f", start {row['megatron_start_ms']:.1f} ms, {row['megatron_sample_us']:.1f} us a sample"
+            megatron += f", start {row['megatron_start_ms']:.1f} ms, {row['megatron_sample_us']:.1f} us a sample"
         print(
             f"{row['tokens']:.0e} tokens: start {row['start_ms']:.1f} ms, order {row['order_us']:.2f} us, sample "
-            f"{row['sample_us']:.1f} us | megatron-core {theirs}"
+            f"{row['sample_us']:.1f} us | megatron-core {megatron}"
         )
     print(
         f"blend of {blend['corpora']}: order in {blend['build_s']:.2f} s for any number of samples, "

@@ -88,9 +88,9 @@ def _probabilities_work(size: Size, itemsize: int) -> tuple[Work, Work]:
 def _softmax_case(
     form: str,
     sizes: list[Size],
-    inputs: Callable[[Size, Draw], list[Tensor]],
+    draw: Callable[[Size, Draw], list[Tensor]],
     seen: float,
-    ours: Callable[[Implementation], Entry],
+    entry: Callable[[Implementation], Entry],
     liger: Callable[[], Entry] | None = None,
 ) -> Case:
     """Return a case of softmax.
@@ -101,7 +101,7 @@ def _softmax_case(
     quick = sizes[len(sizes) // 2] if form == "causal" else QUICK
     tiny = Size(64, 64) if form == "causal" else TINY
     traffic = Traffic(1 + seen, 3)
-    return Case("softmax", form, sizes, quick, tiny, inputs, traffic.work, ours, Entry(_torch_softmax), liger, aim=AIM)
+    return Case("softmax", form, sizes, quick, tiny, draw, traffic.work, entry, Entry(_torch_softmax), liger, aim=AIM)
 
 
 CASES = [

@@ -100,7 +100,7 @@ class Case:
     """An op in one form.
 
     sizes: sizes of a full run. quick: size of a quick run. tiny: size for a CPU. draw: creates the inputs of one call.
-    work: returns the work, from the size and the bytes of an element. ours: returns the contestant for a backend's
+    work: returns the work, from the size and the bytes of an element. entry: returns the contestant for a backend's
     functions. torch: the op as it is usually written in torch. liger: imports Liger's kernel; None if Liger does not
     have one. compiled: the contestant that torch.compile compiles, by default `torch`.
     """
@@ -112,7 +112,7 @@ class Case:
     tiny: Size
     draw: Callable[[Size, Draw], list[Tensor]]
     work: Callable[[Size, int], tuple[Work, Work | None]]
-    ours: Callable[[Implementation], Entry]
+    entry: Callable[[Implementation], Entry]
     torch: Entry
     liger: Callable[[], Entry] | None = None
     compiled: Entry | None = None

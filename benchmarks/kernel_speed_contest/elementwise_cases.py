@@ -156,8 +156,8 @@ CASES = [
         Entry(_torch_reglu),
     ),
     *(
-        Case(name, "", HIDDEN, QUICK, TINY, _rows, Traffic(2, 3).work, _plain, Entry(theirs))
-        for name, theirs in (
+        Case(name, "", HIDDEN, QUICK, TINY, _rows, Traffic(2, 3).work, _plain, Entry(function))
+        for name, function in (
             ("relu", functional.relu),
             ("relu_squared", lambda x: functional.relu(x).square()),
             ("silu", functional.silu),

@@ -143,11 +143,11 @@ CASES = [
             Size(4, 64),
             _projected,
             _projection_work,
-            ours,
+            entry,
             Entry(_torch_linear_cross_entropy),
             _liger_linear_cross_entropy,
         )
-        for suffix, ours in (("", _linear_cross_entropy), (", recomputed", _recomputed))
+        for suffix, entry in (("", _linear_cross_entropy), (", recomputed", _recomputed))
     ),
     Case(
         "softcapped_linear_cross_entropy",

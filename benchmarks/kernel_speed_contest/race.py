@@ -71,7 +71,7 @@ def field(case: Case, size: Size, inputs: Sequence[Tensor]) -> Field:
         except KernelError as error:
             absent[backend] = str(error).partition(f"{backend}: ")[2].partition("; remove that request")[0]
             continue
-        entries[backend] = case.ours(ops.pick(case.op, inputs[0]))
+        entries[backend] = case.entry(ops.pick(case.op, inputs[0]))
     entries[TORCH] = case.torch
     if device == "cuda":
         entries[COMPILED] = _compiled(case.compiled or case.torch)

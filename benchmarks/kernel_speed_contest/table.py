@@ -93,14 +93,14 @@ def verdicts(findings: Findings, cases: Sequence[Case]) -> list[str]:
 
 def summary(findings: Findings, cases: Sequence[Case]) -> str:
     """Return one line for a table of many benchmarks."""
-    ours = [figure.share for figure, _ in _best_of_ours(findings.figures) if figure.share is not None]
-    if not ours:
+    shares = [figure.share for figure, _ in _best_of_ours(findings.figures) if figure.share is not None]
+    if not shares:
         return "no kernel of ours was measured"
-    middle = sorted(ours)[len(ours) // 2]
+    middle = sorted(shares)[len(shares) // 2]
     lines = verdicts(findings, cases)
     count = 0 if lines[0].startswith("all ") else len(lines)
     late = f", {len(findings.left_out)} left out" if findings.left_out else ""
-    return f"{len(ours)} measurements, median {middle:.0%} of the ceiling, {count} misses{late}"
+    return f"{len(shares)} measurements, median {middle:.0%} of the ceiling, {count} misses{late}"
 
 
 def write(text: str, folder: Path, device: torch.device) -> Path:
@@ -144,10 +144,10 @@ def _best_of_ours(figures: Sequence[Figure]) -> list[tuple[Figure, float | None]
             races.setdefault(key, {})[figure.contestant] = figure
     pairs = []
     for race in races.values():
-        ours = [race[name] for name in BACKENDS[:2] if name in race]
-        if ours:
+        our_figures = [race[name] for name in BACKENDS[:2] if name in race]
+        if our_figures:
             compiled = race.get(COMPILED)
-            fastest = min(ours, key=lambda figure: figure.seconds or 0.0)
+            fastest = min(our_figures, key=lambda figure: figure.seconds or 0.0)
             pairs.append((fastest, None if compiled is None else compiled.seconds))
     return pairs
 

@@ -75,11 +75,11 @@ class World:
         self._pipes: list[Connection] = []
         self._ranks = []
         for rank in range(replicas):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_rank, args=(build, rank, replicas, str(store), size, theirs))
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_rank, args=(build, rank, replicas, str(store), size, child_end))
             process.start()
-            theirs.close()
-            self._pipes.append(ours)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._ranks.append(process)
         self.names: list[str] = self._answers()[0]
 

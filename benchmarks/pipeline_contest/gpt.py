@@ -55,11 +55,11 @@ def race_gpt(mesh: Mesh, pool: LinkPool, race: Race, num_microbatches: int, repe
     schedule = build(race.name, num_ranks, num_microbatches, units_per_stage=layout.units_per_stage)
     stages = Assembly(ModelTable.of(config, layout, mesh), Holding(), mesh, schedule.header).stages
     contexts = _contexts(num_microbatches)
-    ours = fed(mesh, schedule, stages, contexts, pool).run
-    steps = {"megapipe": ours, "torch": _torch_step(mesh, race, stages, contexts)}
+    run = fed(mesh, schedule, stages, contexts, pool).run
+    steps = {"megapipe": run, "torch": _torch_step(mesh, race, stages, contexts)}
     samples = in_turns(mesh.world, Meter(), steps, repeats)
     times = {name: [sample.seconds for sample in rounds] for name, rounds in samples.items()}
-    ratios = [ours / theirs for ours, theirs in zip(times["megapipe"], times["torch"], strict=True)]
+    ratios = [a / b for a, b in zip(times["megapipe"], times["torch"], strict=True)]
     return GptFigure(
         race.name,
         num_ranks,

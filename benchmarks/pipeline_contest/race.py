@@ -79,14 +79,14 @@ class Track:
             steps[f"bare {kind}"] = bare_loop(setting, schedule, self._pools[kind])
         steps["autograd alone"] = compute_only(setting, schedule)
         samples = in_turns(self._mesh.world, self._meter, steps, size.repeats)
-        ours = self._everywhere(actions_of(schedule, setting.rank))
-        theirs = ours if peer.actions is None else self._everywhere(peer.actions)
+        actions = self._everywhere(actions_of(schedule, setting.rank))
+        torch_actions = actions if peer.actions is None else self._everywhere(peer.actions)
         allowed = finish(schedule, size.seconds)
         allowed_torch = finish(schedule, size.seconds, torch_halves=race.takes_halves)
         return [
             _figure(name, contestant, setting, samples[contestant], *limits)
             for contestant, limits in {
-                contestant: (allowed_torch, theirs) if contestant == "torch" else (allowed, ours)
+                contestant: (allowed_torch, torch_actions) if contestant == "torch" else (allowed, actions)
                 for contestant in steps
             }.items()
         ]

@@ -52,12 +52,12 @@ def contestants(setting: Setting) -> dict[str, Callable[[], Step]]:
     does not suffice for all."""
     suffix = ", compiled" if setting.compiled else ""
 
-    def ours(compiled: bool) -> Step:
+    def megapipe(compiled: bool) -> Step:
         return megapipe_step(connected_mesh(MeshShape({}), setting.device), setting, compiled)
 
-    builders = {OURS: lambda: ours(compiled=False), f"plain torch{suffix}": lambda: _plain(setting)}
+    builders = {OURS: lambda: megapipe(compiled=False), f"plain torch{suffix}": lambda: _plain(setting)}
     if setting.compiled:
-        builders[f"{OURS}, compiled"] = lambda: ours(compiled=True)
+        builders[f"{OURS}, compiled"] = lambda: megapipe(compiled=True)
     builders[f"transformers{suffix}"] = lambda: _hugging_face(setting)
     return builders
 

@@ -25,11 +25,11 @@ def pipeline_seconds(setting: Setting, repeats: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank, (world, threads) in enumerate([(2, 1), (2, 1), (1, 2)]):
-            ours, theirs = context.Pipe()
+            parent_end, child_end = context.Pipe()
             store = str(Path(folder) / "store")
-            process = context.Process(target=_rank, args=(rank % 2, world, threads, store, setting, theirs))
+            process = context.Process(target=_rank, args=(rank % 2, world, threads, store, setting, child_end))
             process.start()
-            pipes.append(ours)
+            pipes.append(parent_end)
             processes.append(process)
         for pipe in pipes:
             pipe.recv()

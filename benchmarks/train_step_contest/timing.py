@@ -111,16 +111,16 @@ def ratio_to_best_peer(seconds: Mapping[str, list[float]]) -> float | None:
 
     Above 1, megapipe is faster. The result is None until a peer and a contestant of ours have run.
     """
-    ours = [values for name, values in seconds.items() if name.startswith(OURS)]
+    megapipe = [values for name, values in seconds.items() if name.startswith(OURS)]
     peers = [values for name, values in seconds.items() if not name.startswith(OURS)]
-    return paired_ratio(ours, peers) if ours and peers else None
+    return paired_ratio(megapipe, peers) if megapipe and peers else None
 
 
-def paired_ratio(ours: list[list[float]], peers: list[list[float]]) -> float:
+def paired_ratio(megapipe: list[list[float]], peers: list[list[float]]) -> float:
     """Return the median over rounds of the seconds of the fastest peer, divided by those of our fastest contestant."""
-    best, mine = min(peers, key=statistics.median), min(ours, key=statistics.median)
+    best_peer, best_megapipe = min(peers, key=statistics.median), min(megapipe, key=statistics.median)
     # If the time ran out, one of them has fewer rounds.
-    return round(statistics.median(b / o for b, o in zip(best, mine, strict=False)), 4)
+    return round(statistics.median(a / b for a, b in zip(best_peer, best_megapipe, strict=False)), 4)
 
 
 def _alone(build: Callable[[], Step], device: torch.device, repeats: int, deadline: float) -> list[float]:

@@ -122,13 +122,13 @@ def on_ranks(count: int, device_type: str, function: Callable[..., Any], *args: 
         ranks: list[tuple[SpawnProcess, connection.Connection]] = []
         try:
             for rank in range(count):
-                ours, theirs = context.Pipe()
-                job = (rank, count, device_type, os.path.join(folder, "store"), theirs, function, args)
+                parent_end, child_end = context.Pipe()
+                job = (rank, count, device_type, os.path.join(folder, "store"), child_end, function, args)
                 process = context.Process(target=_work, args=job, name=f"rank {rank}", daemon=True)
                 with _signals_blocked():
                     process.start()
-                    ranks.append((process, ours))
-                theirs.close()
+                    ranks.append((process, parent_end))
+                child_end.close()
             return _answers([pipe for _, pipe in ranks])
         finally:
             with _signals_blocked():

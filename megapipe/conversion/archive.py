@@ -77,11 +77,11 @@ class Sandbox:
                 "confined process that accepts a fixed list of classes and runs nothing"
             )
         confined.warm_up()
-        self._channel, theirs = socket.socketpair()
+        self._channel, child_end = socket.socketpair()
         process = os.fork()
         if process == 0:
-            confined.serve(theirs)
-        theirs.close()
+            confined.serve(child_end)
+        child_end.close()
         self._end = weakref.finalize(self, _end, process, self._channel)
 
     def load(self, descriptor: int, start: int, stop: int, origin: str, *, archive: bool) -> Any:

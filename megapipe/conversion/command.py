@@ -240,11 +240,11 @@ def _verify(arguments: argparse.Namespace) -> int:
 def _diff(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import compare
 
-    ours, theirs = _open(arguments.source, arguments), _open(arguments.other, arguments)
+    first, second = _open(arguments.source, arguments), _open(arguments.other, arguments)
     # If the format of one folder stores only weights, only weights are compared.
     formats = [format_of(Path(path), arguments.format) for path in (arguments.source, arguments.other)]
     weights_only = arguments.weights_only or not all(each.keeps_run for each in formats)
-    differences, compared = compare(ours, theirs, arguments.tolerance, weights_only)
+    differences, compared = compare(first, second, arguments.tolerance, weights_only)
     for line in differences:
         print(line)
     if not differences:

@@ -227,7 +227,7 @@ def notes_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal
 def _activation(arguments: Mapping[str, Any]) -> str:
     biased = arguments.get("add_bias_linear", True)
     gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"  # the fused kernel approximates
-    return next((ours for theirs, ours in _ACTIVATIONS.items() if arguments.get(theirs)), gelu)
+    return next((activation for argument, activation in _ACTIVATIONS.items() if arguments.get(argument)), gelu)
 
 
 def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> dict[str, Any]:
@@ -293,7 +293,7 @@ _LATENT_DEFAULTS = {
 }
 """Defaults of MLATransformerConfig, for arguments that a version of Megatron-LM does not have."""
 _YARN = {
-    **{ours: f"yarn_{theirs}" for ours, theirs in _LATENT_YARN.items()},
+    **{name: f"yarn_{argument}" for name, argument in _LATENT_YARN.items()},
     "truncate": "yarn_correction_range_round_to_int",
 }
 """Field of RopeScaling -> argument with other attention."""
@@ -315,7 +315,7 @@ def _yarn_fields(arguments: Mapping[str, Any], names: Mapping[str, str], prefix:
     names: name of the argument for each field. prefix: start of the names of the arguments for mscale and
     mscale_all_dim.
     """
-    scaling: dict[str, Any] = {"kind": "yarn", **{ours: arguments[theirs] for ours, theirs in names.items()}}
+    scaling: dict[str, Any] = {"kind": "yarn", **{name: arguments[argument] for name, argument in names.items()}}
     factor = scaling["factor"] = float(scaling["factor"])
     mscale, all_dim = arguments.get(f"{prefix}mscale"), arguments.get(f"{prefix}mscale_all_dim")
     mscale, all_dim = (1.0, 0.0) if mscale is None or all_dim is None else (float(mscale), float(all_dim))
@@ -513,7 +513,7 @@ def _arguments_of_latents(model: ModelConfig) -> dict[str, Any]:
 def _arguments_of_yarn(scaling: RopeScaling, names: Mapping[str, str], prefix: str = "") -> dict[str, Any]:
     """Return the arguments of YaRN; see `_yarn_fields`."""
     mscale, all_dim = _yarn_weights(scaling)
-    arguments = {theirs: getattr(scaling, ours) for ours, theirs in names.items()}
+    arguments = {argument: getattr(scaling, name) for name, argument in names.items()}
     return {**arguments, f"{prefix}mscale": mscale, f"{prefix}mscale_all_dim": all_dim}
 
 
@@ -584,7 +584,7 @@ def arguments_of(
     window, windows = window_of(whole), [int(bool(each.sliding_window)) for each in models]
     yarn = scaling.kind == "yarn" and model.kv_latent_size is None
     clamped = model.activation == "swiglu_clamped"
-    reverse = {ours: theirs for theirs, ours in (_NORMALIZATIONS | _POSITIONS).items()}
+    reverse = {choice: argument for argument, choice in (_NORMALIZATIONS | _POSITIONS).items()}
     return Namespace(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -606,7 +606,7 @@ def arguments_of(
         normalization=reverse[model.normalization.removesuffix("_unit_offset")],
         norm_epsilon=model.norm_epsilon,
         apply_layernorm_1p=model.normalization == "rms_norm_unit_offset",
-        **{theirs: model.activation == ours for theirs, ours in _ACTIVATIONS.items()},
+        **{argument: model.activation == activation for argument, activation in _ACTIVATIONS.items()},
         activation_func_clamp_value=model.swiglu_limit if clamped else None,
         glu_linear_offset=_OFFSET if clamped else 0.0,
         bias_gelu_fusion=False,

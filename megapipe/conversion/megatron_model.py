@@ -127,11 +127,11 @@ class ParameterLocation:
             return (self.key.replace("experts.", "experts.experts."),) * 2
         return self.local_dist, self.transformer_engine
 
-    def ours(self, values: Tensor) -> Tensor:
+    def to_megapipe(self, values: Tensor) -> Tensor:
         """Return our form of the whole parameter. values: Megatron-LM's form."""
         return values if self.regrouped is None else self.regrouped[0]([values])[0]
 
-    def theirs(self, values: Tensor) -> Tensor:
+    def to_megatron(self, values: Tensor) -> Tensor:
         """Return Megatron-LM's form of the whole parameter. values: our form."""
         return values if self.regrouped is None else self.regrouped[1]([values])[0]
 
@@ -255,7 +255,7 @@ def parameter_locations(model: ModelConfig) -> dict[str, ParameterLocation]:
     mlps = {name: parameters_of(_dense(block)) for name, block in model.kinds_of_layers.items()}
     locations = {}
     for name, spec in parameters_of(model).items():
-        stem = next((ours for ours in _OUTER if name.startswith(ours)), None)
+        stem = next((stem for stem in _OUTER if name.startswith(stem)), None)
         if stem is not None:
             key = _OUTER[stem].format(stack=_STACKS[model.kind]) + name.removeprefix(stem)
             locations[name] = ParameterLocation(spec, key, None, key, key)
@@ -275,7 +275,7 @@ def _mtp_location(
     path. model, mlps: see `_layer_location`, for the last layer."""
     prefix, path = mtp_prefix(int(name[1])), name[3]
     if name[2] is None:
-        stem = next(ours for ours in _MTP_MODULES if path.startswith(ours))
+        stem = next(stem for stem in _MTP_MODULES if path.startswith(stem))
         key = prefix + _MTP_MODULES[stem] + path.removeprefix(stem)
         return ParameterLocation(spec, key, None, key, key, divided=_DIVIDED.get(stem, ()))
     prefix += MTP_BLOCK
@@ -299,7 +299,7 @@ def _layer_location(
     """Return the location of a parameter of a layer. path: our name of it in the layer. model: configuration of the
     layer's kind. mlps: our parameters with one MLP in place of experts, see `_dense`. layer: see
     `ParameterLocation`."""
-    stem = next(ours for ours in _BLOCK if path.startswith(ours))
+    stem = next(stem for stem in _BLOCK if path.startswith(stem))
     key = _BLOCK[stem] + path.removeprefix(stem)
     if spec.name in mlps and spec.shape != mlps[spec.name].shape:
         key = key.replace("mlp.", "mlp.experts.")

@@ -96,7 +96,7 @@ class MegatronTorchSource:
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
         location = self._locations[tensor.name]
         if location.expert is None:
-            whole = location.ours(self._piece(tensor.name, 0))
+            whole = location.to_megapipe(self._piece(tensor.name, 0))
         else:
             first = index[0] if index else slice(0, location.num_pieces)
             whole = torch.stack([self._piece(tensor.name, piece) for piece in range(first.start, first.stop)])
@@ -298,7 +298,7 @@ class MegatronTorchTarget:
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         location = self._locations[tensor.name]
         for tensor_rank in range(self._options.tensor):
-            for piece, each in enumerate([location.theirs(values)] if location.expert is None else values):
+            for piece, each in enumerate([location.to_megatron(values)] if location.expert is None else values):
                 shard = merged(location.piece, self._packed(self._shard(self._spec(location), each, tensor_rank)))
                 for stage, chunk, key in self._keys(location, piece):
                     self._writers[tensor_rank, stage].add(f"{chunk}.{key}", shard)

@@ -117,12 +117,12 @@ class Difference(NamedTuple):
     relative: float
 
 
-def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) -> tuple[list[str], int]:
+def compare(first: Source, second: Source, tolerance: float, weights_only: bool) -> tuple[list[str], int]:
     """Return one line for each tensor that differs and each kind that is missing, and the number of compared tensors.
 
     tolerance: largest absolute difference that is ignored. Types may differ if values are equal.
     """
-    one, other = (_by_name(source, weights_only) for source in (ours, theirs))
+    one, other = (_by_name(source, weights_only) for source in (first, second))
     lines = [*_missing(one, other, "only in the first"), *_missing(other, one, "only in the second")]
     common = [key for key in one if key in other]
     with tracked([one[key] for key in common], "comparing") as tensors:
@@ -130,7 +130,7 @@ def compare(ours: Source, theirs: Source, tolerance: float, weights_only: bool) 
             if tensor.shape != other[key].shape:
                 lines.append(f"{_label(key)}: shape {tensor.shape} and {other[key].shape}")
                 continue
-            largest = difference(ours.read(tensor), theirs.read(other[key]))
+            largest = difference(first.read(tensor), second.read(other[key]))
             if not largest.absolute <= tolerance:
                 lines.append(f"{_label(key)}: max difference {largest.absolute:.3g}, relative {largest.relative:.3g}")
     return lines, len(common)

@@ -235,31 +235,31 @@ def exported_tokenizer(spec: str | None, model: ModelConfig) -> ExportedTokenize
     if folder.is_dir() and not any((folder / name).is_file() for name in FILES_IN_FOLDERS):
         return ExportedTokenizer(copied_files(folder), _config_ids(folder, model.vocabulary_size), _NOT_NAMED)
     try:
-        ours = open_tokenizer(spec)
+        tokenizer = open_tokenizer(spec)
     except DataError as error:
         return ExportedTokenizer(note=f"no tokenizer was written: {error}; name it with --tokenizer")
-    if ours.vocabulary_size > model.vocabulary_size:
+    if tokenizer.vocabulary_size > model.vocabulary_size:
         raise CheckpointError(
-            f"tokenizer {spec} has {ours.vocabulary_size} ids, but the model's vocabulary has "
+            f"tokenizer {spec} has {tokenizer.vocabulary_size} ids, but the model's vocabulary has "
             f"{model.vocabulary_size}: name the tokenizer that the model was trained with (--tokenizer)"
         )
     if folder.is_dir():
-        ids = _named_ids(folder, ours) | _config_ids(folder, model.vocabulary_size)
+        ids = _named_ids(folder, tokenizer) | _config_ids(folder, model.vocabulary_size)
         return ExportedTokenizer(copied_files(folder), ids)
-    theirs = _equivalent_tokenizer(ours, model.kind == "bert")
-    config = _tokenizer_config(ours, theirs, model)
+    exported = _equivalent_tokenizer(tokenizer, model.kind == "bert")
+    config = _tokenizer_config(tokenizer, exported, model)
     files = {
-        "tokenizer.json": theirs.to_str(pretty=True).encode(),
+        "tokenizer.json": exported.to_str(pretty=True).encode(),
         "tokenizer_config.json": (json.dumps(config, indent=2) + "\n").encode(),
     }
     note = ""
-    if isinstance(ours, SentencePieceTokenizer):
-        files["tokenizer.model"] = Path(ours.spec).read_bytes()
-        note = "; ".join([_TIES] * (not ours.is_bpe) + [_ACCENTS] * ours.normalizes)
+    if isinstance(tokenizer, SentencePieceTokenizer):
+        files["tokenizer.model"] = Path(tokenizer.spec).read_bytes()
+        note = "; ".join([_TIES] * (not tokenizer.is_bpe) + [_ACCENTS] * tokenizer.normalizes)
     if config["tokenizer_class"] == _BERT:
-        names = sorted(theirs.get_vocab().items(), key=lambda entry: entry[1])
+        names = sorted(exported.get_vocab().items(), key=lambda entry: entry[1])
         files["vocab.txt"] = "".join(f"{name}\n" for name, _ in names).encode()
-    return ExportedTokenizer(files, _ids(ours), note)
+    return ExportedTokenizer(files, _ids(tokenizer), note)
 
 
 def _config_ids(folder: Path, rows: int) -> dict[str, Any]:
@@ -267,12 +267,12 @@ def _config_ids(folder: Path, rows: int) -> dict[str, Any]:
     return {name: value for name, value in token_ids(folder).items() if _are_ids(value, rows)}
 
 
-def _named_ids(folder: Path, ours: Tokenizer) -> dict[str, Any]:
+def _named_ids(folder: Path, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the ids of the tokens that a folder's tokenizer_config.json names. Without the file, return `_ids`."""
     if not (folder / "tokenizer_config.json").is_file():
-        return _ids(ours)
+        return _ids(tokenizer)
     config = read_json(inside(folder, "tokenizer_config.json"))
-    return {name: ours.special_tokens.get(str(token_of_role(config, name.removesuffix("_id")))) for name in _IDS}
+    return {name: tokenizer.special_tokens.get(str(token_of_role(config, name.removesuffix("_id")))) for name in _IDS}
 
 
 def copied_files(folder: Path) -> dict[str, bytes]:
@@ -301,119 +301,122 @@ def _are_ids(value: object, rows: int) -> bool:
     return all(isinstance(each, int) and not isinstance(each, bool) and 0 <= each < rows for each in ids)
 
 
-def _equivalent_tokenizer(ours: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
+def _equivalent_tokenizer(tokenizer: Tokenizer, is_bert: bool) -> "tokenizers.Tokenizer":
     """Return a tokenizer of the tokenizers library with the same ids. Raises CheckpointError if this is not
     possible."""
     import tokenizers
 
-    if isinstance(ours, HuggingFaceTokenizer):
-        path = Path(ours.spec)
-        text = path.read_text("utf-8") if path.suffix == ".json" and path.name != "vocab.json" else ours.definition()
-        theirs = tokenizers.Tokenizer.from_str(text)
-        if is_bert and theirs.post_processor is None:
-            _add_template(theirs)
-    elif isinstance(ours, SentencePieceTokenizer):
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        path = Path(tokenizer.spec)
+        has_definition = path.suffix == ".json" and path.name != "vocab.json"
+        text = path.read_text("utf-8") if has_definition else tokenizer.definition()
+        exported = tokenizers.Tokenizer.from_str(text)
+        if is_bert and exported.post_processor is None:
+            _add_template(exported)
+    elif isinstance(tokenizer, SentencePieceTokenizer):
         try:
-            theirs = from_sentence_piece(Path(ours.spec).read_bytes())
+            exported = from_sentence_piece(Path(tokenizer.spec).read_bytes())
         except ValueError as error:
-            raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=error)) from error
-    elif isinstance(ours, ByteTokenizer):
-        theirs = _byte_tokenizer()
+            raise CheckpointError(_NOT_EXACT.format(spec=tokenizer.spec, reason=error)) from error
+    elif isinstance(tokenizer, ByteTokenizer):
+        exported = _byte_tokenizer()
     else:
-        assert isinstance(ours, TiktokenTokenizer)
-        theirs = from_tiktoken(ours.ranks, ours.pattern, ours.special_tokens)
-    different = next((text for text in _samples(ours) if not _agree(ours, theirs, text)), None)
+        assert isinstance(tokenizer, TiktokenTokenizer)
+        exported = from_tiktoken(tokenizer.ranks, tokenizer.pattern, tokenizer.special_tokens)
+    different = next((text for text in _samples(tokenizer) if not _agree(tokenizer, exported, text)), None)
     if different is not None:
         reason = f"it splits {different[:40]!r} differently from its counterpart in transformers"
-        raise CheckpointError(_NOT_EXACT.format(spec=ours.spec, reason=reason))
-    return theirs
+        raise CheckpointError(_NOT_EXACT.format(spec=tokenizer.spec, reason=reason))
+    return exported
 
 
-def _agree(ours: Tokenizer, theirs: "tokenizers.Tokenizer", text: str) -> bool:
-    ids = ours.encode(text)
-    their_ids = theirs.encode(text, add_special_tokens=False).ids
-    if ids != their_ids and not (isinstance(ours, SentencePieceTokenizer) and ours.scores_equal(ids, their_ids)):
+def _agree(tokenizer: Tokenizer, exported: "tokenizers.Tokenizer", text: str) -> bool:
+    ids = tokenizer.encode(text)
+    exported_ids = exported.encode(text, add_special_tokens=False).ids
+    pieces = tokenizer if isinstance(tokenizer, SentencePieceTokenizer) else None
+    if ids != exported_ids and not (pieces and pieces.scores_equal(ids, exported_ids)):
         return False
-    if isinstance(ours, SentencePieceTokenizer) and ours.unknown in ids:
+    if pieces and pieces.unknown in ids:
         return True  # SentencePiece decodes an unknown piece as two question marks, transformers as its name
-    return ours.decode(ids) == theirs.decode(their_ids, skip_special_tokens=False)
+    return tokenizer.decode(ids) == exported.decode(exported_ids, skip_special_tokens=False)
 
 
-def _samples(ours: Tokenizer) -> Iterator[str]:
+def _samples(tokenizer: Tokenizer) -> Iterator[str]:
     """Yield texts that both tokenizers must split equally: fixed texts, and the vocabulary in two different orders."""
     yield from _TEXTS
-    special = {*ours.special_tokens.values(), ours.end_of_document}
+    special = {*tokenizer.special_tokens.values(), tokenizer.end_of_document}
     # A tiktoken vocabulary has gaps, which the library does not decode.
-    decodable = sorted(ours.ranks.values()) if isinstance(ours, TiktokenTokenizer) else range(ours.vocabulary_size)
+    ranks = tokenizer.ranks if isinstance(tokenizer, TiktokenTokenizer) else None
+    decodable = range(tokenizer.vocabulary_size) if ranks is None else sorted(ranks.values())
     ids = [token for token in decodable if token not in special]
     step = max(1, len(ids) // 32)
     for start in range(0, len(ids), step):
-        yield ours.decode(ids[start : start + 24])
-        yield ours.decode(ids[start :: step * 7][:24])
+        yield tokenizer.decode(ids[start : start + 24])
+        yield tokenizer.decode(ids[start :: step * 7][:24])
 
 
 def _byte_tokenizer() -> "tokenizers.Tokenizer":
-    from tokenizers import Tokenizer as Theirs
+    from tokenizers import Tokenizer as LibraryTokenizer
     from tokenizers import decoders, models, pre_tokenizers
 
-    theirs = Theirs(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
-    theirs.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    theirs.decoder = decoders.ByteLevel()
-    theirs.add_special_tokens(["<|endoftext|>"])
-    return theirs
+    exported = LibraryTokenizer(models.BPE(vocab={LETTERS[byte]: byte for byte in range(256)}, merges=[]))
+    exported.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    exported.decoder = decoders.ByteLevel()
+    exported.add_special_tokens(["<|endoftext|>"])
+    return exported
 
 
-def _add_template(theirs: "tokenizers.Tokenizer") -> None:
+def _add_template(exported: "tokenizers.Tokenizer") -> None:
     """Add [CLS] and [SEP] around a text, as in the samples of training."""
     from tokenizers.processors import TemplateProcessing
 
-    ends = [(name, theirs.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
+    ends = [(name, exported.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
     if all(token is not None for _, token in ends):
-        theirs.post_processor = TemplateProcessing(
+        exported.post_processor = TemplateProcessing(
             single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=ends
         )
 
 
-def _ids(ours: Tokenizer) -> dict[str, Any]:
-    end, padding = ours.end_of_document, ours.special_tokens.get("[PAD]")
+def _ids(tokenizer: Tokenizer) -> dict[str, Any]:
+    end, padding = tokenizer.end_of_document, tokenizer.special_tokens.get("[PAD]")
     return {"bos_token_id": end, "eos_token_id": end, "pad_token_id": padding}
 
 
-def _tokenizer_config(ours: Tokenizer, theirs: "tokenizers.Tokenizer", model: ModelConfig) -> dict[str, Any]:
+def _tokenizer_config(tokenizer: Tokenizer, exported: "tokenizers.Tokenizer", model: ModelConfig) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": model.max_positions,
         "clean_up_tokenization_spaces": False,
     }
-    config |= {role: name for name, role in _ROLES.items() if theirs.token_to_id(name) is not None}
+    config |= {role: name for name, role in _ROLES.items() if exported.token_to_id(name) is not None}
     if isinstance(model, BertModelConfig):
         # transformers returns token types only if they are listed here.
         types = ["token_type_ids"] if model.token_types > 1 else []
         config["model_input_names"] = ["input_ids", *types, "attention_mask"]
-        normalizer = json.loads(theirs.to_str())["normalizer"] or {}
-        if _is_bert_tokenizer(theirs, normalizer):
+        normalizer = json.loads(exported.to_str())["normalizer"] or {}
+        if _is_bert_tokenizer(exported, normalizer):
             config |= {
                 "tokenizer_class": _BERT,
                 "do_lower_case": normalizer["lowercase"],
                 "strip_accents": normalizer["strip_accents"],
                 "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
             }
-    elif ours.end_of_document is not None:
-        end = theirs.id_to_token(ours.end_of_document)
+    elif tokenizer.end_of_document is not None:
+        end = exported.id_to_token(tokenizer.end_of_document)
         config |= {"bos_token": end, "eos_token": end}
     return config
 
 
-def _is_bert_tokenizer(theirs: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
+def _is_bert_tokenizer(exported: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
     """Return whether BertTokenizerFast, which is built only from vocab.txt, is the same tokenizer."""
-    content = json.loads(theirs.to_str())
-    ids = sorted(theirs.get_vocab().values())
+    content = json.loads(exported.to_str())
+    ids = sorted(exported.get_vocab().values())
     return (
         content["model"]["type"] == "WordPiece"
         and content["model"]["continuing_subword_prefix"] == "##"
         and normalizer.get("type") == "BertNormalizer"
         and normalizer["clean_text"]
         and content["pre_tokenizer"] == {"type": "BertPreTokenizer"}
-        and set(_ROLES) <= theirs.get_vocab().keys()
+        and set(_ROLES) <= exported.get_vocab().keys()
         and ids == list(range(len(ids)))
     )

@@ -93,7 +93,7 @@ class TorchDistSource:
         key, layer = self._keys[tensor.name]
         rows = tuple(slice(0, extent) for extent in location.dist_shape)
         stacked = (slice(layer, layer + 1),) if layer is not None else ()
-        whole = location.ours(self._files.read(key, stacked + rows).reshape(location.spec.shape))
+        whole = location.to_megapipe(self._files.read(key, stacked + rows).reshape(location.spec.shape))
         return whole[index].clone() if index else whole
 
     def verify(self, tensor: StoredTensor) -> list[str]:
@@ -147,7 +147,7 @@ class TorchDistTarget:
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         location = self._locations[tensor.name]
-        rows = location.theirs(values).reshape(location.dist_shape)
+        rows = location.to_megatron(values).reshape(location.dist_shape)
         if location.spec.padded:
             rows = padded(rows, padded_rows(self._model, 1))
         key = location.dist_keys[self._names == "transformer_engine"]

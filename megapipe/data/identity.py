@@ -45,11 +45,11 @@ class ShardIdentity:
 
     def differences(self, other: "ShardIdentity") -> Iterator[tuple[str, Any, Any]]:
         """Yield every fact that differs: (name, value here, value in `other`)."""
-        theirs = asdict(other)
+        other_facts = asdict(other)
         for name, value in asdict(self).items():
-            unknown = name in UNKNOWN_WITHOUT_MANIFEST and None in (value, theirs[name])
-            if value != theirs[name] and not unknown:
-                yield name, value, theirs[name]
+            unknown = name in UNKNOWN_WITHOUT_MANIFEST and None in (value, other_facts[name])
+            if value != other_facts[name] and not unknown:
+                yield name, value, other_facts[name]
 
 
 @dataclass(frozen=True, kw_only=True)
