@@ -150,9 +150,9 @@ def rank_correlation(one: list[float], two: list[float]) -> float:
 def table(figures: list[Figure]) -> str:
     """Return a Markdown table."""
     lines = ["| layout | predicted s | measured s | error | layers' times |", "|---|---|---|---|---|"]
-    for each in figures:
-        times = f"{each.predicted:.3f} | {each.measured:.3f} | {each.error:+.1%}"
-        lines.append(f"| {each.name} | {times} | {each.source.partition(' ')[0]} |")
+    for figure in figures:
+        times = f"{figure.predicted:.3f} | {figure.measured:.3f} | {figure.error:+.1%}"
+        lines.append(f"| {figure.name} | {times} | {figure.source.partition(' ')[0]} |")
     return "\n".join(lines)
 
 

@@ -10,15 +10,15 @@ def table(figures: Sequence[Figure]) -> str:
 
     Contestants without replicas do not communicate, so only their times are shown.
     """
-    best = min(each.seconds for each in figures if not each.name.endswith(ALONE))
+    best = min(figure.seconds for figure in figures if not figure.name.endswith(ALONE))
     lines = [
         "| | seconds a step | lower quartile | upper quartile | speed over the best | loss |",
         "|---|---|---|---|---|---|",
     ]
-    for each in figures:
-        ratio, loss = f"{best / each.seconds:.3f}", f"{each.loss:.4f}"
-        if each.name.endswith(ALONE):
+    for figure in figures:
+        ratio, loss = f"{best / figure.seconds:.3f}", f"{figure.loss:.4f}"
+        if figure.name.endswith(ALONE):
             ratio = loss = ""
-        times = f"{each.seconds:.3f} | {each.lower_quartile:.3f} | {each.upper_quartile:.3f}"
-        lines.append(f"| {each.name} | {times} | {ratio} | {loss} |")
+        times = f"{figure.seconds:.3f} | {figure.lower_quartile:.3f} | {figure.upper_quartile:.3f}"
+        lines.append(f"| {figure.name} | {times} | {ratio} | {loss} |")
     return "\n".join(lines)

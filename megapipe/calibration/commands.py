@@ -157,10 +157,10 @@ def dry_run(
     return DryRun(config, world_size, microbatches, actions, tuple(coordinates), device, time.perf_counter() - start)
 
 
-def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldTokens) -> None:
+def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], tokens: HeldTokens) -> None:
     """Run a forward and a backward of each stage, and compare the shapes with its declared inputs and outputs."""
     terms = len(family_of(config).loss_terms)
-    context = _context(config, held)
+    context = _context(config, tokens)
     for number, stage in stages.items():
         inputs = [spec.allocate(META).requires_grad_(spec.requires_grad) for spec in stage.inputs]
         outputs: tuple[Tensor, ...] = tuple(inputs)
@@ -170,10 +170,10 @@ def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], held: HeldT
         expected = described(stage.outputs or [loss])
         if described(outputs) != expected:
             raise ShapeError(f"stage {number} returns {described(outputs)}, but {expected} is expected")
-        torch.autograd.backward(outputs, [torch.empty_like(each) for each in outputs])
-        for each in inputs:
-            if each.grad is None or each.grad.shape != each.shape:
-                raise ShapeError(f"stage {number} returns no gradient of shape {list(each.shape)}")
+        torch.autograd.backward(outputs, [torch.empty_like(tensor) for tensor in outputs])
+        for tensor in inputs:
+            if tensor.grad is None or tensor.grad.shape != tensor.shape:
+                raise ShapeError(f"stage {number} returns no gradient of shape {list(tensor.shape)}")
 
 
 def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:

@@ -197,9 +197,9 @@ def _unwritable(directory: Path, error: OSError) -> CheckpointError:
 
 def make_durable_folder(directory: Path, storage: StorageWriter = DISK) -> None:
     """Create a folder and its missing parents, so that they survive a power failure."""
-    missing = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    new_folders = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     directory.mkdir(parents=True, exist_ok=True)
-    for folder in missing:
+    for folder in new_folders:
         storage.flush_folder(folder.parent)
 
 

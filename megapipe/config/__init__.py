@@ -16,7 +16,7 @@ class ConfigError(InputError, ValueError):
         super().__init__("\n".join(self.problems))
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a suffix such as `; did you mean 'hidden_size'?`, or an empty string if no known name is close."""
-    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return a suffix such as `; did you mean 'hidden_size'?`, or an empty string if none of the names is close."""
+    matches = difflib.get_close_matches(name, list(names), n=1, cutoff=0.6)
     return f"; did you mean {matches[0]!r}?" if matches else ""

@@ -119,9 +119,9 @@ class FieldParser(ArgumentParser):
         if match is None:
             hints = {action.dest: type_of(action) for action in self._actions}
             raise ConfigError(_one_line(message, hints)) from ex
-        known = [action.dest for action in self._actions if action.dest]
+        options = [action.dest for action in self._actions if action.dest]
         if match["key"] is not None:
-            raise ConfigError(_misplaced(match["key"], known) or _unknown(match["key"], known)) from ex
+            raise ConfigError(_misplaced(match["key"], options) or _unknown(match["key"], options)) from ex
         if match["inner"] is not None:
             group, inner = match["group"], match["inner"]
             if inner.partition(".")[0] in self.config_groups:
@@ -129,21 +129,21 @@ class FieldParser(ArgumentParser):
                     f"--{group} FILE takes the fields of one group, but "
                     "the file has whole groups: pass it as --config FILE"
                 ) from ex
-            raise ConfigError(_unknown(f"{group}.{inner}", known)) from ex
+            raise ConfigError(_unknown(f"{group}.{inner}", options)) from ex
         words = match["flag"].split()
         if not words[0].startswith("-"):
             raise ConfigError(f"unexpected argument {words[0]!r}: flags start with --, as in --config FILE") from ex
         flags = [word.lstrip("-").split("=")[0] for word in words if word.startswith("--")]
-        raise ConfigError([_unknown(flag, known) for flag in dict.fromkeys(flags)]) from ex
+        raise ConfigError([_unknown(flag, options) for flag in dict.fromkeys(flags)]) from ex
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
-    return f"unknown configuration key {name!r}{hint(name, known)} (--help-all lists every key)"
+def _unknown(name: str, options: Sequence[str]) -> str:
+    return f"unknown configuration key {name!r}{hint(name, options)} (--help-all lists every key)"
 
 
-def _misplaced(key: str, known: Sequence[str]) -> str | None:
+def _misplaced(key: str, options: Sequence[str]) -> str | None:
     """Describe a file of one group that was given to --config; None if the key belongs to no single group."""
-    groups = {name.rpartition(".")[0] for name in known if name.rpartition(".")[2] == key}
+    groups = {name.rpartition(".")[0] for name in options if name.rpartition(".")[2] == key}
     if len(groups) != 1 or "" in groups:
         return None
     (group,) = groups

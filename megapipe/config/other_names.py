@@ -359,22 +359,22 @@ WITHOUT_FIELD = {
 }
 
 
-def hint(name: str, known: Collection[str]) -> str:
+def hint(name: str, options: Collection[str]) -> str:
     """Return a suffix that answers an unknown option: the field that it means, or why there is none; may be empty.
 
     Args:
         name: the option as written, with underscores: `n_embd`, `model.n_embd`.
-        known: every option of the parser, such as `model.num_layers`.
+        options: every option of the parser, such as `model.num_layers`.
     """
     last = name.rpartition(".")[2]
-    matches = [each for each in known if each.rpartition(".")[2] == last]
+    matches = [each for each in options if each.rpartition(".")[2] == last]
     elsewhere = "." in name and any(name in names for names in (*OTHER_NAMES.values(), *WITHOUT_FIELD.values()))
     if len(matches) == 1 and not elsewhere:
         return f"; did you mean {matches[0]!r}?"
     programs: dict[tuple[str, str], list[str]] = {}
     for program, targets in OTHER_NAMES.items():
         other = _matching_name(name, targets)
-        if other and split_target(targets[other])[0] in known:
+        if other and split_target(targets[other])[0] in options:
             programs.setdefault((other, targets[other]), []).append(f"{program}'s")
     if programs:
         meanings = (
@@ -384,7 +384,7 @@ def hint(name: str, known: Collection[str]) -> str:
     for program, reasons in WITHOUT_FIELD.items():
         if other := _matching_name(name, reasons):
             return f"; {program}'s {other} has no field here: {reasons[other]}"
-    return nearest(name, known)
+    return nearest(name, options)
 
 
 def split_target(target: str) -> tuple[str, str, str]:

@@ -222,7 +222,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     from megapipe.conversion.operations import checkpoints_of, problems_of
 
     damaged = False
-    for path in (each for folder in arguments.sources for each in checkpoints_of(Path(folder))):
+    for path in (path for folder in arguments.sources for path in checkpoints_of(Path(folder))):
         try:
             source = _open(str(path), arguments)
             problems = problems_of(source)

@@ -215,11 +215,11 @@ def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
         same = kinds.setdefault(block.num_experts is not None, block)
         other = _without_mlp(next(iter(kinds.values())))
         pairs = ((same, block), (other, _without_mlp(block)))
-        for each in fields(block):
+        for field in fields(block):
             for one, two in pairs:
-                if getattr(one, each.name) != getattr(two, each.name):
+                if getattr(one, field.name) != getattr(two, field.name):
                     raise CheckpointError(
-                        f"model.layer_pattern has blocks that differ in {each.name}; Megatron-LM's blocks can differ "
+                        f"model.layer_pattern has blocks that differ in {field.name}; Megatron-LM's blocks can differ "
                         "only in whether they have experts, and in whether they have a window of one size: write a "
                         "Hugging Face folder instead (--to hf)"
                     )

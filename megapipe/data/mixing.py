@@ -303,9 +303,9 @@ class FillInTheMiddle:
         text = document[:-1] if len(document) and document[-1] == rule.end_of_document else document
         if len(text) <= 3:
             return
-        kept = text[3:].copy()
-        first, second = sorted(int(value * (len(kept) + 1)) for value in draw[2:])
-        before, between, after = kept[:first], kept[first:second], kept[second:]
+        body = text[3:].copy()
+        first, second = sorted(int(value * (len(body) + 1)) for value in draw[2:])
+        before, between, after = body[:first], body[first:second], body[second:]
         if draw[1] < rule.suffix_first:
             text[:] = [rule.prefix, rule.suffix, *after, rule.middle, *before, *between]
         else:

@@ -70,8 +70,8 @@ class HuggingFaceTokenizer(Tokenizer):
         return json.dumps({**content, "post_processor": None, "truncation": None, "padding": None})
 
     def decode(self, ids: Sequence[int]) -> str:
-        kept = [int(token) for token in ids if token != self.end_of_document]
-        return self._tokenizer.decode(kept, skip_special_tokens=False)
+        tokens = [int(token) for token in ids if token != self.end_of_document]
+        return self._tokenizer.decode(tokens, skip_special_tokens=False)
 
     def _find_end(self, name: str | None) -> int | None:
         candidates = [name] if name is not None else END_OF_DOCUMENT_NAMES

@@ -73,18 +73,18 @@ class Saves:
         every, config = self._config.every, self._config
         return (last and config.at_end) or (stopped and config.saves) or (isinstance(every, int) and step % every == 0)
 
-    def requests(self, asked: bool) -> bool:
+    def requests(self, signaled: bool) -> bool:
         """Return whether this rank asks all ranks to save after the next step. Not a collective call.
 
-        asked: a signal asked this rank for a save, which a run without checkpoints ignores.
+        signaled: a signal asked this rank for a save, which a run without checkpoints ignores.
         """
-        if asked and not self._config.saves:
+        if signaled and not self._config.saves:
             print_line(
                 "note: SIGUSR1 asks for a checkpoint, but this run does "
                 "not save: set checkpoint.at_end true, or checkpoint.every"
             )
             return False
-        return asked or (self._timer is not None and self._timer.is_due)
+        return signaled or (self._timer is not None and self._timer.is_due)
 
     def plan(self, states: Sequence[UnitState]) -> None:
         """Prepare to save these states, before the first step. A collective call."""

@@ -385,7 +385,7 @@ class TrainingLoop:
             learning_rate=rate,
             stop=signals.stop,
             loss_scale=1.0 if scale is None else scale,
-            save=saves.requests(asked=signals.take_save()),
+            save=saves.requests(signaled=signals.take_save()),
             save_failed=saves.background.failed,
             snapshot=saves.background.take_snapshot(),
         )

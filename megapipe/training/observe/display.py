@@ -182,8 +182,8 @@ class LogFile(PlainLines):
             self._file.write(self._separator)
             self._separator = None
         now = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-        for each in line.splitlines():
-            self._file.write(f"{now} {each}")
+        for text in line.splitlines():
+            self._file.write(f"{now} {text}")
 
 
 class TrainingBar(Listener):

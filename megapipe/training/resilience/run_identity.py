@@ -160,10 +160,10 @@ def content(path: Path) -> str:
     if path.is_file():
         return f"{path.stat().st_size:,} bytes, checksum {sampled_checksum(path)}"
     if path.is_dir():
-        files = sorted(each for each in path.rglob("*") if each.is_file())
+        files = sorted(file for file in path.rglob("*") if file.is_file())
         digest = xxhash.xxh3_64()
-        for each in files:
-            digest.update(f"{each.relative_to(path)}: {content(each)}\n".encode())
+        for file in files:
+            digest.update(f"{file.relative_to(path)}: {content(file)}\n".encode())
         return f"{len(files):,} files, checksum {digest.hexdigest()}"
     return ABSENT
 

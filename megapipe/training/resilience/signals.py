@@ -121,8 +121,8 @@ class SignalRequests:
 
     def take_save(self) -> bool:
         """Return whether a signal asked for a checkpoint since the last call."""
-        asked, self._save = self._save, False
-        return asked
+        requested, self._save = self._save, False
+        return requested
 
     def end(self) -> int:
         """Return the exit status of a stopped run, as shells define it. Call this when all ranks stop; if only another
@@ -137,9 +137,9 @@ class SignalRequests:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A launcher's signal must not end a rank that is about to report its result.
-        kept = self._ends or error is not None
+        keep_handlers = self._ends or error is not None
         self.number = None  # a later signal is then the first one again, which only sets a flag
-        self._restore(kept=(signal.SIGTERM, signal.SIGHUP) if kept else ())
+        self._restore(kept=(signal.SIGTERM, signal.SIGHUP) if keep_handlers else ())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == SAVES:
