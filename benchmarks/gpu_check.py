@@ -69,8 +69,7 @@ TIMED = ("tests/gpu/test_kernel_clock.py", "tests/gpu/test_trace.py")
 class Part:
     """Commands that run at the same time, in the root of the repository, and the seconds that they may take.
 
-    `{seconds}` in an argument is replaced by the limit minus `spare`, the seconds that remain to finish what has
-    started.
+    `{seconds}` in an argument is replaced by the limit minus `spare`, the seconds that are left for what has started.
     """
 
     name: str

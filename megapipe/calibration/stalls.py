@@ -62,9 +62,9 @@ class StepTime(NamedTuple):
     """Mean seconds over the steps of a run."""
 
     whole: float
-    """From the request for the batch to the end of training on it."""
+    """Time from the request for the batch to the end of training on it."""
     waited: float
-    """From the request for the batch to its arrival."""
+    """Time from the request for the batch to its arrival."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ MAX_SHOWN_HEADROOM = 1000.0
 """Maximum headroom that is printed exactly."""
 
 MAX_WARM_SHARE = 0.5
-"""If a larger share of the shards is in memory after a run from storage, the later steps were not cold."""
+"""Largest share of the shards that may be in memory after a run from storage; with more, later steps were not cold."""
 
 
 @dataclass(frozen=True)

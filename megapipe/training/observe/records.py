@@ -42,7 +42,7 @@ class StepRecord:
     loss_tokens: int
     """Tokens whose prediction counts in the loss; fewer than `tokens` where some are masked."""
     seconds: float
-    """From the request for the batch to the updated weights."""
+    """Seconds from the request for the batch to the updated weights."""
     data_seconds: float
     """Part of `seconds` in which rank 0 waited for the samples of the batch that it fed to the engine."""
     mfu: float
@@ -69,7 +69,7 @@ class EvaluationRecord:
     loss_tokens: int
     seconds: float
     terms: dict[str, float] = field(default_factory=dict)
-    """As in StepRecord."""
+    """Terms of a loss that has several; see StepRecord."""
     accuracies: dict[str, float] = field(default_factory=dict)
     """Share of correct predictions by term, where the model reports them."""
 
