@@ -216,9 +216,13 @@ class SplitTape:
             raise SplitError(
                 "the weight half needs the gradients that backward_input leaves; call that first, and each half once"
             )
-        # Add up a parameter's uses first, from the last to the first, as autograd does, to get the same bits.
-        pairs = zip(self._records, self._gradients, strict=True)
-        reached = [(record, gradient) for record, gradient in pairs if gradient is not None]
+        # Add up a parameter's uses first, from the last to the first, as autograd does, to get the same bits. No name
+        # may keep the zip, which refers to its last pair.
+        reached = [
+            (record, gradient)
+            for record, gradient in zip(self._records, self._gradients, strict=True)
+            if gradient is not None
+        ]
         self._records, self._gradients = [], None
         uses_left = Counter(id(own) for record, _ in reached for own in record.module._parameters.values())
         sums: dict[int, Tensor] = {}

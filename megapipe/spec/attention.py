@@ -12,6 +12,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.linear import (
     column_exchanges,
+    gathered_gradient,
     gradient,
     linear_op,
     matrix,
@@ -59,7 +60,7 @@ def attention(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iter
     yield core
     columns = model.num_heads * model.value_dim
     output = matrix("attention.output.weight", (model.hidden_size, columns), 1, residual_std(model))
-    collectives = (*(row_exchanges(shape) if latent else ()), *scales(shape))
+    collectives = (*(row_exchanges if latent else gathered_gradient)(shape), *scales(shape))
     yield linear_op("output", shape, with_bias(model, output), result, grad_output, collectives=collectives)
 
 

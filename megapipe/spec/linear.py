@@ -123,15 +123,18 @@ def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
     return over_tensor_ranks(shape, hidden, all_reduce=(1, 1), all_gather=both, reduce_scatter=both, chunks=chunks)
 
 
-def gathered_again(shape: MicrobatchShape) -> tuple[Collective, ...]:
-    """Return the gather of a product's input for its weight's gradient (Korthikanti et al. 2022, arXiv 2205.05198,
-    section 4.2.2). The weight half of a split backward gathers the gradient of the sum a second time too."""
-    return over_tensor_ranks(shape, shape.model.hidden_size, all_gather=(0, 1, 0, 2))
-
-
 def pair_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
-    """Return the exchanges around a pair of matrices, of which the first one's op has them, and of its scales."""
-    return (*entering(shape, shape.sequence_chunks), *gathered_again(shape), *scales(shape))
+    """Return the exchanges around a pair of matrices, of which the first one's op has them, and of its scales. Under
+    sequence parallelism, the first product's input is gathered again for its weight's gradient (Korthikanti et al.
+    2022, arXiv 2205.05198, section 4.2.2)."""
+    again = over_tensor_ranks(shape, shape.model.hidden_size, all_gather=(0, 1, 0, 1))
+    return (*entering(shape, shape.sequence_chunks), *again, *scales(shape))
+
+
+def gathered_gradient(shape: MicrobatchShape) -> tuple[Collective, ...]:
+    """Return the gather of the gradient of a pair's sum: the weight half of a split backward needs it a second
+    time."""
+    return over_tensor_ranks(shape, shape.model.hidden_size, all_gather=(0, 0, 0, 1))
 
 
 def column_exchanges(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]:
@@ -148,7 +151,7 @@ def row_exchanges(shape: MicrobatchShape) -> tuple[Collective, ...]:
     hidden, n = shape.model.hidden_size, shape.sequence_chunks
     return (
         *over_tensor_ranks(shape, hidden, all_reduce=(1,), reduce_scatter=(n,), all_gather=(0, n), chunks=n),
-        *over_tensor_ranks(shape, hidden, all_gather=(0, 0, 0, 1)),
+        *gathered_gradient(shape),
     )
 
 

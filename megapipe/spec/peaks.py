@@ -6,24 +6,37 @@ So the peak of a step is within an action, not after it. `layout.walk` adds thes
 with. Forwards need less than the backward of the same layer, and are not counted.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
 from megapipe.spec.linear import chunk_rows
-from megapipe.spec.ops import FULL_BYTES, BackwardPeak, BackwardPhase, MicrobatchShape, Op
+from megapipe.spec.ops import FULL_BYTES, BackwardPeak, BackwardPhase, MicrobatchShape, Op, weight_half_bytes
 from megapipe.spec.parameters import ParameterSpec
 
 
 def peaks_within(ops: Sequence[Op], shape: MicrobatchShape) -> dict[BackwardPhase, int]:
-    """Return the peak bytes of a layer's backward, and of each half of it, beyond those held before it.
-
-    A weight half adds each gradient to its accumulator without a cast.
-    """
-    peaks = [each for op in ops for each in op.peaks()]
-    peaks += [BackwardPeak("weight half", _elements(shape, spec) * shape.width) for op in ops for spec in op.weights]
+    """Return the peak bytes of a layer's backward, and of each half of it, beyond those held before it."""
+    peaks = [*_weight_halves(ops, shape), *(each for op in ops for each in op.peaks())]
     phases: tuple[BackwardPhase, ...] = "backward", "input half", "weight half"
     return {phase: max((each.bytes for each in peaks if each.phase == phase), default=0) for phase in phases}
+
+
+def _weight_halves(ops: Sequence[Op], shape: MicrobatchShape) -> Iterator[BackwardPeak]:
+    """Yield the peak of each op's weight half, which frees the op's tensors before that of the previous op starts.
+
+    It recomputes its input, gathers the tokens of all tensor ranks, and adds the gradient of one weight at a time to
+    its accumulator, without a cast. The gathered tokens are sorted by rank: those of several samples are copied.
+    """
+    held = weight_half_bytes(ops, shape.recompute)
+    for number, op in enumerate(ops):
+        freed = held - weight_half_bytes(ops[: number + 1], shape.recompute)
+        recomputed = sum(value.bytes for value in op.weight_needs if value.part in shape.recompute)
+        gathers = (each for each in op.collectives if each.operation == "all_gather" and each.weight_half)
+        gathered = sum(each.elements * each.element_bytes for each in gathers)
+        copied = gathered if shape.micro_size > 1 else 0
+        largest = max((_elements(shape, spec) for spec in op.weights), default=0) * shape.width
+        yield BackwardPeak("weight half", recomputed + gathered + max(copied, largest) - freed)
 
 
 def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[BackwardPeak, ...]:
@@ -31,10 +44,17 @@ def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tupl
     the output's gradient, to mask the rows of tokens that other ranks hold."""
     largest = max(_elements(shape, spec) for spec in tables)
     masked = shape.tensor > 1 and any(spec.padded for spec in tables)
-    needed = FULL_BYTES * largest + _gathered(shape) + (shape.stream if masked else 0)
+    needed = FULL_BYTES * largest + (shape.stream if masked else 0)
     if shape.width != FULL_BYTES:
         needed += max(shape.tokens * shape.model.hidden_size * FULL_BYTES, shape.width * largest)
-    return BackwardPeak("backward", needed), BackwardPeak("weight half", needed)
+    gathered = _gathered(shape)
+    copied = gathered if shape.micro_size > 1 else 0
+    phases: dict[BackwardPhase, int] = {
+        "backward": gathered + needed,
+        "input half": gathered + copied,
+        "weight half": needed,
+    }
+    return tuple(BackwardPeak(*each) for each in phases.items())
 
 
 def projection_peaks(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[BackwardPeak, ...]:

@@ -21,6 +21,7 @@ from megapipe.spec.linear import (
     ZEROS,
     all_tokens,
     entering,
+    gathered_gradient,
     gradient,
     linear_op,
     matrix,
@@ -174,7 +175,7 @@ def mlp(shape: MicrobatchShape, source: Value, grad_output: Value, *, shared: bo
         with_bias(model, down),
         activated,
         grad_output,
-        collectives=scales(shape),
+        collectives=(*gathered_gradient(shape), *scales(shape)),
         peaks=partial(down_peaks, shape, down, shared=shared),
     )
 

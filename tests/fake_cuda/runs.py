@@ -26,6 +26,7 @@ from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine import engine
 from megapipe.engine.pipeline import Pipeline
+from megapipe.engine.program import Instruction
 from megapipe.engine.stage import CompiledForward
 from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, SamplingSettings, generate
@@ -34,6 +35,7 @@ from megapipe.layers import embedding
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
 from megapipe.parallel.mesh import Mesh
+from megapipe.schedules.actions import Action
 from megapipe.spec import linear
 from megapipe.training.loop import replica as replica_module
 from megapipe.training.loop.batches import open_loader, open_samples
@@ -77,6 +79,7 @@ class Report:
     results: list[Any] = field(default_factory=list)
     graphs: int = 0
     pairs: dict[Any, Pair] = field(default_factory=dict)
+    within: list[tuple[Action, int]] = field(default_factory=list)
 
 
 class FakeRank:
@@ -183,6 +186,22 @@ def _capture_graphs(watch: Watch) -> None:
     embedding._cached_tables = within_modes
 
 
+def _watch_actions(replica: Replica, fake: FakeRank) -> None:
+    """Report the bytes within every later action of the replica's engine."""
+    timeline, engine = fake.timeline, replica.engine
+
+    def watched(instruction: Instruction) -> Instruction:
+        def run(step: Any) -> None:
+            before, timeline.peak_total = timeline.peak_total, timeline.live_total
+            instruction.run(step)
+            fake.report.within.append((instruction.action, timeline.peak_total - timeline.live_total))
+            timeline.peak_total = max(before, timeline.peak_total)
+
+        return replace(instruction, run=run)
+
+    engine._sections = engine._compiled = {name: [*map(watched, each)] for name, each in engine._compiled.items()}
+
+
 @on_fake_device
 def train(
     fake: FakeRank,
@@ -225,6 +244,7 @@ def train(
         samples = open_samples(config, "train")
         loader = open_loader(config, mesh, replica, samples)
         evaluation = Evaluator(config, mesh, replica, open_samples(config, "validation")) if evaluate else None
+        _watch_actions(replica, fake)
     if rehearsed and mesh.size("pipeline") > 1:
         with fake.phase("rehearsal"):
             rehearse(config, mesh, replica, samples, evaluation, 0, lambda line: None)

@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from megapipe.config.run import PretrainConfig
-from megapipe.layout.prediction import layout_costs
+from megapipe.layout.prediction import layout_costs, predict_rank
 from megapipe.layout.stages import StageLayout
+from megapipe.layout.table import lowered_schedule
+from megapipe.layout.walk import ACTING
+from megapipe.schedules.actions import KIND, Kind, kind_mask
 from tests.fake_cuda.table import MODELS, Changes, run_row, write_corpus
 from tests.layers import bound as shapes
 
@@ -75,6 +78,15 @@ CASES: dict[str, tuple[Any, Changes]] = {
     "llama, experts, tensor": (replace(LLAMA, num_experts=4), parallel(pipeline=2, tensor=2)),
     "llama, experts, zb_h1": (replace(LLAMA, num_experts=4), parallel("zb_h1", pipeline=2)),
 }
+SPLIT: dict[str, tuple[Any, Changes]] = {
+    "gpt": (GPT, parallel("zb_h1", pipeline=2, tensor=2)),
+    "llama, sequence": CASES["llama, sequence, zb_h1"],
+    "gpt, sequence, selective": (GPT, {**parallel("zb_h1", pipeline=2, tensor=2, sequence=True), **SELECTIVE}),
+    "llama, sequence, experts": (
+        replace(LLAMA, num_experts=4),
+        parallel("zb_h1", pipeline=2, tensor=2, sequence=True),
+    ),
+}
 OVERLAPPING: dict[str, tuple[Any, Changes]] = {
     "gpt, dualpipe_v": (GPT, parallel("dualpipe_v", pipeline=2, tensor=2)),
     "llama, dualpipe_v, sequence": (LLAMA, parallel("dualpipe_v", pipeline=2, tensor=2, sequence=True)),
@@ -106,6 +118,19 @@ def test_peaks_of_two_streams_differ_by_one_forward(
         kept = max(sum(costs.kept(layout.layers[layer]) for layer in layers) for layers in layout.ranges)
         hidden = config.batch.micro_size * config.data.sequence_length * config.model.hidden_size * 2
         assert -kept - LIMIT <= peak - predicted <= 4 * hidden, (peak, predicted)
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow) for each in SPLIT])
+def test_bytes_within_weight_halves_are_declared(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(MODELS, name, SPLIT[name][0])
+    config, reports, _ = run_row(write_corpus(tmp_path), name, SPLIT[name][1])
+    schedule = lowered_schedule(config, StageLayout.of(config))
+    for rank, report in enumerate(reports):
+        predicted = predict_rank(config, schedule, rank, device="cuda")
+        rows = schedule.sections["body"][predicted.pipeline_rank][:, KIND]
+        halves = rows[kind_mask(rows, *ACTING)] == Kind.BACKWARD_WEIGHT
+        counted = [held for action, held in report.within if action.kind == Kind.BACKWARD_WEIGHT]
+        assert counted[-halves.sum() :] == pytest.approx(predicted.timeline.temporaries[halves].tolist(), abs=2**17)
 
 
 def peaks(
