@@ -68,6 +68,8 @@ class Tensor(IntEnum):
 
 NOTHING, SENT, STREAM = 0, 1, 2
 """Places in the flat list of sizes that belong to no layer; streams of further variants of a micro-batch follow."""
+_DIRECTIONS = 3
+"""A rank passes on a micro-batch's stream forward, backward, and forward through units that are recomputed."""
 NEEDED: Final = {
     Kind.BACKWARD: Tensor.BACKWARD,
     Kind.BACKWARD_INPUT: Tensor.INPUT_HALF,
@@ -311,7 +313,7 @@ class Walk:
         kept, pending = (self._symbol(tensor, rows) for tensor in (Tensor.KEPT, Tensor.PENDING))
         new = np.where(kind == Kind.BACKWARD_INPUT, pending, NOTHING)
         new = np.where(kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE), kept, new)
-        inside, opens = self._spans()
+        inside, opens, _ = self._spans
         again = (kind == Kind.FORWARD) & inside[self._place[rows]]
         new[again] = np.where(opens[self._place[rows[again]]], self._symbol(Tensor.INPUT, rows[again]), NOTHING)
         own, moved = (rows, self._place[rows] * count + self._microbatch[rows], new), self._moved[1]
@@ -336,7 +338,7 @@ class Walk:
 
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
-        places."""
+        places. What the last unit of a span recomputes is no input."""
         last, found = self.header.num_routed - 1, self._sent_to_all()
         units = self.header.units_per_stage[last]
         to_outputs, to_inputs = (np.isin(self._stage, each) for each in (self.header.outputs, self.header.inputs))
@@ -353,10 +355,16 @@ class Walk:
             if shared:  # the rank's shards take what the last stage returns, and the gradient of the first stage
                 ends = (to_inputs if direction else to_outputs)[rows]
             gone = (self._kind[rows] == send) | ends
-            owner = self.num_places + 2 * self._rank[rows] + direction
-            number = owner * self._num_microbatches + self._microbatch[rows]
-            found.append((rows, number, np.where(gone, NOTHING, STREAM + self._variant[rows])))
-        return found
+            found.append(self._passed(rows, direction, gone))
+        rows = self._rows(Kind.RECOMPUTE)
+        _, _, closes = self._spans
+        return [*found, self._passed(rows, 2, closes[self._place[rows]])]
+
+    def _passed(self, rows: Ints, direction: int, gone: Mask) -> tuple[Ints, Ints, Ints]:
+        """Return where a micro-batch's stream in one of the `_DIRECTIONS` comes and goes."""
+        owner = self.num_places + _DIRECTIONS * self._rank[rows] + direction
+        number = owner * self._num_microbatches + self._microbatch[rows]
+        return rows, number, np.where(gone, NOTHING, STREAM + self._variant[rows])
 
     @cached_property
     def _is_sent(self) -> Mask:
@@ -393,7 +401,8 @@ class Walk:
         slices, count = self.header.slices, self._num_microbatches
         if slices == 1:
             return []
-        number = (self.num_places + 2 * (1 + int(self._rank.max()))) * count + self._place * count + self._microbatch
+        passed = _DIRECTIONS * (1 + int(self._rank.max()))
+        number = (self.num_places + passed + self._place) * count + self._microbatch
         last = self._microbatch % slices == slices - 1
         rows = self._rows(Kind.FORWARD, Kind.RECOMPUTE)
         rows = rows[recomputed[self._place[rows]] & ~last[rows]]
@@ -413,14 +422,16 @@ class Walk:
     def _num_microbatches(self) -> int:
         return int(self._microbatch.max(initial=0)) + 1
 
-    def _spans(self) -> tuple[Mask, Mask]:
-        """Which places are recomputed, and which of them are the first of their span."""
-        inside, opens = np.zeros((2, self.num_places), dtype=np.bool_)
+    @cached_property
+    def _spans(self) -> tuple[Mask, Mask, Mask]:
+        """Which places are recomputed, and which of them are the first and the last of their span."""
+        inside, opens, closes = np.zeros((3, self.num_places), dtype=np.bool_)
         for stage, spans in enumerate(self._recomputed):
             for span in spans:
                 inside[self.place(stage, span.start) : self.place(stage, span.stop)] = True
                 opens[self.place(stage, span.start)] = True
-        return inside, opens
+                closes[self.place(stage, span.stop - 1)] = True
+        return inside, opens, closes
 
     @cached_property
     def _moved(self) -> tuple[tuple[Ints, Ints, Ints], tuple[Ints, Ints, Ints]]:

@@ -132,7 +132,11 @@ def test_only_the_ends_of_a_pipeline_read_tokens(make: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("layers", "groups"),
-    [(4, parallel(vocabulary="pipeline")), (3, {**parallel(vocabulary="pipeline_2"), **schedule("zb_v")})],
+    [
+        (4, parallel(vocabulary="pipeline")),
+        (3, {**parallel(vocabulary="pipeline_2"), **schedule("zb_v")}),
+        (6, every(2)),
+    ],
 )
 def test_every_action_leaves_the_bytes_of_the_walk(corpus: str, layers: int, groups: Groups) -> None:
     config = make_config(corpus, replace(LLAMA_SHAPE, num_layers=layers), **groups)
