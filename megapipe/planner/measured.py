@@ -218,15 +218,15 @@ def between(points: list[tuple[int, float]], at: float) -> float:
     return max(on_line, two) if at > high else on_line
 
 
-def is_measured(placement: Placement) -> bool:
-    """Return whether all ranks are on nodes of the kind that was measured."""
-    hardware = placement.hardware
-    return hardware.measured is not None and all(node.device is hardware.groups[0].device for node in placement.nodes)
+def is_measured(hardware: Hardware, devices: int) -> bool:
+    """Return whether the nodes of this number of devices are all of the kind that was measured."""
+    device = hardware.groups[0].device
+    return hardware.measured is not None and all(node.device is device for node in hardware.nodes(devices))
 
 
 def shares_a_machine(placement: Placement) -> bool:
     """Return whether all ranks are on one measured node, so that a simulation knows when each of them computes."""
-    return is_measured(placement) and len(placement.nodes) == 1
+    return is_measured(placement.hardware, placement.num_ranks) and len(placement.nodes) == 1
 
 
 def at_ease(hardware: Hardware) -> Hardware:

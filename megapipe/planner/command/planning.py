@@ -20,7 +20,7 @@ from megapipe.layout.stages import num_parameters
 from megapipe.planner.command.main import NO_DATA, Request
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.layer_times import LayerTimes
-from megapipe.planner.measured import MeasuredTimes
+from megapipe.planner.measured import MeasuredTimes, is_measured
 
 
 def layout_cells(config: PretrainConfig) -> dict[str, str]:
@@ -145,7 +145,9 @@ PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16",
 def provenance(hardware: Hardware) -> str:
     """Return one line that describes the source of the times in an output."""
     if hardware.measured is not None:
-        return "times of layers were measured on one node of this machine; all other times are predicted"
+        others = any(group.device is not hardware.groups[0].device for group in hardware.groups)
+        also = ", and those of layers if a run also uses other devices" if others else ""
+        return f"times of layers were measured on one node of this machine; all other times are predicted{also}"
     fitted = {load_hardware(name).groups[0].device.efficiency: name for name in FITTED_PRESETS}
     devices = {group.device.name: group.device.efficiency for group in hardware.groups}
     parts = []
@@ -213,9 +215,9 @@ def check_fields(config: PretrainConfig) -> None:
 
 
 def measured_times(hardware: Hardware, devices: int) -> LayerTimes | None:
-    """Return the measured times of layers if all ranks fit on the measured node, otherwise None for the roofline."""
-    on_one = hardware.measured is not None and len(hardware.nodes(devices)) == 1
-    return MeasuredTimes(hardware) if on_one else None
+    """Return the measured times of layers if all ranks are on nodes like the measured one, otherwise None for the
+    roofline."""
+    return MeasuredTimes(hardware) if is_measured(hardware, devices) else None
 
 
 def run_line(config: PretrainConfig, hardware: Hardware, devices: int) -> str:

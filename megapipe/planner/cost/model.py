@@ -411,7 +411,7 @@ def _added(name: str, source: str, slower: StepTimer, step: StepTimer) -> tuple[
 
 def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
     """Return measured times, or the roofline of the slowest device."""
-    if is_measured(run.placement):
+    if is_measured(run.hardware, run.world_size):
         return MeasuredTimes(run.hardware)
     devices = {id(node.device): node.device for node in run.placement.nodes}.values()
     return slowest_roofline(devices, run.config.training.precision, assumptions.megatron_kernels)

@@ -2,21 +2,31 @@
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.parallel import ScheduleConfig
-from megapipe.layout.hardware.description import Contention, Hardware, MeasuredLayer, MeasuredWait, Measurements
+from megapipe.layout.hardware.description import (
+    Contention,
+    Hardware,
+    MeasuredLayer,
+    MeasuredWait,
+    Measurements,
+    written,
+)
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.units import Unit
+from megapipe.planner.command.planning import provenance
 from megapipe.planner.cost.layer_costs import MEASURED_WAITS
 from megapipe.planner.cost.layer_times import RooflineTimes
 from megapipe.planner.cost.model import estimate, explain_stages, predict
 from megapipe.planner.measured import MeasuredTimes, at_ease, between, is_measured, shares_a_machine
 from megapipe.schedules import Kind
 from megapipe.spec.layers import model_layers
+from tests.planner.command.plan import json_of
 from tests.planner.measured.machines import DEVICE, MODEL, machine, run
 
 EMBEDDING, BLOCK, *_, HEAD = model_layers(MODEL)
@@ -223,7 +233,7 @@ def test_contention_of_uncontended_collectives_gives_measured_times() -> None:
         assert factor * after.seconds(3e5) == pytest.approx(before.seconds(3e5))
 
 
-def test_only_nodes_of_the_measured_kind_use_its_times() -> None:
+def test_only_nodes_of_the_measured_kind_use_its_times(tmp_path: Path) -> None:
     """Eight ranks on two nodes: four on each slow each other down, whatever the other node does."""
     here = machine().groups[0]
     two = replace(machine(), groups=(replace(here, num_nodes=2),))
@@ -232,9 +242,17 @@ def test_only_nodes_of_the_measured_kind_use_its_times() -> None:
     assert "4 ranks of a node computing" in source
     assert not shares_a_machine(Placement(two, {"data": 8}))
     assert predict(config, two).estimate.step_seconds == pytest.approx(estimate(config, two).step_seconds, rel=0.2)
+    file = tmp_path / "two.yaml"
+    file.write_text(written(two))
+    sizes = ("vocabulary_size", "num_layers", "hidden_size", "num_heads", "max_positions")
+    flags = [f"--hardware={file}", "--devices=8", "--batch.global_size=16", "--data.sequence_length=64"]
+    searched = json_of("search", *flags, *(f"--model.{name}={getattr(MODEL, name)}" for name in sizes))
+    source = {term["name"]: term["source"] for term in searched["terms"]}["compute"]
+    assert "measured 2026-01-31 on made up: tensor" in source
     other = replace(machine(), groups=(here, replace(here, name="there", device=replace(DEVICE))))
-    assert not is_measured(Placement(other, {"data": 8}))
-    assert is_measured(Placement(other, {"data": 4}))
+    assert not is_measured(other, 8)
+    assert is_measured(other, 4)
+    assert "layers if a run also uses other devices" in provenance(other)
 
 
 def test_a_machine_without_measurements_has_no_measured_times() -> None:
