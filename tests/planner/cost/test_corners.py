@@ -45,6 +45,15 @@ def test_sharded_weights_that_travel_with_every_micro_batch(
     assert least <= off(name, pipeline, microbatches, zero, 1, slow=slow) <= most
 
 
+def test_reductions_of_sharded_gradients_overlap_with_forwards_in_the_simulation_alone() -> None:
+    """Each micro-batch but one has a forward during which the estimate lets the rank wait for reductions."""
+    config = layout("1f1b", 4, 16, parallel={"data": 4}, zero={"stage": 2})
+    closed = estimate(config, FAST, assumptions=PLAIN).step_seconds
+    excess = closed - predict(config, FAST, assumptions=PLAIN).estimate.step_seconds
+    forward = max(stage["forward"] for stage in explain_stages(config, FAST))
+    assert excess == pytest.approx(15 * forward, rel=0.02)
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("zero", [0, 1])
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "modular", "zb_h1"])
