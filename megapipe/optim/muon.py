@@ -26,11 +26,12 @@ from megapipe.spec.parameters import ParameterSpec
 A, B, C = 3.4445, -4.7750, 2.0315
 """Coefficients with the steepest slope at 0: five steps bring singular values from 0.01 to 0.7 .. 1.2, not to 1."""
 SMALLEST_NORM = 1e-7
+ITERATION_DTYPE = torch.bfloat16
 
 
 def orthogonalised(matrix: Tensor, steps: int) -> Tensor:
     """Return approximately U V^T, for `matrix` [rows, columns] = U S V^T; computed in bf16."""
-    x = matrix.to(torch.bfloat16)
+    x = matrix.to(ITERATION_DTYPE)
     tall = x.shape[0] > x.shape[1]
     if tall:
         x = x.t()
