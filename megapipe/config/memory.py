@@ -6,6 +6,9 @@ from typing import Literal
 from megapipe.config.field_types import PositiveFloat, PositiveInt, bound_problems
 
 RecomputedPart = Literal["attention", "mlp", "norms"]
+Part = RecomputedPart | Literal["block"]
+"""A part of a block that the backward of a layer recomputes itself. `block` is a whole block of multi-token
+prediction, which the backward of the head reruns; other blocks are rerun by actions of the schedule."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +38,13 @@ class RecomputeConfig:
     """Recompute the logits in the backward pass, a chunk of tokens at a time, with any method. The loss then saves 4
     bytes per token instead of a [tokens, vocabulary] gradient, for one more matrix product in the output head. Not
     available for schedules that split the backward."""
+
+    @property
+    def own_parts(self) -> frozenset[Part]:
+        """Parts of blocks that the backward of a block, or of a head with blocks, recomputes itself."""
+        if self.method == "full":
+            return frozenset({"block"})
+        return frozenset(self.parts if self.method == "selective" else ())
 
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""

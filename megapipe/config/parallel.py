@@ -167,8 +167,8 @@ def is_fp8(config: "PretrainConfig", block: int) -> bool:
 def recompute_method(config: "PretrainConfig", name: str) -> str:
     """Return what a layer recomputes, before `recompute.num_blocks` leaves some out: a value of recompute.method.
 
-    Layers other than blocks recompute nothing: an embedding saves next to nothing, and the backward of a head follows
-    its forward at once.
+    Other layers are never rerun: an embedding saves next to nothing, and the backward of a head follows its forward at
+    once. What heads recompute of their blocks is `RecomputeConfig.own_parts`.
     """
     if not name.startswith("blocks"):
         return "none"

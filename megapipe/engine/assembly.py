@@ -6,7 +6,7 @@ for training, evaluation and decoding over the same stages.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, cast
@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from megapipe.config.memory import OffloadConfig, RecomputedPart
+from megapipe.config.memory import OffloadConfig, Part, RecomputedPart
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.config.parallel import ParallelConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig
@@ -42,6 +42,7 @@ from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_rang
 from megapipe.layout.table import LayerChoice, LayoutTable
 from megapipe.layout.units import tied_unit
 from megapipe.models import DTYPES, family_of
+from megapipe.models.gpt import Head
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.scaling import clip_coefficient
 from megapipe.parallel.groups import DistributedGroup, Group
@@ -122,8 +123,9 @@ class Holding:
     """How a run stores and computes a model.
 
     choices: one for each layer; empty if no layer is sharded, recomputed or offloaded. parallel: options of tensor and
-    context ranks, and of links. recomputed: what layers with selective recomputation recompute. master_weights: keep
-    weights in fp32 too if they are narrower. fp8: recipe of the layers that multiply in fp8. compile: run blocks
+    context ranks, and of links. recomputed: what layers with selective recomputation recompute. further_recomputed:
+    what heads recompute of their blocks of multi-token prediction. master_weights: keep weights in fp32 too if they
+    are narrower. fp8: recipe of the layers that multiply in fp8. compile: run blocks
     through torch.compile. seed: of stochastic rounding.
     """
 
@@ -133,6 +135,7 @@ class Holding:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recomputed: Sequence[RecomputedPart] = ()
+    further_recomputed: Collection[Part] = ()
     master_weights: bool = True
     fp8: Literal["none"] | Recipe = "none"
     compile: bool = False
@@ -149,6 +152,7 @@ class Holding:
             config.optimizer,
             config.parallel,
             config.recompute.parts,
+            config.recompute.own_parts,
             training.master_weights,
             training.fp8,
             training.compile,
@@ -492,6 +496,8 @@ class Assembly:
                     block.share_samples(mesh.group("context"), holding.parallel.context_attention)
                 if self._choice(index).recompute == "selective":
                     block.recompute(holding.recomputed)
+            for head in (twin for twin in twins if isinstance(twin, Head)):
+                head.recompute(holding.further_recomputed)
         if self._kernels.is_requested("weight_gradient") and not on_meta:
             self._use(AccumulatingProducts(self._kernels), range(len(self._model.layers)))
         if holding.fp8 != "none":

@@ -121,6 +121,12 @@ class SplitTape:
         self._provided: list[Tensor] | None = None
         self._records: list[Record] = []
         self._gradients: tuple[Tensor | None, ...] | None = None
+        self._nested: list[SplitTape] = []
+
+    def nested(self) -> "SplitTape":
+        """Return a tape for a part of the forward that the input half reruns. This tape runs its weight half too."""
+        self._nested.append(SplitTape())
+        return self._nested[-1]
 
     def provide(self, probes: list[Tensor]) -> None:
         """Supply the probes for the next forward, in order of use, because a compiled forward needs them
@@ -171,6 +177,7 @@ class SplitTape:
         """Return the tensors for the weight half: the inputs that the forward saved and, after the input half, the
         gradients."""
         saved = [tensor for record in self._records for tensor in record.saved]
+        saved += [tensor for tape in self._nested for tensor in tape.kept]
         return saved + [gradient for gradient in self._gradients or () if gradient is not None]
 
     def backward_input(
@@ -229,6 +236,8 @@ class SplitTape:
         with torch.no_grad():
             while reached:  # a record and its parameters' gradients are freed before the next one's are computed
                 _add_gradients(*reached.pop(), uses_left, sums)
+        while self._nested:
+            self._nested.pop().backward_weight()
 
 
 def _add_gradients(record: Record, gradient: Tensor, uses_left: Counter[int], sums: dict[int, Tensor]) -> None:
@@ -314,4 +323,34 @@ def rerun_product(make: Callable[..., Tensor], value: Tensor, *tensors: Tensor) 
     make: has no parameters, and returns the same bits every time.
     """
     output: Tensor = _RerunProduct.apply(make, value, *tensors)
+    return output
+
+
+class _RerunModule(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor, SplitTape | None], Tensor], tape: SplitTape | None, x: Tensor
+    ) -> Tensor:
+        ctx.run, ctx.tape = run, tape
+        ctx.save_for_backward(x)
+        return run(x, None)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        leaf = ctx.saved_tensors[0].detach().requires_grad_()
+        tape = None if ctx.tape is None else ctx.tape.nested()
+        with torch.enable_grad():
+            edge = gradient_edge(ctx.run(leaf, tape))
+        if tape is None:
+            accumulate([edge], [gradient])
+            return None, None, leaf.grad
+        return None, None, *tape.backward_input([edge], [gradient], [leaf])
+
+
+def rerun_in_backward(run: Callable[[Tensor, SplitTape | None], Tensor], tape: SplitTape | None, x: Tensor) -> Tensor:
+    """Return `run(x, None)`, but save only x: the backward calls `run` again, with a tape if it is split.
+
+    run: returns the same bits every time; its modules have parameters of their own. tape: of the whole forward.
+    """
+    output: Tensor = _RerunModule.apply(run, tape, x)
     return output

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import cast
 
+from megapipe.config.memory import Part
 from megapipe.config.parallel import is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import cached_method
@@ -119,29 +120,33 @@ class LayoutCosts:
         predictions: maximum number of masked tokens per sample on this rank, if context ranks shard a BERT's samples;
         the data decides which these are.
         """
-        base, config = self._plain_shape(layer.variant, layer.kind == "block"), self.config
+        base, config = self._plain_shape(layer.variant, self._own_parts(layer)), self.config
         if layer.kind in ("output", "words"):
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
             splits = config.parallel.vocabulary_variant == 2
             return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank, splits_loss=splits)
         held = base.predictions if predictions is None else predictions
         in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
-        recompute = base.recompute
-        if config.parallel.layers and layer.kind == "block":
-            selective = recompute_method(config, layer.name) == "selective"
-            recompute = frozenset(config.recompute.parts if selective else ())
-        if not in_fp8 and held == base.predictions and recompute == base.recompute:
+        if not in_fp8 and held == base.predictions:
             return base
         tensorwise = in_fp8 and config.training.fp8 == "tensorwise"
-        return replace(base, fp8=in_fp8, tensorwise_fp8=tensorwise, predictions=held, recompute=recompute)
+        return replace(base, fp8=in_fp8, tensorwise_fp8=tensorwise, predictions=held)
+
+    def _own_parts(self, layer: LayerSpec) -> frozenset[Part]:
+        """Return the parts of blocks that the layer's backward recomputes itself."""
+        recompute = self.config.recompute
+        if layer.kind == "head" and self.config.model.mtp_layers:
+            return recompute.own_parts
+        selective = layer.kind == "block" and recompute_method(self.config, layer.name) == "selective"
+        return frozenset(recompute.parts if selective else ())
 
     def ops(self, layer: LayerSpec, predictions: int | None = None) -> tuple[Op, ...]:
         """Return the ops of a layer on this rank."""
         return _ops(layer.kind, self.shape(layer, predictions))
 
     @cached_method
-    def _plain_shape(self, variant: str, is_block: bool) -> MicrobatchShape:
-        """Return the shape for a layer of a variant without products in fp8. Only blocks have parts to recompute."""
+    def _plain_shape(self, variant: str, own_parts: frozenset[Part]) -> MicrobatchShape:
+        """Return the shape for a layer of a variant without products in fp8."""
         config, model = self.config, self.config.model.of_kind(variant)
         parallel, recompute = config.parallel, config.recompute
         isolates, in_slices = config.data.isolate_documents, bool(self.slices)
@@ -162,7 +167,7 @@ class LayoutCosts:
             sequence_chunks=parallel.sequence_chunks,
             context=self.context,
             context_attention=parallel.context_attention,
-            recompute=frozenset(recompute.parts if is_block and recompute.method == "selective" else ()),
+            recompute=own_parts,
             predictions=self.config.predictions,
             recompute_logits=recompute.logits,
             isolate_documents=isolates,

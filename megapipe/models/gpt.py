@@ -1,13 +1,14 @@
 """GPT as a list of layers: embedding, blocks, head. GPT-2/3, Llama, Mistral and Qwen shapes come from one block."""
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megapipe.config.memory import RecomputedPart
+from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention, MultiLatentAttention
@@ -19,7 +20,7 @@ from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding, 
 from megapipe.layers.feed_forward import MLP, Experts
 from megapipe.layers.linear import OwnTokensLinear, Shapes, within
 from megapipe.layers.norms import Norm
-from megapipe.layers.split import Rerun, SplitTape
+from megapipe.layers.split import Rerun, SplitTape, rerun_in_backward
 from megapipe.parallel.groups import Group
 from megapipe.spec.ops import ContextAttention
 
@@ -108,7 +109,7 @@ class Block(nn.Module):
         """Attend to the tokens of all ranks of a group, each of which holds a part of every sample."""
         share_samples(self.attention, group, kind)
 
-    def recompute(self, parts: Collection[RecomputedPart]) -> None:
+    def recompute(self, parts: Collection[Part]) -> None:
         """Recompute these parts in the backward instead of saving them; the bits are the same."""
         self.attention.recompute = "attention" in parts
         self.mlp.recompute = "mlp" in parts
@@ -178,10 +179,16 @@ class PredictionDepth(nn.Module):
         self.hidden_norm = make_norm(model, within(shapes, "hidden_norm"), kernels)
         self.projection = OwnTokensLinear(within(shapes, "projection"), group)
         self.block = Block(model, within(shapes, "block"), group, kernels, index)
+        self.reruns = False
         self.norm = make_norm(model, within(shapes, "norm"), kernels)
         self.output = VocabParallelHead(
             within(shapes, "output"), model.vocabulary_size, group, kernels, recompute_logits, model.logit_softcap
         )
+
+    def recompute(self, parts: Collection[Part]) -> None:
+        """Recompute these parts of the block in the backward; the bits are the same."""
+        self.reruns = "block" in parts
+        self.block.recompute(parts)
 
     def forward(self, hidden: Tensor, tokens: Tensor, context: MicrobatchContext) -> Tensor:
         """Return the normalised hidden states [b, s, h] that predict the tokens after `tokens` [b, s].
@@ -190,7 +197,11 @@ class PredictionDepth(nn.Module):
         """
         tape = context.tape
         parts = self.embedding_norm(self.word(tokens, tape), tape), self.hidden_norm(hidden, tape)
-        (hidden,) = self.block(self.projection(torch.cat(parts, dim=-1), tape), context)
+        hidden = self.projection(torch.cat(parts, dim=-1), tape)
+        if self.reruns:
+            hidden = rerun_in_backward(lambda x, tape: self.block(x, replace(context, tape=tape))[0], tape, hidden)
+        else:
+            (hidden,) = self.block(hidden, context)
         return self.norm(hidden, tape)
 
 
@@ -233,6 +244,11 @@ class Head(LastNorm):
         ]
         self.mtp = nn.ModuleList(depths)
         self.mtp_weight = model.mtp_loss_weight / max(1, model.mtp_layers)
+
+    def recompute(self, parts: Collection[Part]) -> None:
+        """Recompute these parts of the blocks of further tokens in the backward; the bits are the same."""
+        for depth in cast(Iterable[PredictionDepth], self.mtp):
+            depth.recompute(parts)
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """Return (loss,) for hidden [b, s, h]: the sum of the tokens' weighted cross entropies, a scalar; if the model

@@ -33,6 +33,7 @@ from megapipe.spec.ops import (
     linear_flops,
     linear_kernels,
     passes,
+    saved_bytes,
 )
 from megapipe.spec.parameters import ParameterSpec
 from megapipe.spec.peaks import output_peaks, table_peaks
@@ -60,12 +61,8 @@ def gpt_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterator[Op]:
     """Yield the ops of one depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
-    output matrix are those of the model.
-
-    It is a part of the head, so it recomputes nothing. hidden: normalised hidden states of the previous depth.
-    """
+    output matrix are those of the model. hidden: normalised hidden states of the previous depth."""
     prefix = f"mtp.{depth}."
-    shape = replace(shape, recompute=frozenset())
     model, stream = shape.model, shape.own_stream
     words = table(model, "word.weight", model.vocabulary_size, padded=True)
     projection = matrix("projection.weight", (model.hidden_size, 2 * model.hidden_size), None, model.init_std)
@@ -104,7 +101,11 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
     last = norm(shape, "norm", Value("output", stream))
     # When the block's backward starts, the tensors of the last ops have been freed, and its output's gradient exists.
     freed = sum(value.bytes for value in output.saves if value != normalised)
-    block = [each._replace(peaks=partial(_held_more, each, stream - freed)) for each in block]
+    more = stream - freed
+    if "block" in shape.recompute:
+        more += saved_bytes(block) - stream
+        block = [_rerun(each, Value("input", stream)) for each in block]
+    block = [each._replace(peaks=partial(_held_more, each, more)) for each in block]
     for op in (lookup, *norms, join, *block, last, output):
         yield _renamed(op, prefix, (hidden, scale, tokens, labels))
 
@@ -115,18 +116,43 @@ def _held_more(op: Op, more: int) -> tuple[BackwardPeak, ...]:
     return tuple(each._replace(bytes=each.bytes + more) for each in op.peaks())
 
 
+def _rerun(op: Op, source: Value) -> Op:
+    """Return an op of a block that the backward reruns. source: the block's input, which is saved."""
+    return op._replace(
+        saves=tuple(each._replace(part="block", sources=(source,)) for each in op.saves),
+        flops=op.flops._replace(recomputed=op.flops.forward),
+        collectives=tuple(
+            each._replace(
+                backward=each.backward + each.forward,
+                input_half=(each.backward if each.input_half is None else each.input_half) + each.forward,
+            )
+            for each in op.collectives
+        ),
+        kernels=partial(_kernels_and_reruns, op),
+        uses=tuple(use._replace(part="block") for use in op.uses),
+    )
+
+
+def _kernels_and_reruns(op: Op) -> tuple[Kernel, ...]:
+    kernels = op.kernels()
+    return *kernels, *(each._replace(phase="recompute") for each in kernels if each.phase == "forward")
+
+
 def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
     """Return an op with a prefix to the names of its weights and values. same: values that keep their names."""
 
     def named(values: tuple[Value, ...]) -> tuple[Value, ...]:
-        return tuple(each if each in same else Value(prefix + each.name, each.bytes) for each in values)
+        return tuple(
+            each if each in same else each._replace(name=prefix + each.name, sources=named(each.sources))
+            for each in values
+        )
 
     return op._replace(
         name=prefix + op.name,
         weights=tuple(replace(spec, name=prefix + spec.name) for spec in op.weights),
         saves=named(op.saves),
         weight_needs=named(op.weight_needs),
-        uses=tuple(use._replace(part=None) for use in op.uses),
+        copies=named(op.copies),
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple
 
-from megapipe.config.memory import RecomputedPart
+from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.spec.parameters import ParameterSpec
 
@@ -35,7 +35,7 @@ class MicrobatchShape:
     tensor: number of tensor ranks. alignment: rows of a padded vocabulary shard are multiples of it.
     sequence_parallel: tensor ranks shard the tokens between matrix products, in sequence_chunks pieces. context:
     number of ranks that shard each sample, by context_attention. predictions: masked tokens of a sample that a BERT's
-    head predicts on this rank; None for all tokens. recompute: parts of a block that the backward recomputes.
+    head predicts on this rank; None for all tokens. recompute: parts of a block that the backward recomputes itself.
     recompute_logits: the head saves no logits. splits_loss: the backward of an output layer that pipeline ranks shard
     is split. isolate_documents: attention stays within documents; document_blocks: by lists of blocks instead of a
     mask.
@@ -58,7 +58,7 @@ class MicrobatchShape:
     context: int = 1
     context_attention: ContextAttention = "ring"
     predictions: int | None = None
-    recompute: frozenset[RecomputedPart] = frozenset()
+    recompute: frozenset[Part] = frozenset()
     recompute_logits: bool = False
     splits_loss: bool = False
     isolate_documents: bool = False
@@ -139,12 +139,12 @@ class Value(NamedTuple):
     """A tensor that a forward leaves for the backward, or the input half of a backward for the weight half.
 
     bytes: of its whole storage on this rank; a view counts as the tensor that it keeps alive. part: the part of the
-    block, as recompute.parts names it, that can recompute it from `sources`.
+    block that can recompute it from `sources`.
     """
 
     name: str
     bytes: int
-    part: RecomputedPart | None = None
+    part: Part | None = None
     sources: tuple["Value", ...] = ()
 
 
@@ -195,15 +195,14 @@ class Kernel(NamedTuple):
 class KernelUse(NamedTuple):
     """Calls of an op of the kernel registry for one micro-batch. A call that has no elements counts as none.
 
-    op: its name. columns: length of the last axis. calls: in a forward. part: the part of the block, as
-    recompute.parts names it, whose forward calls a backward repeats if it recomputes that part. backward: calls in a
-    backward; None means `calls`.
+    op: its name. columns: length of the last axis. calls: in a forward. part: the part of the block whose forward
+    calls a backward repeats if it recomputes that part. backward: calls in a backward; None means `calls`.
     """
 
     op: str
     columns: int
     calls: int = 1
-    part: RecomputedPart | None = None
+    part: Part | None = None
     backward: int | None = None
 
     @property
@@ -308,7 +307,7 @@ class Exchange(NamedTuple):
         return passes * self.bytes * (members - 1) / members
 
 
-def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (), *, split: bool = False) -> int:
+def saved_bytes(ops: Iterable[Op], recompute: Iterable[Part] = (), *, split: bool = False) -> int:
     """Return the bytes that a micro-batch's forward leaves on a rank for the backward. split: the backward has two
     halves.
 
@@ -318,7 +317,7 @@ def saved_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (), *, 
     return _distinct_bytes(values, recompute)
 
 
-def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = ()) -> int:
+def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[Part] = ()) -> int:
     """Return the bytes that the input half of a split backward leaves on one rank for the weight half.
 
     For the matrix products of a GPT block these are 32 s b h bytes in half precision, as in Qi et al. (2023, arXiv
@@ -327,7 +326,7 @@ def weight_half_bytes(ops: Iterable[Op], recompute: Iterable[RecomputedPart] = (
     return _distinct_bytes((value for op in ops for value in op.weight_needs + op.copies), recompute)
 
 
-def _distinct_bytes(values: Iterable[Value], recompute: Iterable[RecomputedPart]) -> int:
+def _distinct_bytes(values: Iterable[Value], recompute: Iterable[Part]) -> int:
     """Return the sum of the storages: each counts once, and the sources of a recomputed value replace it."""
     held: dict[str, int] = {}
     waiting = list(values)

@@ -125,8 +125,9 @@ BLOCKS: Mapping[str, tuple[ModelConfig, dict[str, Any]]] = {
     "experts": (EXPERTS_OF, {}),
     "fp8": (WIDE, {"training": {**FP8, "fp8": "tensorwise"}}),
     "post-norm": (POST_NORM, {}),
+    "further tokens": (replace(WIDE, mtp_layers=2), {}),
 }
-PARTS = (("attention",), ("mlp",), ("norms",), ("attention", "mlp", "norms"))
+PARTS = (("attention",), ("mlp",), ("norms",), ("attention", "mlp", "norms"), ("block",))
 
 
 @pytest.mark.exhaustive
@@ -140,7 +141,7 @@ def test_launches_of_recomputed_parts_are_declared(
     changes: dict[str, Any] = {
         "training": {"precision": "bf16"},
         **groups,
-        "recompute": {"method": "selective", "parts": list(parts)},
+        "recompute": {"method": "full"} if parts == ("block",) else {"method": "selective", "parts": list(parts)},
         "schedule": {"name": "1f1b", "two_bp": halves},
     }
     if isinstance(model, BertModelConfig):

@@ -77,6 +77,8 @@ CASES: dict[str, tuple[Any, Changes]] = {
     "llama, experts, 4 stages": (replace(LLAMA, num_experts=4), parallel(pipeline=4)),
     "llama, experts, tensor": (replace(LLAMA, num_experts=4), parallel(pipeline=2, tensor=2)),
     "llama, experts, zb_h1": (replace(LLAMA, num_experts=4), parallel("zb_h1", pipeline=2)),
+    "llama, further tokens": (replace(LLAMA, mtp_layers=2), {}),
+    "llama, further tokens, full": (replace(LLAMA, mtp_layers=2), {"recompute": {"method": "full"}}),
 }
 SPLIT: dict[str, tuple[Any, Changes]] = {
     "gpt": (GPT, parallel("zb_h1", pipeline=2, tensor=2)),

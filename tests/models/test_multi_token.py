@@ -18,6 +18,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RMSNo
 from megapipe.checkpoint.hugging_face import HuggingFaceFolder
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.checkpoint.tensor_file import TensorReader
+from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import WEIGHTS, Contents, StoredTensor, TargetOptions
@@ -125,9 +126,12 @@ def test_losses_and_gradients_are_those_of_deepseek(tmp_path: Path, roll: Callab
         assert (summed[name] - gradients[name]).norm() <= 1e-5 * gradients[name].norm(), name
 
 
-def test_backward_halves_have_whole_gradients() -> None:
+@pytest.mark.parametrize("parts", [(), ("mlp", "norms"), ("block",)], ids=str)
+def test_backward_halves_have_whole_gradients(parts: tuple[Part, ...]) -> None:
     model = small_model(**LLAMA, mtp_layers=2, logit_scale=0.5)
-    check_halves(bind_model(model), make_context(model))
+    *others, head = bind_model(model)
+    hidden = run(others, make_context(model)).detach()
+    check_halves([head], make_context(model), [hidden], recompute=parts)
 
 
 class Memory:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.memory import RecomputedPart
+from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.layers.context_parallel import share_samples
@@ -17,7 +17,7 @@ from megapipe.layers.linear import shard_sequence
 from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layers.split import SplitTape, gradient_edge
 from megapipe.models import build_layer
-from megapipe.models.gpt import Block
+from megapipe.models.gpt import Block, Head
 from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.ops import ContextAttention
@@ -43,7 +43,7 @@ class Subject:
         micro_size: int = 3,
         dtype: torch.dtype = torch.float32,
         *,
-        recompute: Collection[RecomputedPart] = (),
+        recompute: Collection[Part] = (),
         recompute_logits: bool = False,
         mesh: Mesh | None = None,
         kind: ContextAttention = "ring",
@@ -52,7 +52,7 @@ class Subject:
         self.model, self.layer = model, layer
         self.tensor, self.context = (mesh.size(name) if mesh else 1 for name in ("tensor", "context"))
         self.is_bert = isinstance(model, BertModelConfig)
-        attends = layer.kind == "block" or (layer.kind == "head" and model.mtp_layers > 0)
+        attends = layer.kind == "block" or (layer.kind == "head" and model.mtp_layers > 0 and "block" not in recompute)
         self.shares_tables = attends and model.positions == "rotary" and not documents
         ranks = mesh.group("tensor") if mesh and self.tensor > 1 else SoloGroup("tensor")
         self.module = build_layer(layer, model, ranks, recompute_logits=recompute_logits)
@@ -60,8 +60,8 @@ class Subject:
             owner, _, leaf = path.rpartition(".")
             drawn = torch.randn(spec.local_shape(ranks.size), generator=torch.Generator().manual_seed(number)) * 0.2
             setattr(self.module.get_submodule(owner), leaf, nn.Parameter(drawn.to(dtype)))
-        if isinstance(self.module, Block):
-            self.module.recompute(list(recompute))
+        if isinstance(self.module, Block | Head):
+            self.module.recompute(recompute)
         if self.tensor > 1:
             shard_sequence(self.module, SequenceProducts(ranks))
         share = None

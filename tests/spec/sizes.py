@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any
 
-from megapipe.config.memory import RecomputedPart
+from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.spec.layers import layer_ops
 from megapipe.spec.ops import (
@@ -26,7 +26,7 @@ def predicted_bytes(
     precision: Precision,
     attention: AttentionPath = "sdpa",
     *,
-    recompute: Collection[RecomputedPart] = (),
+    recompute: Collection[Part] = (),
     halves: bool = False,
     **fields: Any,
 ) -> int:

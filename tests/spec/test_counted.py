@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.memory import RecomputedPart
+from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.parallel import collectives
 from megapipe.parallel.groups import Group, Work
@@ -106,8 +106,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], ContextAttention]] = {
     "ring": ({"context": 2}, "ring"),
     "all-to-all": ({"context": 2}, "all_to_all"),
 }
-PARTS: tuple[RecomputedPart, ...] = ("attention", "mlp", "norms")
-SUBSETS = [list(chosen) for count in range(4) for chosen in combinations(PARTS, count)]
+PARTS: tuple[Part, ...] = ("attention", "mlp", "norms")
+SUBSETS: list[list[Part]] = [list(chosen) for count in range(4) for chosen in combinations(PARTS, count)] + [["block"]]
 CHOICES = list(product(("sdpa", "unfused"), ("fp32", "bf16"), (1, 3), SUBSETS, (False, True), (False, True)))
 """Attention, precision, size of a micro-batch, recomputed parts, recomputed logits, isolated documents."""
 FAST, EXHAUSTIVE = {"one rank": 5}, 32
@@ -195,15 +195,14 @@ def test_counted_flops_are_declared_ones(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_counted_products_of_recomputed_parts_are_declared_ones(name: str) -> None:
     model = replace(model_of(name, "unfused"), sliding_window=None)
-    block = model_layers(model)[1]
-    without = sum(Subject(model, block).flops())
-    for part in PARTS:
+    _, block, *_, head = model_layers(model)
+    without = {layer.kind: sum(Subject(model, layer).flops()) for layer in (block, head)}
+    for layer, part in [*product((block, head) if model.mtp_layers else (block,), PARTS), (head, "block")]:
         shape = MicrobatchShape(model, 3, SEQUENCE, "fp32", "unfused", recompute=frozenset({part}))
-        kernels = [
-            kernel for op in layer_ops("block", shape) for kernel in op.kernels() if kernel.phase == "recompute"
-        ]
+        ops = layer_ops(layer.kind, shape)
+        kernels = [kernel for op in ops for kernel in op.kernels() if kernel.phase == "recompute"]
         declared = sum(2 * prod(each.product) * each.compute * each.times for each in kernels if each.product)
-        assert sum(Subject(model, block, recompute=[part]).flops()) - without == declared, part
+        assert sum(Subject(model, layer, recompute=[part]).flops()) - without[layer.kind] == declared, part
 
 
 def traffic(mesh: Mesh, model: ModelConfig, kind: ContextAttention, precision: str) -> tuple[int, int]:
