@@ -164,6 +164,14 @@ def is_fp8(config: "PretrainConfig", block: int) -> bool:
     return default if choice is None else choice
 
 
+def layer_is_fp8(config: "PretrainConfig", kind: str, index: int) -> bool:
+    """Return whether the blocks of a layer multiply in fp8. A head's blocks of multi-token prediction do if the last
+    block does. kind, index: as in LayerSpec."""
+    if kind == "head":
+        return config.model.mtp_layers > 0 and is_fp8(config, config.model.num_layers - 1)
+    return kind == "block" and is_fp8(config, index)
+
+
 def recompute_method(config: "PretrainConfig", name: str) -> str:
     """Return what a layer recomputes, before `recompute.num_blocks` leaves some out: a value of recompute.method.
 

@@ -42,7 +42,7 @@ from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_rang
 from megapipe.layout.table import LayerChoice, LayoutTable
 from megapipe.layout.units import tied_unit
 from megapipe.models import DTYPES, family_of
-from megapipe.models.gpt import Head
+from megapipe.models.gpt import Head, PredictionDepth
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.scaling import clip_coefficient
 from megapipe.parallel.groups import DistributedGroup, Group
@@ -518,10 +518,11 @@ class Assembly:
                         state.partial |= partial_names
 
     def _use(self, products: Products, layers: Sequence[int]) -> None:
-        """Replace the way in which the linear layers within some layers multiply."""
+        """Replace the way in which the linear layers of blocks multiply, within some layers."""
         for index, twins in self.layers():
             for twin in twins if index in layers else ():
-                use_products(twin, products)
+                for part in [depth.block for depth in _depths([twin])] or [twin]:
+                    use_products(part, products)
 
     def _compile_blocks(self) -> None:
         """Let all transformer blocks run through one torch.compile, each as one graph except under ring attention.
@@ -529,6 +530,8 @@ class Assembly:
         blocks = {index for index, layer in enumerate(self._model.layers) if layer.kind == "block"}
         whole = [keep_rings_out_of_graphs(twin) for index, twins in self.layers() for twin in twins if index in blocks]
         forward = CompiledForward(fullgraph=all(whole))
+        for depth in (each for _, twins in self.layers() for each in _depths(twins)):
+            depth.block = CompiledUnit(depth.block, forward)  # type: ignore[assignment]
         for number, stage in self.stages.items():
             named = zip(self._model.ranges[number], stage.units, strict=True)
             stage.units = [
@@ -557,6 +560,11 @@ def building_progress(
             say(f"building the model: {done} of {total} layers on rank 0, about {left:.0f} s left")
 
     return built
+
+
+def _depths(twins: Iterable[UnitForward]) -> list[PredictionDepth]:
+    """Return the parts of heads that predict further tokens."""
+    return [depth for twin in twins if isinstance(twin, Head) for depth in twin.depths]
 
 
 def _bind(state: UnitState, twins: Sequence[nn.Module], layer: LayerSpec, use: int) -> None:

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from typing import cast
 
 from megapipe.config.memory import Part
-from megapipe.config.parallel import is_fp8, recompute_method
+from megapipe.config.parallel import layer_is_fp8, recompute_method
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.stages import cached_method
 from megapipe.layout.units import Unit, UnitCosts
@@ -126,7 +126,7 @@ class LayoutCosts:
             splits = config.parallel.vocabulary_variant == 2
             return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank, splits_loss=splits)
         held = base.predictions if predictions is None else predictions
-        in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
+        in_fp8 = layer_is_fp8(config, layer.kind, layer.index)
         if not in_fp8 and held == base.predictions:
             return base
         tensorwise = in_fp8 and config.training.fp8 == "tensorwise"

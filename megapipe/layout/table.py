@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import yaml
 
 from megapipe.config import ConfigError
-from megapipe.config.parallel import DIMENSIONS, MeshShape, is_fp8, recompute_method, strategy_of, zero_stage_of
+from megapipe.config.parallel import DIMENSIONS, MeshShape, layer_is_fp8, recompute_method, strategy_of, zero_stage_of
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.scheduling import read_schedule, schedule_options, stage_ranks
@@ -31,7 +31,7 @@ class LayerChoice(NamedTuple):
 
     zero: its ZeRO stage. recompute: what its backward recomputes; full reruns the whole block, and `joined` means
     together with the block before it, from the input of the latter. offload: its activations move to host memory. fp8:
-    its matrix products are in fp8.
+    the matrix products of a block, or of the blocks within a head, are in fp8.
     """
 
     zero: int
@@ -197,7 +197,7 @@ def _stage_strategies(config: PretrainConfig, stages: StageLayout, members: rang
                 "full" if unit in rerun else "selective" if selective else "none",
                 joined=length > 0 and (length - 1) % config.recompute.every > 0,
                 offload=unit in moved,
-                fp8=layer.kind == "block" and is_fp8(config, layer.index),
+                fp8=layer_is_fp8(config, layer.kind, layer.index),
             )
         )
     return choices

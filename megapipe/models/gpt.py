@@ -195,13 +195,18 @@ class PredictionDepth(nn.Module):
 
         hidden: normalised ones [b, s, h] that predict `tokens`.
         """
+
+        def run(x: Tensor, tape: SplitTape | None) -> Tensor:
+            (output,) = self.block(x, context=replace(context, tape=tape))
+            return cast(Tensor, output)
+
         tape = context.tape
         parts = self.embedding_norm(self.word(tokens, tape), tape), self.hidden_norm(hidden, tape)
         hidden = self.projection(torch.cat(parts, dim=-1), tape)
         if self.reruns:
-            hidden = rerun_in_backward(lambda x, tape: self.block(x, replace(context, tape=tape))[0], tape, hidden)
+            hidden = rerun_in_backward(run, tape, hidden)
         else:
-            (hidden,) = self.block(hidden, context)
+            hidden = run(hidden, tape)
         return self.norm(hidden, tape)
 
 
@@ -247,8 +252,13 @@ class Head(LastNorm):
 
     def recompute(self, parts: Collection[Part]) -> None:
         """Recompute these parts of the blocks of further tokens in the backward; the bits are the same."""
-        for depth in cast(Iterable[PredictionDepth], self.mtp):
+        for depth in self.depths:
             depth.recompute(parts)
+
+    @property
+    def depths(self) -> tuple[PredictionDepth, ...]:
+        """The parts of the head that each predict one more token."""
+        return tuple(cast(Iterable[PredictionDepth], self.mtp))
 
     def forward(self, hidden: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
         """Return (loss,) for hidden [b, s, h]: the sum of the tokens' weighted cross entropies, a scalar; if the model
@@ -272,7 +282,7 @@ class Head(LastNorm):
         losses = []
         weights = torch.ones_like(labels, dtype=torch.float32) if context.loss_mask is None else context.loss_mask
         later = weights
-        for depth in cast(Iterable[PredictionDepth], self.mtp):
+        for depth in self.depths:
             tokens, labels, later = labels, _shifted(labels), _shifted(later)
             weights = weights * later
             hidden = depth(hidden, tokens, context)

@@ -88,7 +88,9 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
         )
     )
     rows = shape.tokens // shape.shards
-    join = linear_op("projection", shape, (projection,), joined, gradient("projection", stream), rows=rows)
+    join = linear_op(
+        "projection", replace(shape, fp8=False), (projection,), joined, gradient("projection", stream), rows=rows
+    )
     block = [
         each._replace(weights=tuple(replace(spec, name=f"block.{spec.name}") for spec in each.weights))
         for each in block_ops(shape)

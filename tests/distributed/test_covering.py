@@ -86,6 +86,10 @@ OPTIONS: list[tuple[Case, Change]] = [
         {"schedule": "gpipe", "tensor": "2", "recompute": "full", "precision": "bf16"},
         {"training": {"fp8": "tensorwise", "fp8_first_kept": 1}, "recompute": {"every": 2}},
     ),
+    (
+        {"schedule": "zb_h1", "model": "llama", "tensor": "2", "recompute": "full"},
+        {"model": {"mtp_layers": 2}, "training": {"fp8": "tensorwise"}},
+    ),
     ({"schedule": "dualpipe_v", "model": "llama", "data": "2", "pipeline": "2", "zero": "3"}, {}),
     ({"schedule": "v_min", "tensor": "2", "pipeline": "2", "recompute": "selective", "precision": "bf16"}, {}),
     ({"pipeline": "2", "tied": "untied"}, {"parallel": {"vocabulary": "pipeline"}}),

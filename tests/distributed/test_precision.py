@@ -1,5 +1,6 @@
 """Training in fp8, fp16 and bf16 alone: scales, rounding and overflows are the same on all ranks."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,9 @@ def test_fp8_learns_nearly_as_fp32_does(one_process: Oracle, recipe: str) -> Non
     assert fp8_losses[-1] < fp8_losses[0] - 0.2
 
 
+LINEAR = "attention.qkv", "attention.output", "mlp.up", "mlp.down"
+
+
 def in_fp8(mesh: Mesh, config: PretrainConfig) -> list[str]:
     """Return the names of the linear layers of this rank that multiply in fp8."""
     replica = Replica(config, mesh)
@@ -104,7 +108,16 @@ def in_fp8(mesh: Mesh, config: PretrainConfig) -> list[str]:
 def test_embedding_head_and_kept_blocks_stay_out_of_fp8(make: Make) -> None:
     config = make("gpt2-dropout", P2, fp8("rowwise", fp8_first_kept=1, fp8_last_kept=2))
     names = [name for rank in run_threads(P2, in_fp8, config) for name in rank]
-    assert names == [f"blocks.1.{path}" for path in ("attention.qkv", "attention.output", "mlp.up", "mlp.down")]
+    assert names == [f"blocks.1.{path}" for path in LINEAR]
+
+
+@pytest.mark.parametrize("last_kept", [0, 1])
+def test_blocks_of_further_tokens_are_in_fp8_as_the_last_one_is(make: Make, last_kept: int) -> None:
+    config = make("llama", ONE, fp8("tensorwise", fp8_last_kept=last_kept))
+    config.model = replace(config.model, mtp_layers=1)
+    (names,) = run_threads(ONE, in_fp8, config)
+    blocks = ["blocks.0", "blocks.1", "head.mtp.0.block"] if last_kept == 0 else ["blocks.0"]
+    assert names == [f"{block}.{path}" for block in blocks for path in LINEAR]
 
 
 def test_what_a_gpu_cannot_multiply_in_fp8_is_reported(make: Make) -> None:

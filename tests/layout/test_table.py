@@ -15,7 +15,9 @@ from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.layout.table import LayoutTable
 
 BLOCKS = 8
-MODEL = ModelConfig(num_layers=BLOCKS, hidden_size=64, num_heads=4, vocabulary_size=128, max_positions=64)
+MODEL = ModelConfig(
+    num_layers=BLOCKS, hidden_size=64, num_heads=4, vocabulary_size=128, max_positions=64, positions="rotary"
+)
 
 
 @st.composite
@@ -39,7 +41,7 @@ def configs(draw: st.DrawFn) -> PretrainConfig:
         layers[key] = own
     schedule = draw(st.sampled_from([ScheduleConfig(), ScheduleConfig(name="interleaved_1f1b", chunks=2)]))
     config = PretrainConfig(
-        model=MODEL,
+        model=replace(MODEL, mtp_layers=draw(st.integers(0, 1))),
         training=training,
         schedule=schedule,
         zero=ZeroConfig(stage=zero),

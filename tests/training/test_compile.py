@@ -58,9 +58,22 @@ def test_traced_blocks_train_equally_whole_and_in_halves(corpus: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])
+@pytest.mark.parametrize(
+    "model",
+    [POST_NORM, PRE_NORM, replace(POST_NORM, embedding_size=16, shared_blocks=True)],
+    ids=["post", "pre-dropout", "albert"],
+)
 def test_traced_blocks_of_a_bert_train_the_same_model(tmp_path: Path, model: BertModelConfig) -> None:
     check_traced(make_bert_config(write_corpus(tmp_path), model), steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [{}, FULL], ids=["saved", "recomputed"])
+def test_blocks_of_further_tokens_are_traced(corpus: str, groups: dict[str, Any]) -> None:
+    """The last rank has no other blocks."""
+    model = replace(LLAMA_SHAPE, mtp_layers=2)
+    config = make_config(corpus, model, parallel={"layers_per_stage": [3, 1]}, **groups)
+    check(trained(config, "aot_eager", 2, pipeline=2), trained(config, None, 2, pipeline=2))
 
 
 @pytest.mark.exhaustive
