@@ -319,7 +319,13 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     with request.connected(config) as mesh:
         replica = Replica(config, mesh)
         trained.load(replica.states(), mesh)
-        record = Evaluator(config, mesh, replica, samples).run(trained.step or 0)
+        if mesh.rank == 0 and not arguments.json:
+            used = f"{config.evaluation.samples:,} of {len(samples):,} samples of {', '.join(config.data.prefixes)}"
+            print(f"{trained.path}, {used}", file=sys.stderr, flush=True)
+        total = config.evaluation.samples
+        with closing(ProgressBar("evaluating", total, "samples", log=True)) as progress:
+            report = (lambda done: progress.update(done * total)) if mesh.rank == 0 else lambda _: None
+            record = Evaluator(config, mesh, replica, samples).run(trained.step or 0, report=report)
         assert record is not None  # no signal stops it here
         if mesh.rank != 0:
             return
@@ -327,8 +333,6 @@ def _evaluate(arguments: argparse.Namespace) -> None:
             facts = {"checkpoint": str(trained.path), "data": config.data.prefixes, "split": split}
             print(json.dumps(facts | {"samples": config.evaluation.samples} | asdict(record)))
         else:
-            used = f"{config.evaluation.samples:,} of {len(samples):,} samples of {', '.join(config.data.prefixes)}"
-            print(f"{trained.path}, {used}", file=sys.stderr, flush=True)
             print(evaluation_line(record, "loss" if arguments.data_prefix else f"{split} loss"))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megapipe.cli.trained_models import evaluate as main
+from megapipe.config import command_line
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.pretrain import pretrain
@@ -70,6 +71,17 @@ def test_the_numbers_are_those_of_training(
         check_same(evaluated(capsys, folder, "--samples", str(SAMPLES), "--batch-size", batch), record)
     assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", "--samples", str(SAMPLES)]) == 0
     assert f"after step {STEPS}: validation loss {record['loss']:.4f}" in capsys.readouterr().out
+
+
+def test_a_long_evaluation_shows_its_progress(
+    run: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = run
+    monkeypatch.setattr(command_line, "LOG_EVERY", 0.0)
+    assert main(["--checkpoint", str(folder / "run"), "--device", "cpu", "--samples", "8", "--batch-size", "2"]) == 0
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert "8 of " in first
+    assert [line.split(" samples")[0] for line in lines] == [f"evaluating: {done} of 8" for done in (2, 4, 6, 8)]
 
 
 def test_two_ranks_give_the_same(run: tuple[Path, dict[str, Any]]) -> None:

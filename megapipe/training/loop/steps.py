@@ -75,11 +75,17 @@ class Evaluator:
         if self._counts_loss:
             batch_sums(result, batch.token_counts)
 
-    def run(self, step: int, stop: Callable[[], bool] = lambda: False) -> EvaluationRecord | None:
+    def run(
+        self,
+        step: int,
+        stop: Callable[[], bool] = lambda: False,
+        report: Callable[[float], None] = lambda _: None,
+    ) -> EvaluationRecord | None:
         """Evaluate after `step` steps. A collective call; every rank gets the same losses.
 
         stop: called after every batch; when it returns True on any rank, all ranks stop evaluating one batch later
         and return None.
+        report: called after every batch with the fraction of batches that is done.
 
         The mean is over tokens, not over batches. The fp32 sums of micro-batches are added in float64. This is exact
         for sums of similar size, so their order, which depends on the layout, does not matter.
@@ -89,10 +95,11 @@ class Evaluator:
         totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
         stopped = start_any_rank(self._mesh, stop())
         with self._loader.steps(consumed=0) as batches:
-            for batch in itertools.islice(batches, self._num_batches):
+            for done, batch in enumerate(itertools.islice(batches, self._num_batches), start=1):
                 result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
                 if self._counts_loss:
                     totals += batch_sums(result, batch.token_counts)
+                report(done / self._num_batches)
                 # The answer is awaited one batch later, so that the first stage does not wait for the last one.
                 if stopped():
                     return None
