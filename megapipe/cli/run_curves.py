@@ -159,6 +159,8 @@ def svg(curves: Sequence[Curve], axis: Axis, *, standalone: bool) -> str:
         elements.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{_WIDTH - _RIGHT}"/>')
         elements.append(f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{label(value)}</text>')
     for value in ticks(box.left, box.right, 7):
+        if axis == "steps" and value % 1:
+            continue  # there are no fractions of a step
         x = place(value, box.low)[0]
         elements.append(f'<path class="grid" d="M{x:.1f} {_TOP}V{_HEIGHT - _BOTTOM}"/>')
         elements.append(f'<text x="{x:.1f}" y="{_HEIGHT - _BOTTOM + 17}" text-anchor="middle">{label(value)}</text>')
@@ -215,6 +217,7 @@ def html(title: str, curves: Sequence[Curve], axis: Axis, rows: Sequence[Sequenc
 def write_png(path: Path, curves: Sequence[Curve], axis: Axis) -> None:
     """Draw the picture to a PNG file. Raises OSError."""
     from matplotlib.figure import Figure  # the import takes half a second
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -224,6 +227,7 @@ def write_png(path: Path, curves: Sequence[Curve], axis: Axis) -> None:
         axes.plot(curve.x, curve.loss, color=colour, linestyle=style, linewidth=1.8, label=name)
         axes.plot(curve.held_out_x, curve.held_out, "o", color=colour, markersize=4)
     axes.set(xlabel=_AXIS_LABELS[axis], ylabel="loss (nats per token)")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=axis == "steps"))
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="best")

@@ -1,6 +1,7 @@
 """`megapipe runs`: what it prints of a small run, and that no content of a run folder makes it fail."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -10,10 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megapipe.cli.run_curves import Curve, svg
 from megapipe.cli.run_reader import KILLED, Run, read_run
 from megapipe.cli.runs import main
 from megapipe.config.run import PretrainConfig
@@ -181,6 +184,13 @@ def test_compare_and_plot_show_differences_alone(tmp_path: Path, shown: Callable
     assert [x for x, _ in curve["training"]] == [32.0 * step for step in range(1, 21)]
     assert curve["validation"] == [[640.0, 4.25]]
     assert "a  mine" in shown("plot mine --over time")
+
+
+def test_the_axis_of_a_short_run_has_whole_steps(tmp_path: Path) -> None:
+    curve = Curve("mine", np.array([1.0, 2.0, 3.0]), np.array([3.0, 2.5, 2.0]), np.zeros(0), np.zeros(0))
+    texts = re.findall(r'text-anchor="middle">([^<]*)<', svg([curve], "steps", standalone=True))
+    assert texts == ["1", "2", "3", "step", "loss (nats per token)"]
+    assert "1.5" in svg([curve], "time", standalone=True)
 
 
 @pytest.fixture(scope="module")

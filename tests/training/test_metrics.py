@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib.figure import Figure
 
 from megapipe.training.observe.metrics import (
     METRICS,
@@ -97,6 +98,14 @@ def test_a_picture_of_every_run(tmp_path: Path, history: LossHistory) -> None:
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(content[16:20], "big") == 1200
     assert int.from_bytes(content[20:24], "big") == 675
+
+
+def test_a_short_runs_curve_has_whole_steps_on_its_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.touch()))
+    draw_loss_curve(tmp_path / "curve.png", LossHistory({1: 3.0, 2: 2.5, 3: 2.0}), REFERENCES, title="run")
+    (figure,) = figures
+    assert [tick for tick in figure.axes[0].get_xticks() if tick % 1] == []
 
 
 def test_a_picture_of_several_runs(tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ def _draw(path: Path, runs: Sequence[Curve], references: References, title: str)
     # The import of matplotlib takes half a second, so it happens only at the end of a run.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
@@ -265,6 +266,7 @@ def _draw(path: Path, runs: Sequence[Curve], references: References, title: str)
                       textcoords="offset points", color=_REFERENCE, fontsize=9, va="center")  # fmt: skip
     axes.set_title(title, loc="left", fontsize=11)
     axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_ylabel("loss (nats per token)")
     axes.margins(x=0.01)
     axes.grid(color="#e6e6e6", linewidth=0.6)
