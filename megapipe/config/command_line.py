@@ -40,6 +40,11 @@ class OneLineParser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?[0-9]")  # also -1,2 and -1e3 are values, not flags
 
     def error(self, message: str) -> NoReturn:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and message.endswith(
+                f"required: {action.metavar or action.dest}"
+            ):
+                message = f"a command is missing; write one of {', '.join(action.choices)} after {self.prog}"
         problem = re.sub(r"^argument (\S+): is ", r"\1 is ", _WRONG_NUMBER.sub(_wrong_number, message))
         problem = _NO_VALUE.sub(r"\1 needs a value; write one that starts with a hyphen as \1=VALUE", problem)
         self.exit(2, f"error: {problem} ({self.prog} --help lists the options)\n")

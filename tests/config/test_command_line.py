@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("", "the following arguments are required: command (tool.py --help"),
+        ("", "a command is missing; write one of count after tool.py (tool.py --help"),
         ("weigh", "invalid choice: 'weigh' (choose from"),
         ("count --times 0", "--times is 0, but must be at least 1 (tool.py count --help lists the options)"),
         ("count --times many", "--times is 'many', but must be a whole number"),
