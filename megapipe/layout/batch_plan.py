@@ -69,6 +69,10 @@ def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
     for name, size in sizes.items():
         if size % share:
             near = " or ".join(str(each) for each in (size // share * share, (size // share + 1) * share) if each)
+            of_replica, rest = divmod(size, share // batch.micro_size)
+            if not rest and batch.ramp_start is None:
+                fitting = next(each for each in range(batch.micro_size, 0, -1) if of_replica % each == 0)
+                near += f", or batch.micro_size {fitting}"
             problems.append(
                 f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x data-parallel size "
                 f"{share // batch.micro_size}; use {near}, for example"

@@ -48,4 +48,4 @@ def test_sizes_must_be_whole_micro_batches_on_every_replica() -> None:
     assert "8 or 16" in problem
     (problem,) = ramp_problems(replace(batch, ramp_start=None), share=16)
     assert "batch.global_size 24" in problem
-    assert "16 or 32" in problem
+    assert "use 16 or 32, or batch.micro_size 3, for example" in problem
