@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.config import command_line
 from megapipe.schedules import GENERATORS, build, dumps
 from megapipe.schedules.command.main import main
 
@@ -25,6 +26,20 @@ def test_list_names_every_schedule(capsys):
     table = output(capsys, "list")
     assert all(name in table for name in GENERATORS)
     assert "`" not in table
+    summaries = [row["summary"] for row in report(capsys, "list")]
+    starts = {line.index(summary) for line, summary in zip(table.splitlines(), summaries, strict=True)}
+    assert len(starts) == 1, "summaries are one column"
+
+
+def test_a_long_comparison_shows_its_progress(capsys, monkeypatch):
+    monkeypatch.setattr(command_line, "SHOWN_AFTER", 0.0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["compare", "--schedule", "1f1b,gpipe"]) == 0
+    captured = capsys.readouterr()
+    assert "1 of 2 schedules" in captured.err
+    assert "comparing" not in captured.out
 
 
 def test_simulate_gives_the_promised_keys(capsys):

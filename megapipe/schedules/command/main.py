@@ -5,10 +5,12 @@ import json
 import math
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megapipe.config.command_line import ProgressBar, aligned
 from megapipe.config.parallel import is_schedule_file
 from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import is_for_all_sizes, load_file
@@ -68,8 +70,8 @@ def _list(flags: argparse.Namespace) -> None:
     if flags.json:
         print(json.dumps(rows, indent=2))
         return
-    for row in rows:
-        print(f"{row['name']:<17} {row['class']}  {row['placement']:<12} {row['summary']}")
+    cells = [list(row.values()) for row in rows]
+    print("\n".join(aligned(cells, lambda _: False)))
 
 
 def _described(name: str) -> dict[str, str]:
@@ -185,16 +187,18 @@ def _compare(flags: argparse.Namespace) -> None:
             is_for_all_sizes(Path(name))  # raises for a file that cannot be read
         elif name not in GENERATORS:
             find_generator(name)
-    for name in names:
-        wanted = argparse.Namespace(**vars(flags))
-        try:
-            if name in GENERATORS and GENERATORS[name].chunks == 1:
-                wanted.chunks = None
-            schedule, simulation = _run(wanted, name)
-        except ScheduleError as error:
-            rows.append({"schedule": name, "error": str(error)})
-            continue
-        rows.append(_figures(wanted, schedule, simulation))
+    with closing(ProgressBar("comparing", len(names), "schedules")) as progress:
+        for number, name in enumerate(names):
+            progress.update(number)
+            wanted = argparse.Namespace(**vars(flags))
+            try:
+                if name in GENERATORS and GENERATORS[name].chunks == 1:
+                    wanted.chunks = None
+                schedule, simulation = _run(wanted, name)
+            except ScheduleError as error:
+                rows.append({"schedule": name, "error": str(error)})
+                continue
+            rows.append(_figures(wanted, schedule, simulation))
     if all("error" in row for row in rows):
         raise ScheduleError(rows[0]["error"])
     if flags.json:
