@@ -168,13 +168,19 @@ def _type_hints(kind: type) -> Mapping[str, Any]:
 
 
 def outside(hint: Any, value: Any, place: str = "") -> Iterator[tuple[str, Any, str]]:
-    """Yield (place, number, rule) for each number outside its bounds, in a value of a type and all that it contains.
+    """Yield (place, value, rule) for each number outside its bounds, and each text that is not one of the words of its
+    type, in a value of a type and all that it contains.
 
     place: name of the value, such as `parallel.tensor`; the places of parts start with it.
     """
-    if value is None or isinstance(value, str) or hint is Any:
+    if value is None or hint is Any:
         return
-    if is_dataclass(value):
+    if isinstance(value, str):
+        kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if words and str not in kinds and value not in words:
+            yield place, value, in_words(hint)
+    elif is_dataclass(value):
         for name, inner in type_hints(value.__class__).items():
             yield from outside(inner, getattr(value, name), f"{place}.{name}" if place else name)
     elif isinstance(value, Mapping):
@@ -199,5 +205,5 @@ def _number_rule(hint: Any) -> tuple[Bound | None, str]:
 
 
 def bound_problems(section: Any, place: str = "") -> list[str]:
-    """Return one message for each number of a dataclass, or of dataclasses in it, that is outside its bounds."""
+    """Return one message for each number or word of a dataclass, or of dataclasses in it, that its type excludes."""
     return [f"{name} is {value}; it must be {rule}" for name, value, rule in outside(None, section, place)]

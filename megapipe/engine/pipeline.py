@@ -135,10 +135,16 @@ class Pipeline:
                 something else.
         """
         self._mesh = mesh
-        self._config = _checked_settings(optimizer or OptimizerConfig(), timeout)
+        self._config = _checked_settings(OptimizerConfig() if optimizer is None else optimizer, timeout)
+        if count is None and getattr(loss, "reduction", None) == "mean":
+            name = type(loss).__name__
+            raise PipelineError(
+                f"the loss is {name}(reduction='mean'), but it must return a sum over the micro-batch, which is "
+                f"divided by the rows of the global batch; use {name}(reduction='sum')"
+            )
         self._microbatches = microbatches
         parts, replicas = mesh.size("context"), mesh.size("data") * mesh.size("context")
-        self._sample = _own_sample(as_tensors(sample), parts)
+        self._sample = _own_sample(as_tensors(sample, "the sample"), parts)
         plan = _agreed(mesh, plan_layers(layers, self._sample, shared=parts > 1))
         _check_mesh(mesh, plan, fp8)
         self._tokens = _tokens_in_hand(mesh, plan, self._sample[0].shape[1] * parts) if parts > 1 else None
@@ -164,6 +170,7 @@ class Pipeline:
         self.stages, self.optimizer = self._assembly.stages, self._assembly.optimizer
         self.is_first = 0 in self.stages
         self.is_last = len(ranges) - 1 in self.stages
+        self._counts_rows = count is None
         self._count = count if count is not None else lambda *targets: self._sample[0].shape[0] / parts
         modules.initialize(self._assembly, self.schedule.header, self._assembly.communicators(self.schedule))
         self._engine = self._assembly.engine(self.schedule)
@@ -196,6 +203,8 @@ class Pipeline:
         batch = self._batch(inputs, targets)
         counts = [self._counted(each) if self.is_last else 0.0 for each in batch]
         rate = self._config.learning_rate if learning_rate is None else learning_rate
+        if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
+            raise PipelineError(f"learning_rate is {rate!r}; it must be a finite number of at least 0")
         step_input = StepInput(self._next_step, batch, counts, rate)
         if not self._rehearsed:
             device = self._mesh.device
@@ -263,7 +272,7 @@ class Pipeline:
         if self.is_first:
             if inputs is None:
                 raise PipelineError("this rank runs the first stage (is_first); give it the batch's inputs")
-            rows = self._cut(as_tensors(inputs), "inputs")
+            rows = self._cut(as_tensors(inputs, "inputs"), "inputs")
             if described(rows[0]) != described(self._sample):
                 raise PipelineError(
                     f"a micro-batch of the inputs is {described(rows[0])}, but the pipeline was built for "
@@ -272,7 +281,13 @@ class Pipeline:
                 )
             parts = [Microbatch(inputs=part) for part in rows]
         if self.is_last and targets is not None:
-            cut = self._cut(as_tensors(targets), "targets")
+            cut = self._cut(as_tensors(targets, "targets"), "targets")
+            rows_of_sample = self._sample[0].shape[0]
+            if self._counts_rows and any(each.shape[0] % rows_of_sample for each in cut[0]):
+                raise PipelineError(
+                    f"a micro-batch of the targets is {described(cut[0])}, but one of the inputs has {rows_of_sample} "
+                    "rows, by which the loss is divided; pass targets for each row, or set count"
+                )
             parts = [Microbatch(part.inputs, rows) for part, rows in zip(parts, cut, strict=True)]
         return parts
 
@@ -299,12 +314,21 @@ class Pipeline:
         return tensor[:, tokens.to(tensor.device)]
 
 
-def as_tensors(tensors: Tensors) -> tuple[Tensor, ...]:
-    """Return one or several tensors as a tuple."""
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+def as_tensors(tensors: Tensors, what: str) -> tuple[Tensor, ...]:
+    """Return one or several tensors as a tuple. Raises PipelineError, which names `what`, for anything else."""
+    parts = tuple(tensors) if isinstance(tensors, Sequence) else (tensors,)
+    for part in parts:
+        if not isinstance(part, Tensor):
+            raise PipelineError(
+                f"{what} of type {type(tensors).__name__} contains {type(part).__name__}; pass a tensor, or a tuple "
+                "of tensors"
+            )
+    return parts
 
 
 def _checked_settings(config: OptimizerConfig, timeout: float) -> OptimizerConfig:
+    if not isinstance(config, OptimizerConfig):
+        raise PipelineError(f"optimizer is {config!r}; it must be settings, such as OptimizerConfig(name='adamw')")
     if not timeout > 0:
         raise PipelineError(f"timeout is {timeout}; it must be above 0 seconds")
     problems = config.problems()
@@ -332,8 +356,10 @@ def _check_mesh(mesh: Mesh, plan: ModelPlan, fp8: str) -> None:
 
 def _check_holding(holding: Holding, rerun: Collection[int], replicas: int) -> None:
     zero, offload, count = holding.zero, holding.offload, len(holding.choices)
-    problems = [*zero.problems(), *zero.replica_problems(replicas), *offload.problems()]
-    if zero.stage not in range(4):
+    problems = [*zero.problems(), *offload.problems()]
+    if zero.stage in range(4):
+        problems += zero.replica_problems(replicas)
+    else:
         problems.append(f"zero is {zero.stage}; it must be from 0 to 3")
     unknown = sorted(index for index in rerun if not 0 <= index < count)
     if unknown:

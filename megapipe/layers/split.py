@@ -208,9 +208,8 @@ class SplitTape:
             _accumulate(parameter, gradient)
         if pairs:
             warnings.warn(
-                "some parameters are used by modules without a weight half (SplitModule): their gradients are "
-                "computed in the input half, so less work is left to fill bubbles with; "
-                "megapipe.layers.adoption.report(module) names them",
+                "some parameters are used by modules without a weight half: their gradients are computed in the input "
+                "half, so less work is left to fill bubbles with; megapipe.layers.adoption.report(module) names them",
                 stacklevel=3,
             )
 

@@ -108,6 +108,22 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([LINEAR], {"schedule": "1f2b"}, "unknown schedule '1f2b'; did you mean '1f1b'?"),
     ([LINEAR], {"schedule": "mine.txt"}, "cannot read mine.txt: No such file or directory"),
     ([LINEAR], {"schedule": "pipedream"}, "before the norm of the step's gradients is known"),
+    (
+        [LINEAR],
+        {"optimizer": "adamw"},
+        r"optimizer is 'adamw'; it must be settings, such as OptimizerConfig\(name='adamw'",
+    ),
+    (
+        [LINEAR],
+        {"optimizer": OptimizerConfig(name="adam")},
+        "optimizer.name is adam; it must be one of adamw, sgd, muon",
+    ),  # type: ignore[arg-type]
+    (
+        [LINEAR],
+        {"loss": nn.MSELoss()},
+        r"the loss is MSELoss\(reduction='mean'\), but .* use MSELoss\(reduction='sum'\)",
+    ),
+    ([LINEAR], {"sample": [1, 2]}, "the sample of type list contains int; pass a tensor, or a tuple of tensors"),
     ([LINEAR], {"timeout": -1.0}, "timeout is -1.0; it must be above 0 seconds"),
     (
         [LINEAR],
@@ -120,6 +136,7 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([], {"tensor": 2}, "none of the layers contains a megapipe.layers.ColumnLinear"),
     ([], {"zero": 2}, "zero.stage is 2 but there is only one replica"),
     ([], {"data": 2, "zero": 4}, "zero is 4; it must be from 0 to 3"),
+    ([], {"zero": 4}, "^zero is 4; it must be from 0 to 3$"),
     ([], {"data": 2, "offload": ALL, "zero": 1}, "cannot be combined with zero stage 1"),
     ([], {"offload": OffloadConfig(activations="auto", memory=1.0)}, "needs costs of blocks"),
     ([], {"offload": OffloadConfig(activations="blocks"), "recompute": True}, "nothing to move"),
@@ -181,6 +198,17 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(PipelineError, match=message):
             made.step(inputs, tokens)
+    for targets, message in (
+        (tokens[:2], r"a micro-batch of the targets is \[1, 5\] int64, but one of the inputs has 2 rows"),
+        (tokens.numpy(), "targets of type ndarray contains ndarray; pass a tensor"),
+    ):
+        with pytest.raises(PipelineError, match=message):
+            made.step(tokens, targets)
+    for rate in (-1e-3, float("nan"), "1e-3"):
+        with pytest.raises(
+            PipelineError, match=f"learning_rate is {rate!r}; it must be a finite number of at least 0"
+        ):
+            made.step(tokens, tokens, learning_rate=rate)  # type: ignore[arg-type]
     assert made.step(tokens, tokens)[0].step == 0, "a refused batch counts as a step"
 
 
