@@ -72,9 +72,17 @@ def first_outside(tokens: np.ndarray, vocabulary_size: int) -> int | None:
 
 def check_exists(prefix: str | Path) -> None:
     """Raise DataError if there is no shard of this prefix."""
-    path = idx_path(prefix)
-    if not path.is_file():
-        raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
+    path, folder = idx_path(prefix), Path(prefix)
+    if path.is_file():
+        return
+    if str(prefix) and folder.is_dir():
+        shards = sorted(each.with_suffix("") for each in folder.glob("*.idx"))
+        raise DataError(
+            f"{prefix} is a folder; give the prefix of a shard in it, such as {shards[0]}"
+            if shards
+            else f"{prefix} is a folder without shards; megapipe preprocess --input {prefix} writes one from its texts"
+        )
+    raise DataError(f"{path} does not exist: give the prefix of a shard without .bin or .idx{_suggest(path)}")
 
 
 def pack_header(dtype: np.dtype, num_sequences: int, num_documents: int) -> bytes:

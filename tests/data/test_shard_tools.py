@@ -124,6 +124,8 @@ def test_inspect_shows_documents_once_for_any_sample_count(tmp_path: Path, sampl
         ("merge one absent --output-prefix out", "absent.idx does not exist"),
         ("merge one one --output-prefix one", "is one of the shards to merge"),
         ("verify wide absent", "absent.idx does not exist: give the prefix of a shard"),
+        ("verify .", ". is a folder; give the prefix of a shard in it, such as one"),
+        ("verify texts", "texts is a folder without shards; megapipe preprocess --input texts writes one"),
         ("split one --output-prefix out --shares 1,1", "too few for --shares"),
         ("split one --output-prefix out --shares 1,x", "--shares '1,x' is not a list of numbers"),
         *(
@@ -138,6 +140,7 @@ def test_what_does_not_fit_is_refused(
     one, two = write_text(tmp_path, "one", ["a"]), write_text(tmp_path, "two", ["b"], ends=())
     paths = {"one": one, "two": two, "wide": str(write_shard(tmp_path / "wide", [[[1]], [[2]]], "<i4"))}
     monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
     printed = run(*(paths.get(word, word) for word in words.split()), status=2)
     (line,) = printed.err.splitlines()
     assert message in line
