@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megapipe.schedules.registry import GENERATORS
 from tests.support.commands import ROOT, command_lines, run
 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -26,6 +27,15 @@ def test_the_commands_were_found() -> None:
     assert "make quickstart-bert" in COMMANDS
     assert "make test" in COMMANDS  # this very run
     assert len(TRAINING) == 3
+
+
+def test_the_number_of_schedules_is_that_of_the_names() -> None:
+    listed = TEXT.partition("Choose one by name (")[2].partition(")")[0]
+    names = set(re.findall("`([^`]+)`", listed))
+    trainable = {name for name, each in GENERATORS.items() if len(each.placed(2, {}).routes) == 1}
+    assert names == trainable
+    assert len(names) == 17
+    assert TEXT.lower().count("seventeen") == 2
 
 
 def short_quickstarts(folder: str) -> dict[str, str]:
