@@ -204,6 +204,8 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
     parsed: Given[PretrainConfig] | ConfigError
     try:
         parsed = _parsed(kind, arguments)
+        if "WORLD_SIZE" not in os.environ:
+            _check_layout(parsed, 1)
     except ConfigError as error:
         if "WORLD_SIZE" not in os.environ:
             return _refused(error)
@@ -337,7 +339,7 @@ def _check_layout(parsed: Given[PretrainConfig], world_size: int) -> None:
 
     With --plan, the ranks choose a layout and check it.
     """
-    # Imported here because most starts, such as --help and a single rank, do not need it.
+    # Imported here because --help and the ranks of a job do not need it.
     from megapipe.layout.validation import run_problems
 
     config = parsed.config

@@ -49,6 +49,18 @@ def test_help_of_every_subcommand_needs_no_torch() -> None:
     assert "three commands to try" in done.stderr
 
 
+def test_a_single_process_refuses_a_wrong_configuration_without_torch() -> None:
+    program = (
+        "import sys\nfrom megapipe.cli.main import main\n"
+        "assert main(['train', '--config', 'gpt_tiny', '--data.sequence_length', '999']) == 2\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: data.sequence_length 999 exceeds model.max_positions 256")
+
+
 def test_a_missing_command_fails_and_version_prints_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr() == ("", f"{overview()}\n")
