@@ -336,13 +336,18 @@ def measure(
     num_steps: int,
     warm_up: int,
     clock: Clock = time.perf_counter,
+    say: Callable[[str], None] = lambda _: None,
 ) -> Measurement:
     """Measure the first steps of a run three times: on a batch in memory, on files in memory, on files on storage.
 
     The differences are stalls. Each run opens its files again, because mapped files cannot be removed from memory.
     train: trains on a batch and returns at its end. make_cold: removes the files from memory, and returns False if
-    that failed. warm_up: number of first steps of each run that are not measured.
+    that failed. warm_up: number of first steps of each run that are not measured. say: prints which run starts. A
+    progress bar would take time from the steps.
     """
+
+    def starts(number: int, source: str) -> None:
+        say(f"run {number} of 3: {warm_up + num_steps:,} steps {source}")
 
     def training() -> StepTime:
         with open_loader().steps(0) as batches:
@@ -354,9 +359,12 @@ def measure(
     def cold(run: Callable[[], StepTime]) -> StepTime | None:
         return run() if make_cold() else None
 
+    starts(1, "with the shards on storage")
     loading_cold, training_cold = cold(loading), cold(training)
+    starts(2, "with the shards in memory")
     loading(READ_AHEAD)  # reads the data of the steps into memory
     loading_cached, training_cached = loading(), training()
+    starts(3, "on a batch in memory")
     batch = open_loader().load(0)
     resident = seconds_a_step(itertools.repeat(batch), train, num_steps, warm_up, clock)
     return Measurement(resident, training_cached, training_cold, loading_cached, loading_cold)
@@ -482,6 +490,7 @@ def measure_stalls(
         shards.make,
         num_steps=num_steps,
         warm_up=warm_up,
+        say=say,
     )
     return StallReport(
         prefixes=config.data.prefixes,

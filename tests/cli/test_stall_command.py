@@ -57,7 +57,10 @@ def test_a_configuration_is_measured_and_reported(config: Path, capsys: pytest.C
     assert report["samples_per_second"]["ingestion"] == pytest.approx(rates["ingestion"] / 16)
     assert not report["ingestion_was_given"]
     assert (report["storage_not_measured"] is None) == (seconds["cold"] is not None)
-    printed = capsys.readouterr().out
+    printed, said = capsys.readouterr()
+    sources = ("with the shards on storage", "with the shards in memory", "on a batch in memory")
+    lines = [f"run {number} of 3: 4 steps {source}" for number, source in enumerate(sources, start=1)]
+    assert said.splitlines()[-3:] == lines
     assert "ingestion: model, batches in memory" in printed
     assert "stalls, as shares of a step: preparation" in printed
     assert "what if" in printed
