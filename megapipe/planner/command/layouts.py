@@ -180,7 +180,8 @@ def run_search(request: Request) -> None:
     """Print the result of a search, and write the files that flags request."""
     flags = request.flags
     check_folders(flags["html"], flags["write_config"])
-    hardware, devices = priced(request.hardware(), flags["price_per_hour"]), _devices(request)
+    hardware, devices = _machine(request)
+    hardware = priced(hardware, flags["price_per_hour"])
     config, remarks = planned_config(request, hardware, layout_open=True)
     pinned = request.given
     if config.recompute.method == "auto":
@@ -267,15 +268,26 @@ def _figures(layout: PlannedLayout) -> dict[str, str]:
     return cells | ({} if layout.price is None else {"price/M tokens": f"{layout.price:.4g}"})
 
 
-def _devices(request: Request) -> int:
-    """Return --devices. A search needs it, because it chooses the sizes of the layout that are not given."""
+def _machine(request: Request) -> tuple[Hardware, int]:
+    """Return the machine, and the number of devices that the search may use.
+
+    Raises ConfigError, which names everything that is missing. A search needs --devices, because it chooses the sizes
+    of the layout that are not given.
+    """
+    missing = []
     if request.flags["devices"] is None:
-        raise ConfigError("--devices is missing; set it to the number of devices that may be used")
+        missing.append("--devices is missing; set it to the number of devices that may be used")
     if "batch.global_size" not in request.given:
-        raise ConfigError(
+        missing.append(
             "--batch.global_size is missing; set it to the samples per step, because the best layout depends on it"
         )
-    return request.devices()
+    try:
+        hardware = request.hardware()
+    except ConfigError as error:
+        raise ConfigError([*error.problems, *missing]) from error
+    if missing:
+        raise ConfigError(missing)
+    return hardware, request.devices()
 
 
 def _models(request: Request) -> list[tuple[str, ModelConfig]]:
@@ -319,7 +331,8 @@ def _start_command(config: PretrainConfig, hardware: Hardware, devices: int, fil
 def _print_start(request: Request, hardware: Hardware, best: PlannedLayout, command: str) -> None:
     file = request.flags["write_config"]
     wrote, add = (f"wrote {file}; ", "") if file else ("", f"add --write_config {OUTPUT_NAME}, then ")
-    print(f"\n{wrote}to train with it, {add}run on every node\n  {command}")
+    everywhere = " on every node" if len(hardware.nodes(best.estimate.world_size)) > 1 else ""
+    print(f"\n{wrote}to train with it, {add}run{everywhere}\n  {command}")
     if not best.config.data.prefixes[0]:
         print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
     devices = best.estimate.world_size

@@ -130,6 +130,11 @@ def test_what_is_missing_is_named(command, flag, message):
     assert line.startswith(message)
 
 
+def test_a_search_names_everything_that_is_missing_at_once():
+    lines = refusal("search", "--model", str(MODELS / "gpt2_124m.yaml"))
+    assert [line.partition(" is missing")[0] for line in lines] == ["--hardware", "--devices", "--batch.global_size"]
+
+
 @pytest.mark.slow
 def test_a_dry_run_of_a_thousand_ranks():
     file = ROOT / "examples" / "parallel" / "three_d.yaml"

@@ -60,6 +60,12 @@ def test_the_table_says_the_same(answer, tmp_path):
     assert f"  {launch}" in text
 
 
+def test_one_node_starts_its_command_once():
+    small = ["--model", str(MODELS / "gpt2_124m.yaml"), "--hardware=h100", "--devices=2", "--batch.global_size=16"]
+    text = output("search", *small, "--data.sequence_length=1024", "--parallel.data=2", "--zero.stage=1")
+    assert "to train with it, add --write_config plan.yaml, then run\n  megapipe train -n 2 --config" in text
+
+
 def test_fields_of_a_file_and_of_flags_stay(tmp_path):
     """Sequence parallelism too, where the number of tensor ranks is open."""
     (tmp_path / "run.yaml").write_text("parallel: {pipeline: 4, data: null}\nrecompute: {method: full}\n")
