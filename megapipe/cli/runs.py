@@ -134,11 +134,16 @@ def _show(options: argparse.Namespace) -> int:
     if short:
         _print_section("configuration", [", ".join(short[:5]), ", ".join(short[5:])])
     starts = [
-        f"{each.id}  {_moment(each.started)}  {_span(each.started, each.ended)}  "
-        f"steps {_number(each.first_step)} to {_number(each.last_step)}  {each.status}"
+        [
+            str(each.id),
+            _moment(each.started),
+            _span(each.started, each.ended),
+            f"steps {_number(each.first_step)} to {_number(each.last_step)}",
+            each.status,
+        ]
         for each in run.starts
     ]
-    _print_section("starts (UTC)", starts)
+    _print_section("starts (UTC)", aligned(starts, lambda _: False))
     _print_section("time", _time_lines(run))
     _print_section("memory", _memory_lines(run))
     skipped = f"; skipped updates: {run.num_skipped}" if run.num_skipped else ""
@@ -253,7 +258,7 @@ def _cells(run: Run) -> dict[str, str]:
         "run": str(run.folder),
         "status": run.status,
         "started": _moment(run.starts[0].started if run.starts else None),
-        "duration": duration_text(run.seconds),
+        "duration": _elapsed(run.seconds),
         "parameters": NONE if run.parameters is None else count_text(run.parameters),
         "layout": " x ".join(f"{name} {size}" for name, size in run.layout.items() if size > 1)
         or ("1 rank" if run.layout else NONE),
@@ -291,7 +296,7 @@ def _time_lines(run: Run) -> list[str]:
     saves = duration_text(run.save_seconds) if run.save_seconds or not run.num_saves else NONE
     rows.append(
         f"all starts: steps {duration_text(run.step_seconds)}, evaluations {duration_text(run.evaluation_seconds)}, "
-        f"saves {saves}, start-up and other {duration_text(max(0.0, rest))}"
+        f"saves {saves}, start-up and other {_elapsed(max(0.0, rest))}"
     )
     return rows
 
@@ -393,7 +398,12 @@ def _moment(seconds: float | None) -> str:
 
 
 def _span(started: float | None, ended: float | None) -> str:
-    return NONE if started is None or ended is None else duration_text(max(0.0, ended - started))
+    return NONE if started is None or ended is None else _elapsed(max(0.0, ended - started))
+
+
+def _elapsed(seconds: float) -> str:
+    """Return a difference of recorded times, which are whole seconds, as text: `4 s`, or `6.1 minutes`."""
+    return duration_text(seconds) if seconds >= 120 else f"{seconds:.0f} s"
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def write_run(folder: Path, learning_rate: float = 1e-3) -> Path:
 SHOWN = """\
 mine: finished
   started     2023-11-14 22:13
-  duration    17.0 s
+  duration    17 s
   parameters  1.23M
   layout      pipeline 2
   schedule    1f1b
@@ -102,8 +102,8 @@ configuration
   model.num_layers=4, model.hidden_size=64, optimizer.learning_rate=0.001, training.steps=20
 
 starts (UTC)
-  first  2023-11-14 22:13  4.00 s  steps 1 to 8  killed (no end was recorded)
-  second  2023-11-14 22:14  13.0 s  steps 7 to 20  finished
+  first   2023-11-14 22:13  4 s   steps 1 to 8   killed (no end was recorded)
+  second  2023-11-14 22:14  13 s  steps 7 to 20  finished
 
 time
   step 500 ms (mean of the last 20, at most 100)
@@ -114,7 +114,7 @@ time
     optimizer        200 ms    100 ms    300 ms
     communication    200 ms    100 ms    300 ms
     waiting          200 ms    100 ms    300 ms
-  all starts: steps 13.0 s, evaluations 1.50 s, saves 250 ms, start-up and other 2.25 s
+  all starts: steps 13.0 s, evaluations 1.50 s, saves 250 ms, start-up and other 2 s
 
 memory
   peak per rank: 1.0 GB to 3.0 GB (rank 1), up to step 20
@@ -131,7 +131,7 @@ events
 
 LISTED = """\
 run   status    started           duration  parameters  layout      schedule  steps  tokens  loss    held-out  tokens/s  MFU
-mine  finished  2023-11-14 22:13  17.0 s    1.23M       pipeline 2  1f1b      20/20  640     3.2500  4.2500    64        25.0%
+mine  finished  2023-11-14 22:13  17 s      1.23M       pipeline 2  1f1b      20/20  640     3.2500  4.2500    64        25.0%
 """  # noqa: E501
 
 
