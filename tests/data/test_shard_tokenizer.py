@@ -60,7 +60,7 @@ def test_names_become_tokens_or_errors_when_asked(kind: str, tmp_path: Path) -> 
     if kind == "sentencepiece-bpe":
         assert "reads the names of special tokens as text" in run(tmp_path, spec, ask, "token", status=2)
     else:
-        assert "note: names of special tokens occur 1 times" in run(tmp_path, spec, ask, "token")
+        assert "note: names of special tokens occur once in the input" in run(tmp_path, spec, ask, "token")
         tokens = IndexedDataset(tmp_path / "out_text_document").document(1).tolist()
         assert tokens.count(open_tokenizer(spec).end_of_document) == 2
     assert f"in.jsonl, line 2: the text contains '{name}'" in run(tmp_path, spec, ask, "error", status=2)

@@ -243,8 +243,13 @@ def run(arguments: argparse.Namespace) -> None:
         duplicates = f", {manifest.num_duplicates:,} duplicates omitted" if manifest.num_duplicates is not None else ""
         if manifest.num_special_tokens_in_text:
             became = "text" if manifest.special_tokens_in_text == "text" else "the special tokens"
+            times = (
+                "once"
+                if manifest.num_special_tokens_in_text == 1
+                else f"{manifest.num_special_tokens_in_text:,} times"
+            )
             print(
-                f"note: names of special tokens occur {manifest.num_special_tokens_in_text:,} times in the input; "
+                f"note: names of special tokens occur {times} in the input; "
                 f"they became {became} (--special-tokens-in-text)",
                 file=sys.stderr,
             )
