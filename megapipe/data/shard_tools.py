@@ -106,7 +106,7 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
     Raises DataError, before anything is written, if the shards' types or manifests differ.
     """
     datasets, manifests = zip(*(open_shard(each, float_tokens=float_tokens) for each in prefixes), strict=True)
-    if Path(output).resolve() in {Path(prefix).resolve() for prefix in prefixes}:
+    if _same_shard(output, prefixes):
         raise DataError(f"{output} is one of the shards to merge; name another --output-prefix")
     for dataset in datasets:
         if dataset.dtype != datasets[0].dtype:
@@ -135,9 +135,15 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
     if not (np.isfinite(parts).all() and (parts > 0).all()):
         raise DataError(f"--shares {shares!r}: every share must be a number above 0, as in 98,1,1")
     dataset, manifest = open_shard(prefix)
+    parts /= parts.max()  # so that the sum is finite
     edges = np.round(np.concatenate(([0.0], np.cumsum(parts) / parts.sum())) * dataset.num_documents).astype(np.int64)
     if (np.diff(edges) == 0).any():
         raise DataError(f"{prefix} has {dataset.num_documents} documents, too few for --shares {shares}")
+    for number in range(len(parts)):
+        if _same_shard(f"{output}_{number}", [prefix]):
+            raise DataError(
+                f"{output}_{number} is the shard to split, which an output would replace; name another --output-prefix"
+            )
     for number, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         keep = np.zeros(dataset.num_documents, dtype=bool)
         keep[begin:end] = True
@@ -146,6 +152,11 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
             described = _counted(manifest, [writer]) if manifest is not None else None
             writer.commit(described and copy_tokenizer(described, prefix, writer.prefix))
         yield f"{output}_{number}: documents {begin:,} to {end:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
+
+
+def _same_shard(output: str, prefixes: Sequence[str]) -> bool:
+    """Return whether a shard with the prefix `output` would replace one of the shards, also through a link."""
+    return bin_path(output).resolve() in {bin_path(prefix).resolve() for prefix in prefixes}
 
 
 def _append_whole_numbers(writer: ShardWriter, dataset: IndexedDataset) -> None:

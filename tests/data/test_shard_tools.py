@@ -39,7 +39,7 @@ def split(prefix: object, shares: str, output: Path, status: int = 0) -> Printed
 
 
 @fresh_files
-@given(documents=documents_strategy, cut=st.integers(1, 7), shares=st.sampled_from(["1,1", "0.5,0.5", "30,30"]))
+@given(documents=documents_strategy, cut=st.integers(1, 7), shares=st.sampled_from(["1,1", "0.5,0.5", "1e308,1e308"]))
 def test_merging_what_was_split_gives_the_same_bytes(tmp_path: Path, documents: list, cut: int, shares: str) -> None:
     whole = write_shard(tmp_path / "whole", documents)
     cut = min(cut, len(documents) - 1)
@@ -123,10 +123,13 @@ def test_inspect_shows_documents_once_for_any_sample_count(tmp_path: Path, sampl
         ("merge one wide --output-prefix out", "of type int32"),
         ("merge one absent --output-prefix out", "absent.idx does not exist"),
         ("merge one one --output-prefix one", "is one of the shards to merge"),
+        ("merge one_link --output-prefix one", "is one of the shards to merge"),
         ("verify wide absent", "absent.idx does not exist: give the prefix of a shard"),
         ("verify .", ". is a folder; give the prefix of a shard in it, such as one"),
         ("verify texts", "texts is a folder without shards; megapipe preprocess --input texts writes one"),
         ("split one --output-prefix out --shares 1,1", "too few for --shares"),
+        ("split wide_0 --output-prefix wide --shares 1,1", "wide_0 is the shard to split"),
+        ("split wide_1 --output-prefix wide --shares 1,1", "wide_1 is the shard to split"),
         ("split one --output-prefix out --shares 1,x", "--shares '1,x' is not a list of numbers"),
         *(
             (f"split wide --output-prefix out --shares={shares}", f"--shares {shares!r}")
@@ -138,15 +141,19 @@ def test_what_does_not_fit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, message: str
 ) -> None:
     one, two = write_text(tmp_path, "one", ["a"]), write_text(tmp_path, "two", ["b"], ends=())
-    paths = {"one": one, "two": two, "wide": str(write_shard(tmp_path / "wide", [[[1]], [[2]]], "<i4"))}
+    wide, *parts = (str(write_shard(tmp_path / name, [[[1]], [[2]]], "<i4")) for name in ("wide", "wide_0", "wide_1"))
+    paths = {"one": one, "two": two, "wide": wide}
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
+    for kind in ("bin", "idx", "manifest.json"):
+        Path(f"one_link.{kind}").symlink_to(f"{one}.{kind}")
     printed = run(*(paths.get(word, word) for word in words.split()), status=2)
     (line,) = printed.err.splitlines()
     assert message in line
     assert printed.out == ""
     assert not list(tmp_path.glob("out*"))
     assert IndexedDataset(one).tokens.tolist() == [97, 256]
+    assert all(IndexedDataset(part).num_documents == 2 for part in parts)
 
 
 def write_floats(prefix: Path, documents: list[list[list[float]]], code: int, float_tokens: str) -> None:
