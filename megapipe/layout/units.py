@@ -399,6 +399,18 @@ class StateUnits:
             if pool.limit is not None and pool.size < self._largest
         ]
 
+    def tight_weights(self) -> str:
+        """Return the setting that limits whole weights to less than two of the largest layers; empty if none does."""
+        weights = self.table().weight_pool
+        largest = self._largest if has_memory_limits(self.config) else max(map(len, self._units))
+        if not 0 < weights < 2 * largest:
+            return ""
+        offload = self.config.offload
+        field, limits = ("offload", offload) if offload.weights else ("zero", self.config.zero)
+        if limits.weight_memory is None:
+            return f"{field}.weight_buffers is {limits.weight_buffers}"
+        return f"{field}.weight_memory is {limits.weight_memory:g} GiB"
+
     @property
     def _pools(self) -> list[_Pool]:
         """The pools of gathered weights, of whole gradients, and of weights that are copied from host memory. A number

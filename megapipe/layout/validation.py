@@ -25,14 +25,28 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
     problems += tensor_problems(config.model, config.parallel.tensor) or context_problems(config)
     problems += config.zero.replica_problems(replicas * config.parallel.context)
     problems = problems or schedule_problems(config, replicas) or slice_problems(config)
-    return problems or _pool_problems(config, replicas) or _file_problems(config, world_size)
+    return problems or _pool_problems(config, world_size) or _file_problems(config, world_size)
 
 
-def _pool_problems(config: PretrainConfig, replicas: int) -> list[str]:
-    """Return a message for each limit of whole weights or gradients that is smaller than a layer."""
-    if not has_memory_limits(config):
+def _pool_problems(config: PretrainConfig, world_size: int) -> list[str]:
+    """Return a message for each limit of whole weights or gradients that is smaller than a layer, or than the layers
+    that one action of a named schedule uses."""
+    if not (has_memory_limits(config) or config.zero.weight_buffers == 1 or config.offload.weight_buffers == 1):
         return []
-    return StateUnits(config, StageLayout.of(config), replicas * config.parallel.context).problems()
+    layout, count = StageLayout.of(config), num_microbatches(config, world_size)
+    replicas = data_parallel_size(config, world_size) * config.parallel.context
+    units = StateUnits(config, layout, replicas)
+    problems = units.problems() if has_memory_limits(config) else []
+    if problems or config.schedule.file or not (tight := units.tight_weights()):
+        return problems
+    try:
+        build_schedule(config, count, layout, replicas=replicas)
+    except ScheduleError:
+        return [
+            f"{tight}, but {config.schedule.name} overlaps the forward of one layer with the backward of another; set "
+            "it to at least two layers, or use another schedule"
+        ]
+    return []
 
 
 def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:

@@ -22,6 +22,7 @@ from tests.distributed.conftest import Make
 from tests.distributed.layout_cases import (
     D2,
     D4,
+    DP,
     FP16,
     FULL,
     ONE,
@@ -51,6 +52,13 @@ REFUSED: list[tuple[dict[str, int], Groups, str]] = [
     (D4, zero(1, shard_size=3), r"zero.shard_size 3 does not divide the 4 replicas"),
     (D4, zero(1, shard_size=1), r"zero.shard_size is 1; it must be at least 2"),
     (D2, zero(3, weight_buffers=0), r"zero.weight_buffers is 0; it must be at least 1"),
+    (DP, {**zero(3, weight_buffers=1), **schedule("dualpipe_v")}, r"zero.weight_buffers is 1, but dualpipe_v over"),
+    (DP, {**zero(3, weight_memory=8e-5), **schedule("dualpipe_v")}, r"zero.weight_memory is 8e-05 GiB, but dualp"),
+    (
+        P2,
+        {"offload": {"weights": True, "optimizer": True, "weight_buffers": 1}, **schedule("dualpipe_v")},
+        r"offload.weight_buffers is 1, but dualpipe_v overlaps the forward",
+    ),
     (D2, zero(1, gradient_buffers=3), r"gradient_buffers is 3 but zero.stage 1 does"),
     (D2, zero(0, reduce_dtype="bf16"), r"zero.reduce_dtype is bf16 but zero.stage 0 does"),
     (ONE, sequence(), r"parallel.tensor is 1; .*set parallel.tensor to 2 or more"),
