@@ -47,6 +47,17 @@ _SHUTDOWN_SECONDS = 3600
 """Seconds that ranks have to save after a signal, before the agent kills them; torch's default is 30 s."""
 
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+_SLURM_TASKS = "SLURM_STEP_NUM_TASKS"
+_SLURM_PATTERNS = {
+    _SLURM_TASKS: "[1-9][0-9]{0,6}",
+    "SLURM_STEP_NUM_NODES": "[0-9]+",
+    "SLURM_STEP_NODELIST": r"[^,\[\]].*",
+    "SLURM_STEP_TASKS_PER_NODE": "[0-9]+.*",
+    "SLURM_PROCID": "[0-9]+",
+    "SLURM_LOCALID": "[0-9]+",
+    "SLURM_JOB_ID": "[0-9]{1,18}",
+}
+"""Variables of a Slurm step, and the pattern of their values."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +168,10 @@ def status_of(failures: "Mapping[int, ProcessFailure]") -> int:
 def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a rank that srun started, one task per rank, as torchrun would set them.
 
-    The result is empty outside of such a step, in a step of one task, or if a launcher has set RANK.
+    The result is empty outside of such a step, in a step of one task, or if a launcher has set RANK. Raises
+    ConfigError for variables with values that srun does not set.
     """
-    tasks = int(environment.get("SLURM_STEP_NUM_TASKS", "1"))
-    if "RANK" in environment or tasks == 1:
+    if "RANK" in environment or (tasks := slurm_tasks(environment)) == 1:
         return {}
     address, port = first_slurm_node(environment)
     return {
@@ -171,6 +182,28 @@ def slurm_variables(environment: Mapping[str, str]) -> dict[str, str]:
         "MASTER_ADDR": environment.get("MASTER_ADDR", address),
         "MASTER_PORT": environment.get("MASTER_PORT", str(port)),
     }
+
+
+def slurm_tasks(environment: Mapping[str, str]) -> int:
+    """Return the number of tasks of a Slurm step, 1 outside of a step.
+
+    Raises ConfigError if a variable of a step of several tasks is missing, as in a container that passes only some, or
+    has a value that srun does not set.
+    """
+    number = environment.get(_SLURM_TASKS, "1")
+    if number == "1":
+        return 1
+    for name, pattern in _SLURM_PATTERNS.items():
+        value = environment.get(name)
+        if value is None or not re.fullmatch(pattern, value, re.ASCII):
+            described = "not set" if value is None else repr(value)
+            if name != _SLURM_TASKS:
+                described += f", but {_SLURM_TASKS} is {number!r}"
+            raise ConfigError(
+                f"{name} is {described}: start ranks with srun, which sets it, or unset {_SLURM_TASKS} to run without "
+                "Slurm"
+            )
+    return int(number)
 
 
 def first_slurm_node(environment: Mapping[str, str]) -> tuple[str, int]:
@@ -326,10 +359,11 @@ def main(arguments: Sequence[str]) -> int:
         job = _job(flags)
         if job is not None:
             _check_layout(_parsed(kind, rest), job.ranks * job.nodes)
+        else:
+            os.environ.update(slurm_variables(os.environ))
     except ConfigError as error:
         return _refused(error)
     if job is None:
-        os.environ.update(slurm_variables(os.environ))
         return run_program(kind, rest)
     return launch(job, ["train", *(["--kind", flags.kind] if flags.kind else []), *rest])
 
@@ -359,7 +393,7 @@ def _job(flags: argparse.Namespace) -> Job | None:
             "already (RANK is set): leave them out under torchrun, or unset RANK"
         )
     job = Job(flags.ranks or 1, flags.nodes or 1, flags.rendezvous, flags.restarts or 0)
-    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    tasks = slurm_tasks(os.environ)
     if tasks > 1 and flags.nodes is None and flags.rendezvous is None:
         if os.environ.get("SLURM_STEP_NUM_NODES") != str(tasks):
             raise ConfigError(

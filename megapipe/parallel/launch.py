@@ -21,6 +21,7 @@ from megapipe.parallel.rendezvous import Start, connect
 from megapipe.parallel.shared_memory import SharedMemoryExchange
 
 DeviceChoice = Literal["auto", "cpu", "cuda"]
+MOST_RANKS = 1 << 20
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -141,6 +142,10 @@ class LaunchEnvironment:
         rank, world_size, local_rank, port = (
             _integer(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
         )
+        if not 0 < world_size <= MOST_RANKS:
+            raise LaunchError(
+                f"WORLD_SIZE={world_size} is outside 1..{MOST_RANKS}: start with torchrun, which sets it"
+            )
         for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, world_size)):
             if not 0 <= value < limit:
                 raise LaunchError(f"{name}={value} is outside 0..WORLD_SIZE-1 (WORLD_SIZE={world_size})")

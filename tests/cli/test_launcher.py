@@ -209,6 +209,15 @@ def test_srun_with_one_task_per_node_names_the_nodes(folder: Path, monkeypatch: 
     [
         ("-n 8", STEP, "srun started 16 tasks on 2 nodes: use one task per node, or one per rank without -n"),
         ("-n 8", {"RANK": "1"}, "this process is rank 1 already"),
+        ("-n 8", {"SLURM_STEP_NUM_TASKS": "2"}, "SLURM_STEP_NUM_NODES is not set, but SLURM_STEP_NUM_TASKS is '2'"),
+        ("", STEP | {"SLURM_STEP_NUM_TASKS": ""}, "SLURM_STEP_NUM_TASKS is '': start ranks with srun"),
+        ("", STEP | {"SLURM_STEP_NUM_TASKS": "0"}, "SLURM_STEP_NUM_TASKS is '0'"),
+        ("", STEP | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is '', but SLURM_STEP_NUM_TASKS is '16'"),
+        (
+            "",
+            STEP | {"SLURM_JOB_ID": "a"},
+            "SLURM_JOB_ID is 'a', but SLURM_STEP_NUM_TASKS is '16': start ranks with sr",
+        ),
         ("-n 2 --parallel.tensor 3", {}, "world size 2 is not a multiple of"),
         ("-n 99999", {}, "global_size 16 is not divisible by batch.micro_size 4 x data-parallel size 99999"),
         ("-n 2 --data.sequence_length 999", {}, "exceeds model.max_positions 256"),
