@@ -42,6 +42,12 @@ def cross_entropy_row_statistics(
     columns = targets.unsqueeze(1)
     target = logits.gather(1, columns).squeeze(1).to(wide)
     log_sum_exp = target - log_softmax.gather(1, columns).squeeze(1)
+    hidden = target == -torch.inf  # the difference is then NaN, and another column is needed
+    # Two more reads of the row, which are left out if none is hidden; on a GPU, the check would stall the device.
+    if torch.compiler.is_compiling() or logits.device.type != "cpu" or hidden.any():
+        largest = logits.amax(-1).to(wide)
+        without_target = torch.where(largest == -torch.inf, largest, largest - log_softmax.amax(-1))
+        log_sum_exp = torch.where(hidden, without_target, log_sum_exp)
     if softmax is not None and torch.compiler.is_compiling():
         softmax.copy_(log_softmax.exp())  # torch.compile cannot trace `out` in a padded tensor
     elif softmax is not None:

@@ -82,8 +82,7 @@ def test_special_logits_act_as_in_float64(backend: str, kind: str) -> None:
     case = Logits(logits, torch.tensor([3, 0], device=DEVICE), torch.ones(2, device=DEVICE))
     tolerance = torch.finfo(torch.float32).eps * max(8.0, logits[0].nan_to_num(0.0, 0.0, 0.0).abs().max().item())
     exact = tuple(each.float() for each in case.exact(scaled=False))
-    splits = [[4], [2, 2], [1, 3]] if backend == "triton" else [[4]]
-    for each in (case.alone(op), *(case.shared(op, split) for split in splits)):
+    for each in (case.alone(op), *(case.shared(op, split) for split in ([4], [2, 2], [1, 3]))):
         torch.testing.assert_close(each, exact, rtol=1e-6, atol=tolerance, equal_nan=True)
 
 
