@@ -21,6 +21,8 @@ class _Timespec(ctypes.Structure):
 
 _QUICK = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the interpreter lock: for calls that never block
 _BLOCKING = ctypes.CDLL(None, use_errno=True)
+# A wait by the wall clock lasts longer if that clock is set back. glibc before 2.30 has no other wait for semaphores.
+_CLOCK = time.CLOCK_MONOTONIC if hasattr(_BLOCKING, "sem_clockwait") else time.CLOCK_REALTIME
 
 
 def _function(library: Any, name: str, *arguments: Any) -> Any:
@@ -46,7 +48,11 @@ class Semaphore:
         self._address = address
         self._post = _function(_QUICK, "sem_post", ctypes.c_void_p)
         self._take = _function(_QUICK, "sem_trywait", ctypes.c_void_p)
-        self._wait = _function(_BLOCKING, "sem_timedwait", ctypes.c_void_p, ctypes.POINTER(_Timespec))
+        if _CLOCK == time.CLOCK_MONOTONIC:
+            wait = _function(_BLOCKING, "sem_clockwait", ctypes.c_void_p, ctypes.c_int, ctypes.POINTER(_Timespec))
+            self._wait = lambda address, until: wait(address, _CLOCK, until)
+        else:
+            self._wait = _function(_BLOCKING, "sem_timedwait", ctypes.c_void_p, ctypes.POINTER(_Timespec))
 
     def initialize(self, value: int) -> None:
         """Set the count, before the other process uses it."""
@@ -64,11 +70,11 @@ class Semaphore:
     def wait(self, seconds: float) -> bool:
         """Decrement the count, after waiting up to `seconds` for it to be positive; False after that time, or if a
         signal handler ran."""
-        whole, nanoseconds = divmod(time.time_ns() + int(seconds * 1e9), 1_000_000_000)
-        if not self._wait(self._address, ctypes.byref(_Timespec(whole, nanoseconds))):
+        until = time.clock_gettime_ns(_CLOCK) + int(seconds * 1e9)
+        if not self._wait(self._address, _Timespec(*divmod(until, 1_000_000_000))):
             return True
         if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
-            raise OSError(ctypes.get_errno(), "sem_timedwait")
+            raise OSError(ctypes.get_errno(), "wait for a semaphore")
         return False
 
 

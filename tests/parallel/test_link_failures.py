@@ -1,5 +1,6 @@
 """A peer that dies, falls silent or sends something else is named, and no shared memory remains."""
 
+import ctypes
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.links import Edge, LinkEnd
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import DistributedLink, LinkKind, make_links
+from megapipe.parallel.shared_ring import SEMAPHORE_BYTES, Semaphore
 from tests.support.meshes import Backend, run_mesh, run_threads
 from tests.support.patience import wait_until
 from tests.support.ranks import run_ranks
@@ -95,6 +97,19 @@ def test_a_silent_peer_is_named_after_the_timeout(tmp_path: Path, kind: LinkKind
     assert message.startswith(f"rank 0 waited for rank 1 to {awaited}, but ")
     assert kind == "gloo" or message.endswith(", but there was no answer within 0.3 s")
     assert 0.2 < seconds < 15
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "sem_clockwait"), reason="needs glibc 2.30")
+def test_a_wall_clock_that_is_set_back_lengthens_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = ctypes.create_string_buffer(SEMAPHORE_BYTES)
+    semaphore = Semaphore(memory, ctypes.addressof(memory))
+    semaphore.initialize(0)
+    ahead, read = time.time_ns() + 20 * 10**9, time.clock_gettime_ns
+    monkeypatch.setattr(time, "time_ns", lambda: ahead)
+    monkeypatch.setattr(time, "clock_gettime_ns", lambda clock: ahead if clock == time.CLOCK_REALTIME else read(clock))
+    started = time.monotonic()
+    assert not semaphore.wait(0.01)
+    assert time.monotonic() - started < 10
 
 
 def receive_from_failing_thread(mesh: Mesh, messages: list[str]) -> None:
