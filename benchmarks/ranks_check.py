@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megapipe.cli.main import end_after
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.config.run import PretrainConfig
@@ -32,7 +33,7 @@ from megapipe.engine.step import StepInput
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group
 from megapipe.parallel.in_process import in_process_meshes, run_in_process
-from megapipe.parallel.launch import connected_mesh, initialize, shutdown
+from megapipe.parallel.launch import connected_mesh, joined
 from megapipe.parallel.links import Edge
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import make_links
@@ -267,11 +268,8 @@ def main() -> None:
         sys.exit(f"error: there is no check {unknown[0]!r} for {ranks} ranks; choose from {'; '.join(by_name)}")
     selected = list(by_name.values()) if "all" in options.checks else [by_name[name] for name in options.checks]
     # The first check's layout decides how many hardware queues a GPU has, as in training (docs/nccl.md).
-    world = initialize(selected[0].sizes, options.device, TIMEOUT)
-    try:
+    with joined(selected[0].sizes, options.device, TIMEOUT) as world:
         run_checks(world, selected)
-    finally:
-        shutdown()
 
 
 def run_checks(world: Mesh, selected: Sequence[Check]) -> None:
@@ -290,4 +288,4 @@ def run_checks(world: Mesh, selected: Sequence[Check]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end_after(main)

@@ -1,8 +1,6 @@
 """Inspect, check, merge and split data shards: `megapipe data`, for use without an installation."""
 
-import sys
-
-from megapipe.cli.main import main
+from megapipe.cli.main import start
 
 if __name__ == "__main__":
-    sys.exit(main(["data", *sys.argv[1:]]))
+    start("data")

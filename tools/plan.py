@@ -1,8 +1,6 @@
 """Plan a training run: `megapipe plan`, for use without an installation."""
 
-import sys
-
-from megapipe.cli.main import main
+from megapipe.cli.main import start
 
 if __name__ == "__main__":
-    sys.exit(main(["plan", *sys.argv[1:]]))
+    start("plan")

@@ -1,8 +1,6 @@
 """Turn text into data shards: `megapipe preprocess`, for use without an installation."""
 
-import sys
-
-from megapipe.cli.main import main
+from megapipe.cli.main import start
 
 if __name__ == "__main__":
-    sys.exit(main(["preprocess", *sys.argv[1:]]))
+    start("preprocess")

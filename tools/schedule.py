@@ -1,8 +1,6 @@
 """Pipeline schedules: `megapipe schedule`, for use without an installation."""
 
-import sys
-
-from megapipe.cli.main import main
+from megapipe.cli.main import start
 
 if __name__ == "__main__":
-    sys.exit(main(["schedule", *sys.argv[1:]]))
+    start("schedule")

@@ -76,18 +76,41 @@ def _calibrate(name: str, request: "Request") -> int:
     return HANDLERS[name](request)
 
 
-def start() -> NoReturn:
-    """Run the command line of this process and exit. The console script calls this function."""
-    sys.argv[0] = "megapipe"
+def start(*words: str) -> NoReturn:
+    """Run the command line of this process, after `words`, and end. The console script and the programs call this."""
+    if not words:
+        sys.argv[0] = "megapipe"
+    end_after(lambda: main([*words, *sys.argv[1:]]))
+
+
+def end_after(run: Callable[[], int | None]) -> NoReturn:
+    """Call a function and end this process with the status that it returns, None for 0; with 1 if it raises.
+
+    A process that is still in a world of ranks was stopped by an error. It ends at once, because freeing its process
+    groups would wait for operations with peers that may be gone.
+    """
     try:
         try:
-            status = main(sys.argv[1:])
+            status = run() or 0
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the program that read the output, such as head, has ended
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
         status = 128 + signal.SIGPIPE
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        status = 1
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        end_at_once(status)
     sys.exit(status)
+
+
+def end_at_once(status: int) -> NoReturn:
+    """End this process without its exit handlers."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def overview() -> str:

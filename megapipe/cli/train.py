@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from jsonargparse import ArgumentParser
 
+from megapipe.cli.main import end_at_once
 from megapipe.config import ConfigError
 from megapipe.config.command_line import OneLineParser, natural, positive
 from megapipe.config.load import KINDS, Given, asks_for_help, build_parser, kind_of, parse_given
@@ -247,12 +248,12 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
     end_with_launcher()
 
     # Imported here because torch takes a second, and --help or a misspelt key should not wait for it.
-    from megapipe.parallel.launch import LaunchEnvironment, shutdown
+    from megapipe.parallel.launch import LaunchEnvironment
     from megapipe.training.observe.listeners import any_abandoned
     from megapipe.training.pretrain import pretrain
     from megapipe.training.resilience.failures import status_of
 
-    start, failure = None, None
+    start = None
     try:
         environment = LaunchEnvironment.read(os.environ)
         start = environment.meet(_start_timeout(parsed))
@@ -269,17 +270,10 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
                 print_line(plan_line)
         status = pretrain(config, environment, start, _with_recompute)
     except Exception as error:
-        failure = error  # keep it, because its frames hold process groups
         status = status_of(error, start)
     after_training()
-    # The exit handler of Weights & Biases would wait for the server for a minute or more. Freeing a process group
-    # would wait for operations with peers that may be gone, up to the timeout of a collective.
-    lost = failure is not None and start is not None and status != ExitCode.WRONG_INPUT
-    if any_abandoned() or lost:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    shutdown()  # after wrong input all ranks are alive
+    if any_abandoned():  # the exit handler of Weights & Biases would wait for the server for a minute or more
+        end_at_once(status)
     return status
 
 

@@ -75,7 +75,7 @@ def test_programs_are_wrappers_of_the_table() -> None:
     for program in [*ROOT.glob("pretrain_*.py"), *ROOT.glob("tools/*.py")]:
         name = str(program.relative_to(ROOT))
         command = next((command for command, programs in ALONE.items() if name in programs), program.stem)
-        called = re.findall(r"sys\.exit\(main\(\[(.*), \*sys\.argv\[1:\]\]\)\)", program.read_text())
+        called = re.findall(r"start\((.*)\)", program.read_text())
         assert called, name
         words = re.findall(r'"([^"]+)"', called[0])
         kind = ["--kind", program.stem.removeprefix("pretrain_")] if command == "train" else []

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from megapipe.checkpoint import background
+from megapipe.cli.main import end_after
 from megapipe.cli.train import run_program
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
@@ -160,4 +161,4 @@ if __name__ == "__main__":
         fault = Fault(**json.loads(os.environ[VARIABLE]))
         if fault.rank is None or fault.rank == int(os.environ.get("RANK", "0")):
             PLACES[fault.place](fault)
-    raise SystemExit(run_program(PretrainConfig, sys.argv[1:]))
+    end_after(lambda: run_program(PretrainConfig, sys.argv[1:]))

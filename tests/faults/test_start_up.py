@@ -163,13 +163,14 @@ PROGRAM = """
 import os, signal, sys
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.engine import Engine
+from megapipe.cli.main import end_after
 from megapipe.cli.train import run_program
 if os.environ["RANK"] == "1":
     if int(os.environ["TORCHELASTIC_RESTART_COUNT"]) == int(os.environ["DIFFERS_AT_START"]):
         sys.argv += ["--training.seed=7"]
     else:
         Engine.feed = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-raise SystemExit(run_program(PretrainConfig, sys.argv[1:]))
+end_after(lambda: run_program(PretrainConfig, sys.argv[1:]))
 """
 """Rank 1 differs at one start, and is killed in its first step at the starts before it."""
 

@@ -1,7 +1,6 @@
 """A launcher's environment is taken as it is or refused with the reason, before any process group exists."""
 
 import os
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +10,13 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapipe.cli.main import end_after
+from megapipe.config import ConfigError
+from megapipe.config.command_line import exit_status
 from megapipe.parallel import launch
 from megapipe.parallel.groups import CommunicationError, DistributedGroup, LaunchError, SoloGroup
 from megapipe.parallel.launch import LaunchEnvironment, initialize, joined, shutdown
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import RankError, free_port, run_ranks
 
 COMPLETE = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
 
@@ -109,17 +111,22 @@ def test_ranks_of_an_environment_join_one_mesh() -> None:
     assert run_ranks(4, join_by_environment, free_port()) == [[1.0], [1.0], [5.0], [5.0]]
 
 
-def stay_after_an_error(rank: int, port: int) -> tuple[bool, bool]:
+def fail_in_a_world(rank: int, port: int, error: Exception) -> None:
     leave_for(port, rank, 2)
-    with suppress(CommunicationError), joined({"data": 2}, device="cpu", timeout=30):
-        raise CommunicationError("a peer is gone")
-    stays = dist.is_initialized()
-    shutdown()
-    return stays, dist.is_initialized()
+
+    def command() -> None:
+        with joined({"data": 2}, device="cpu", timeout=30) as mesh:
+            mesh.world.barrier()
+            raise error
+
+    end_after(lambda: exit_status(command))
 
 
-def test_groups_of_lost_peers_delay_no_error() -> None:
-    assert run_ranks(2, stay_after_an_error, free_port()) == [(True, False)] * 2
+@pytest.mark.parametrize(("error", "status"), [(CommunicationError("a peer is gone"), 1), (ConfigError(["wrong"]), 2)])
+def test_groups_of_lost_peers_delay_no_end(error: Exception, status: int) -> None:
+    """Freeing a group waits for its operations, so the process ends before."""
+    with pytest.raises(RankError, match=rf"rank \d died with exit code {status}"):
+        run_ranks(2, fail_in_a_world, free_port(), error)
 
 
 EAGER = {"CUDA_MODULE_LOADING": "EAGER", "NCCL_RUNTIME_CONNECT": "0"}
