@@ -521,8 +521,9 @@ class Assembly:
         """Replace the way in which the linear layers of blocks multiply, within some layers."""
         for index, twins in self.layers():
             for twin in twins if index in layers else ():
-                for part in [depth.block for depth in _depths([twin])] or [twin]:
-                    use_products(part, products)
+                within_head: list[nn.Module] = [depth.block for depth in _depths([twin])]
+                for module in within_head or [twin]:
+                    use_products(module, products)
 
     def _compile_blocks(self) -> None:
         """Let all transformer blocks run through one torch.compile, each as one graph except under ring attention.

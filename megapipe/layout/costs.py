@@ -39,6 +39,14 @@ from megapipe.spec.peaks import peaks_within
 _ops = lru_cache(maxsize=4096)(layer_ops)
 
 
+def own_parts(config: PretrainConfig, layer: LayerSpec) -> frozenset[Part]:
+    """Return the parts of blocks that a layer's backward recomputes itself."""
+    if layer.kind == "head" and config.model.mtp_layers:
+        return config.recompute.own_parts
+    selective = layer.kind == "block" and recompute_method(config, layer.name) == "selective"
+    return frozenset(config.recompute.parts if selective else ())
+
+
 @lru_cache(maxsize=4096)
 def _peaks(kind: LayerKind, shape: MicrobatchShape) -> dict[BackwardPhase, int]:
     return peaks_within(_ops(kind, shape), shape)
@@ -120,7 +128,7 @@ class LayoutCosts:
         predictions: maximum number of masked tokens per sample on this rank, if context ranks shard a BERT's samples;
         the data decides which these are.
         """
-        base, config = self._plain_shape(layer.variant, self._own_parts(layer)), self.config
+        base, config = self._plain_shape(layer.variant, own_parts(self.config, layer)), self.config
         if layer.kind in ("output", "words"):
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
             splits = config.parallel.vocabulary_variant == 2
@@ -132,23 +140,15 @@ class LayoutCosts:
         tensorwise = in_fp8 and config.training.fp8 == "tensorwise"
         return replace(base, fp8=in_fp8, tensorwise_fp8=tensorwise, predictions=held)
 
-    def _own_parts(self, layer: LayerSpec) -> frozenset[Part]:
-        """Return the parts of blocks that the layer's backward recomputes itself."""
-        recompute = self.config.recompute
-        if layer.kind == "head" and self.config.model.mtp_layers:
-            return recompute.own_parts
-        selective = layer.kind == "block" and recompute_method(self.config, layer.name) == "selective"
-        return frozenset(recompute.parts if selective else ())
-
     def ops(self, layer: LayerSpec, predictions: int | None = None) -> tuple[Op, ...]:
         """Return the ops of a layer on this rank."""
         return _ops(layer.kind, self.shape(layer, predictions))
 
     @cached_method
-    def _plain_shape(self, variant: str, own_parts: frozenset[Part]) -> MicrobatchShape:
+    def _plain_shape(self, variant: str, recompute: frozenset[Part]) -> MicrobatchShape:
         """Return the shape for a layer of a variant without products in fp8."""
         config, model = self.config, self.config.model.of_kind(variant)
-        parallel, recompute = config.parallel, config.recompute
+        parallel = config.parallel
         isolates, in_slices = config.data.isolate_documents, bool(self.slices)
         blocks = isolates and not in_slices and why_a_mask(config.model, self.device) is None
         # On a GPU, only flash attention supports keys that are shared by heads, but neither fp32 nor a mask.
@@ -167,9 +167,9 @@ class LayoutCosts:
             sequence_chunks=parallel.sequence_chunks,
             context=self.context,
             context_attention=parallel.context_attention,
-            recompute=own_parts,
+            recompute=recompute,
             predictions=self.config.predictions,
-            recompute_logits=recompute.logits,
+            recompute_logits=config.recompute.logits,
             isolate_documents=isolates,
             document_blocks=blocks,
             stored_masks=self.device == "cpu",

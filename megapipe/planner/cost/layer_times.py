@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from megapipe.config import ConfigError
 from megapipe.config.parallel import recompute_method
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.costs import own_parts
 from megapipe.layout.hardware.description import Device, device_type
 from megapipe.layout.hardware.roofline import KernelTime, matrix_product_time, memory_bound_time
 from megapipe.layout.prediction import layout_costs
@@ -201,9 +202,8 @@ class SharedRoofline(RooflineTimes):
     def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
         """Return the result of `RooflineTimes.kernels`. config: the run's configuration in any layout."""
         parallel, name = config.parallel, layer.name
-        # Among the methods of recomputation, only selective changes the kernels of a block.
-        selective = config.recompute.method == "selective" and layer.kind == "block"
-        key = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, selective
+        again = own_parts(config, layer)
+        key = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, again
         if key not in self.known:
             self.known[key] = super().kernels(config, layer)
         return self.known[key]

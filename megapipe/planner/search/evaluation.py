@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.layout.costs import own_parts
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.stages import cached_method
@@ -128,7 +129,8 @@ class Evaluation:
 
         def costs() -> list[MicrobatchCost]:
             run = self.in_one_stage(layout)
-            if layout.recompute == "full" and self._apart(layout) is None:  # only the recomputed kernels differ
+            again = any(own_parts(run.config, each) for each in run.layers)
+            if layout.recompute == "full" and not again and not self.measured:  # only the recomputed kernels differ
                 like = self.microbatch(layout._replace(recompute="none"))
                 times = (self.times.of(run.config, each) for each in run.layers)
                 return [each._replace(compute=compute) for each, compute in zip(like, times, strict=True)]

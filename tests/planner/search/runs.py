@@ -34,7 +34,7 @@ def machine(
 @st.composite
 def runs(draw: st.DrawFn) -> PretrainConfig:
     """Runs whose sizes divide by little and by much."""
-    heads = draw(st.sampled_from([2, 3, 4, 8]))
+    heads, mtp_layers = draw(st.sampled_from([2, 3, 4, 8])), draw(st.sampled_from([0, 0, 0, 2]))
     base = run(
         num_layers=draw(st.integers(1, 9)),
         hidden_size=heads * 32,
@@ -42,5 +42,7 @@ def runs(draw: st.DrawFn) -> PretrainConfig:
         num_kv_heads=draw(st.sampled_from([None, 1])),
         tie_embeddings=draw(st.booleans()),
         vocabulary_size=draw(st.sampled_from([100, 2000])),
+        mtp_layers=mtp_layers,
+        **({"positions": "rotary"} if mtp_layers else {}),
     )
     return replace(base, batch=replace(base.batch, global_size=draw(st.sampled_from([4, 6, 8, 12, 16]))))

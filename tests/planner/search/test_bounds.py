@@ -105,7 +105,9 @@ def test_bounds_hold_with_one_microbatch() -> None:
 def test_only_split_backwards_wait_in_their_weight_half(base: PretrainConfig, pipeline: int, sequence: int) -> None:
     """The simulator times each backward by its kind; the rest is when sums of norms' gradients start."""
     shape = Shape(1, 2, pipeline, 1, 1, "dualpipe_v", None)
-    base = replace(base, model=replace(base.model, num_layers=2 * pipeline, num_heads=4, num_kv_heads=None))
+    base = replace(
+        base, model=replace(base.model, num_layers=2 * pipeline, num_heads=4, num_kv_heads=None, mtp_layers=0)
+    )
     layout, hardware = Layout(shape, sequence, 0, "none"), machine(1e15, 1e9, 1e9)
     exact = predict(layout.applied(base), hardware).estimate.step_seconds
     costs = Evaluation(base, hardware, slowest_times(base, hardware, 2 * pipeline))
