@@ -2,13 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megapipe.config import ConfigError
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.config.field_types import real_number, whole_number
+from megapipe.inference.settings import SamplingSettings, all_prompts, stop_problems
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
@@ -66,7 +68,7 @@ examples:
 def generate(argv: Sequence[str]) -> int:
     """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = generate_parser().parse_args(with_hyphens(argv))
-    return exit_status(lambda: _generate(arguments))
+    return _run(_generate, arguments)
 
 
 def generate_parser() -> argparse.ArgumentParser:
@@ -149,28 +151,28 @@ def generate_parser() -> argparse.ArgumentParser:
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    from megapipe.inference import trained_model as request
-    from megapipe.inference.generation import Limits, SamplingSettings, StopStrings, generate
-    from megapipe.inference.trained_model import LoadedModel
-
     chosen = {field: getattr(arguments, field) for field in SamplingSettings.__dataclass_fields__}
     settings = SamplingSettings(**chosen)
-    if settings.problems():
-        raise ConfigError(settings.problems())
-    prompts = request.all_prompts(arguments.prompt, arguments.prompt_file)
+    problems = settings.problems() + stop_problems(arguments.stop)
+    if problems:
+        raise ConfigError(problems)
+    prompts = all_prompts(arguments.prompt, arguments.prompt_file)
+
+    # Imported here because torch takes seconds, and a wrong flag should not wait for it.
+    from megapipe.inference import trained_model as request
+    from megapipe.inference.generation import Limits, StopStrings, generate
+    from megapipe.inference.trained_model import LoadedModel
+
     trained = request.read_trained(arguments.checkpoint)
     request.check_is_gpt(trained)
     config = _on_layout(trained, arguments)
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
-    stop = StopStrings(tuple(arguments.stop), tokenizer)
-    if stop.problems():
-        raise ConfigError(stop.problems())
     limits = Limits(
         max_new_tokens=arguments.max_new_tokens,
         vocabulary_size=min(tokenizer.vocabulary_size, config.model.vocabulary_size),
         end_of_document=tokenizer.end_of_document,
-        stop=stop,
+        stop=StopStrings(tuple(arguments.stop), tokenizer),
         batch_size=arguments.batch_size,
     )
     with request.connected(config) as mesh:
@@ -194,7 +196,7 @@ def _generate(arguments: argparse.Namespace) -> None:
 def fill_mask(argv: Sequence[str]) -> int:
     """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = fill_mask_parser().parse_args(with_hyphens(argv))
-    return exit_status(lambda: _fill_mask(arguments))
+    return _run(_fill_mask, arguments)
 
 
 def fill_mask_parser() -> argparse.ArgumentParser:
@@ -244,8 +246,7 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
 def evaluate(argv: Sequence[str]) -> int:
     """Run the command and return its exit status: 0, 2 for a wrong command line or unusable input, 130 for Ctrl-C."""
     arguments = evaluate_parser().parse_args(with_hyphens(argv))
-    run = _evaluate if arguments.tasks is None else _evaluate_tasks
-    return exit_status(lambda: run(arguments))
+    return _run(_evaluate if arguments.tasks is None else _evaluate_tasks, arguments)
 
 
 def evaluate_parser() -> argparse.ArgumentParser:
@@ -291,6 +292,11 @@ def evaluate_parser() -> argparse.ArgumentParser:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    if arguments.tasks_folder is not None or arguments.tokenizer is not None:
+        raise ConfigError("--tasks-folder and --tokenizer are for --tasks; name tasks, or leave them out")
+    if arguments.data_prefix is not None and arguments.split is not None:
+        raise ConfigError("--split selects a split of the training data; leave it or --data-prefix out")
+
     import json
     from dataclasses import asdict
 
@@ -302,14 +308,10 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from megapipe.training.observe.display import evaluation_line
     from megapipe.training.validation import validate
 
-    if arguments.tasks_folder is not None or arguments.tokenizer is not None:
-        raise ConfigError("--tasks-folder and --tokenizer are for --tasks; name tasks, or leave them out")
     trained = request.read_trained(arguments.checkpoint)
     config = _on_layout(trained, arguments)
     split: SplitName = arguments.split or "validation"
     if arguments.data_prefix is not None:
-        if arguments.split is not None:
-            raise ConfigError("--split selects a split of the training data; leave it or --data-prefix out")
         config = _on_shard(config, arguments.data_prefix)
     elif not config.data.prefixes[0]:
         raise ConfigError("a Hugging Face folder names no training data: set --data-prefix to a shard")
@@ -337,19 +339,23 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate_tasks(arguments: argparse.Namespace) -> None:
+    if arguments.data_prefix is not None or arguments.split is not None:
+        raise ConfigError("--tasks has its own texts; leave out --data-prefix and --split, or --tasks")
+    folder = arguments.tasks_folder
+    if folder is not None and not Path(folder).is_dir():
+        raise ConfigError(f"--tasks-folder {folder} is not a folder; name one with YAML files of tasks")
+
     import json
 
     from megapipe.inference import trained_model as request
     from megapipe.inference.evaluation import Tasks
     from megapipe.inference.trained_model import LoadedModel
 
-    if arguments.data_prefix is not None or arguments.split is not None:
-        raise ConfigError("--tasks has its own texts; leave out --data-prefix and --split, or --tasks")
     trained = request.read_trained(arguments.checkpoint)
     request.check_is_gpt(trained)
     config = _on_layout(trained, arguments)
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
-    tasks = Tasks(arguments.tasks.split(","), arguments.tasks_folder)
+    tasks = Tasks(arguments.tasks.split(","), folder)
     with request.connected(config) as mesh:
         model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
         results = tasks.evaluate(model, tokenizer, batch_size=arguments.batch_size or 32, limit=arguments.samples)
@@ -362,6 +368,20 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> None:
             for name, value in metrics.items():
                 if isinstance(value, float):
                     print(f"{task}: {name.removesuffix(',none')} {value:.4f}", flush=True)
+
+
+def _run(command: Callable[[argparse.Namespace], None], arguments: argparse.Namespace) -> int:
+    """Run a command, unless its --checkpoint is not a folder, and return the exit status."""
+
+    def run() -> None:
+        if not Path(arguments.checkpoint).is_dir():
+            raise ConfigError(
+                f"no checkpoint: {arguments.checkpoint} is not a folder; name the folder of a run, of a checkpoint, "
+                "or of a Hugging Face model"
+            )
+        command(arguments)
+
+    return exit_status(run)
 
 
 def _on_layout(trained: "TrainedModel", arguments: argparse.Namespace) -> "PretrainConfig":

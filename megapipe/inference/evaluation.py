@@ -9,7 +9,8 @@ import torch
 from megapipe.config import ConfigError
 from megapipe.data import DataError
 from megapipe.data.tokenizers import Tokenizer
-from megapipe.inference.generation import CHUNK, Limits, SamplingSettings, StopStrings, generate
+from megapipe.inference.generation import CHUNK, Limits, StopStrings, generate
+from megapipe.inference.settings import SamplingSettings, stop_problems
 from megapipe.inference.trained_model import LoadedModel, Passes
 
 if TYPE_CHECKING:
@@ -158,8 +159,8 @@ class TaskAnswers:
         chosen = {name: request.pop(name) for name in SAMPLING if request.get(name) is not None}
         if samples is False or (samples is None and "temperature" not in chosen):
             chosen["temperature"] = 0.0
-        settings, stop = SamplingSettings(**chosen), StopStrings(strings, self._tokens)
-        problems = settings.problems() + stop.problems()
+        settings = SamplingSettings(**chosen)
+        problems = settings.problems() + stop_problems(strings)
         if request:
             problems.append(
                 f"generation_kwargs of the task has {', '.join(request)}; only {', '.join(_KNOWN)} are known"
@@ -176,7 +177,7 @@ class TaskAnswers:
             max_new_tokens=new,
             vocabulary_size=vocabulary,
             end_of_document=self._end_of_document,
-            stop=stop,
+            stop=StopStrings(strings, self._tokens),
             batch_size=self._batch_size,
         )
 
@@ -203,8 +204,6 @@ class Tasks:
             raise ConfigError(
                 f"--tasks needs lm-eval, but {missing} is not installed: pip install 'megapipe[evaluation]'"
             ) from error
-        if folder is not None and not Path(folder).is_dir():
-            raise ConfigError(f"--tasks-folder {folder} is not a folder; name one with YAML files of tasks")
         self._manager = TaskManager(include_path=folder, include_defaults=folder is None)
         self._names = list(names)
         for name in names:

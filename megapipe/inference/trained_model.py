@@ -16,7 +16,7 @@ from megapipe.checkpoint.manifest import MANIFEST, RunState
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import CheckpointError, read_json
-from megapipe.config import ConfigError, InputError
+from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.load import kind_of, parse_as
 from megapipe.config.model import ModelConfig
@@ -28,6 +28,7 @@ from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_stream
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
+from megapipe.inference.settings import PromptError
 from megapipe.layout.stages import StageLayout, lay_out
 from megapipe.models import family_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
@@ -37,10 +38,6 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
 from megapipe.spec.layers import tensor_problems
 from megapipe.spec.model_folder import with_model_folders
-
-
-class PromptError(InputError, ValueError):
-    """A prompt that the model cannot continue. The message names the prompt, the rule, and how to fix it."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +98,6 @@ def _of_hugging_face(folder: Path) -> TrainedModel:
 def _read_checkpoint(directory: Path) -> tuple[Path, RunState]:
     """Return a checkpoint and the state of the run that saved it. The checkpoint is the folder itself, or the newest
     complete checkpoint in it."""
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"no checkpoint: {directory} is not a folder; name the folder of a run, of a checkpoint, or of a Hugging "
-            "Face model"
-        )
     itself = directory if (directory / MANIFEST).is_file() else None
     checkpoint = itself or newest_whole(directory / "checkpoints") or newest_whole(directory)
     if checkpoint is None:
@@ -195,32 +187,14 @@ def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
     return tokenizer
 
 
-def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
-    """Return the prompts of a command line, then those in files. Raises PromptError for none or an unreadable file."""
-    prompts = [*texts, *(_content(Path(file)) for file in files)]
-    if not prompts:
-        raise PromptError("nothing to generate: give a prompt with --prompt or --prompt-file")
-    return prompts
-
-
-def is_utf8(text: str) -> bool:
-    """Return whether a text has no lone surrogates, which stand for invalid UTF-8 bytes of a command line."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
 def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) -> list[list[int]]:
     """Return the token ids of the prompts; an empty prompt becomes an end-of-document token.
 
-    Raises PromptError for a prompt that cannot be encoded, is too long, or has a token outside the model's vocabulary.
+    Raises PromptError for a prompt that cannot start a text, is too long, or has a token outside the model's
+    vocabulary.
     """
     encodings = []
     for number, prompt in enumerate(prompts, start=1):
-        if not is_utf8(prompt):
-            raise PromptError(f"prompt {number} is not UTF-8 text")
         tokens = tokenizer.encode(prompt)
         if not tokens:
             if tokenizer.end_of_document is None:
@@ -240,15 +214,6 @@ def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) ->
             )
         encodings.append(tokens)
     return encodings
-
-
-def _content(file: Path) -> str:
-    try:
-        return file.read_text("utf-8").removesuffix("\n")
-    except OSError as error:
-        raise PromptError(f"cannot read {file}: {error.strerror}; choose a UTF-8 text file") from error
-    except UnicodeDecodeError as error:
-        raise PromptError(f"{file} is not UTF-8 text: {error.reason} at byte {error.start}") from error
 
 
 Restore = Callable[[Sequence[UnitState]], object]

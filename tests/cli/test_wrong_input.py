@@ -2,6 +2,8 @@
 
 import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +11,7 @@ import pytest
 
 from megapipe.cli.main import main
 from tests.support.gpt_runs import write_shard
+from tests.support.launch import ROOT
 
 WRONG = """
 trian | did you mean 'train'?
@@ -74,9 +77,17 @@ convert convert nowhere --to hf out | nowhere
 convert inspect text.txt | text.txt
 generate --prompt x | required: --checkpoint
 generate --checkpoint nowhere --prompt x | nowhere
+generate --checkpoint . | nothing to generate
+generate --checkpoint . --prompt-file nowhere | cannot read nowhere
+generate --checkpoint . --prompt x --top-p 2 | top-p is 2.0
+generate --checkpoint . --prompt x --stop '' | stop string 1 is ''
 evaluate | required: --checkpoint
 evaluate --checkpoint nowhere | nowhere is not a folder
 evaluate --checkpoint . --split all | invalid choice: 'all'
+evaluate --checkpoint . --split test --data-prefix corpus | --split selects a split of the training data
+evaluate --checkpoint . --tokenizer bytes | --tasks-folder and --tokenizer are for --tasks
+evaluate --checkpoint . --tasks hellaswag --split test | --tasks has its own texts
+evaluate --checkpoint . --tasks hellaswag --tasks-folder nowhere | --tasks-folder nowhere is not a folder
 fill-mask --text x | required: --checkpoint
 fill-mask --checkpoint nowhere --text x | nowhere
 """
@@ -110,3 +121,15 @@ def test_the_last_line_is_the_reason(folder: Path, capsys: pytest.CaptureFixture
         if status != 2 or reason not in last or output or len(errors.splitlines()) > 1:
             wrong.append((arguments, reason, status, output, errors))
     assert not wrong
+
+
+def test_wrong_flags_of_trained_models_are_refused_before_torch_is_imported() -> None:
+    program = (
+        "import shlex, sys\nfrom megapipe.cli.main import main\n"
+        "for line in sys.stdin:\n"
+        "    try:\n        main(shlex.split(line))\n    except SystemExit:\n        pass\n"
+        "    assert 'torch' not in sys.modules, line\n"
+    )
+    lines = "\n".join(line for line, _ in CASES if line.startswith(("generate", "evaluate", "fill-mask")))
+    done = subprocess.run([sys.executable, "-c", program], input=lines, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr

@@ -24,7 +24,8 @@ from megapipe.config.run import PretrainConfig
 from megapipe.conversion.formats import Contents, StoredTensor, TargetOptions
 from megapipe.conversion.hugging_face import HuggingFaceSource, HuggingFaceTarget
 from megapipe.engine.step import StepInput
-from megapipe.inference.generation import Limits, SamplingSettings, generate
+from megapipe.inference.generation import Limits, generate
+from megapipe.inference.settings import SamplingSettings
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.models import family_of

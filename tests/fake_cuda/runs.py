@@ -29,7 +29,8 @@ from megapipe.engine.pipeline import Pipeline
 from megapipe.engine.program import Instruction
 from megapipe.engine.stage import CompiledForward
 from megapipe.engine.trace import DeviceClock
-from megapipe.inference.generation import Limits, SamplingSettings, generate
+from megapipe.inference.generation import Limits, generate
+from megapipe.inference.settings import SamplingSettings
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.layers import embedding
 from megapipe.parallel import launch, unit_state

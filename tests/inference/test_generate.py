@@ -23,7 +23,8 @@ from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.model_files import ByteTokenizer
 from megapipe.inference import evaluation, generation
 from megapipe.inference.evaluation import score
-from megapipe.inference.generation import Limits, NewText, SamplingSettings, StopStrings, Text, generate
+from megapipe.inference.generation import Limits, NewText, StopStrings, Text, generate
+from megapipe.inference.settings import SamplingSettings
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -342,17 +343,6 @@ def test_scores_equal_those_of_transformers(
         assert [number for number, _ in scores] == pytest.approx([number for number, _ in expected], abs=1e-4)
         assert [greedy for _, greedy in scores] == [greedy for _, greedy in expected]
     assert {greedy for _, greedy in expected} == {True, False}
-
-
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--tasks", "t", "--split", "test"], "leave out --data-prefix and --split"),
-        (["--tokenizer", "bytes"], "--tasks-folder and --tokenizer are for --tasks"),
-    ],
-)
-def test_options_that_exclude_each_other_are_refused(words: list[str], part: str) -> None:
-    assert part in run_command(evaluate, "--checkpoint", "nowhere", *words, status=2).err
 
 
 def test_tasks_without_lm_eval_name_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

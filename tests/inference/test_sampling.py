@@ -16,7 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from megapipe.inference.generation import SamplingSettings, penalized, pick, probabilities, uniform
+from megapipe.inference.generation import penalized, pick, probabilities, uniform
+from megapipe.inference.settings import SamplingSettings
 
 
 def random_logits(seed: int, rows: int, columns: int) -> torch.Tensor:
