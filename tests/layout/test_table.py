@@ -70,7 +70,7 @@ def test_yaml_form_describes_the_same_layout(config: PretrainConfig, tmp_path_fa
     file = tmp_path_factory.mktemp("table") / "table.yaml"
     file.write_text(table.as_yaml())
     flags = ["--model.num_layers", str(BLOCKS), "--data.sequence_length", "64", "--model.max_positions", "64"]
-    read = LayoutTable.of(replace(parse(["--config", str(file), *flags]), model=MODEL))
+    read = LayoutTable.of(replace(parse(["--config", str(file), *flags]), model=config.model))
     assert read.strategies == table.strategies
     assert (read.stages.ranges, read.ranks, read.offload) == (table.stages.ranges, table.ranks, table.offload)
     assert list(map(list, read.recomputed)) == list(map(list, table.recomputed))
