@@ -135,13 +135,7 @@ class Pipeline:
                 something else.
         """
         self._mesh = mesh
-        self._config = _checked_settings(OptimizerConfig() if optimizer is None else optimizer, timeout)
-        if count is None and getattr(loss, "reduction", None) == "mean":
-            name = type(loss).__name__
-            raise PipelineError(
-                f"the loss is {name}(reduction='mean'), but it must return a sum over the micro-batch, which is "
-                f"divided by the rows of the global batch; use {name}(reduction='sum')"
-            )
+        self._config = _checked_settings(optimizer, timeout, loss, count)
         self._microbatches = microbatches
         parts, replicas = mesh.size("context"), mesh.size("data") * mesh.size("context")
         self._sample = _own_sample(as_tensors(sample, "the sample"), parts)
@@ -170,8 +164,7 @@ class Pipeline:
         self.stages, self.optimizer = self._assembly.stages, self._assembly.optimizer
         self.is_first = 0 in self.stages
         self.is_last = len(ranges) - 1 in self.stages
-        self._counts_rows = count is None
-        self._count = count if count is not None else lambda *targets: self._sample[0].shape[0] / parts
+        self._count = count
         modules.initialize(self._assembly, self.schedule.header, self._assembly.communicators(self.schedule))
         self._engine = self._assembly.engine(self.schedule)
         self._next_step = 0
@@ -259,6 +252,8 @@ class Pipeline:
             raise
 
     def _counted(self, microbatch: Microbatch) -> float:
+        if self._count is None:
+            return self._sample[0].shape[0] / self._mesh.size("context")
         count = float(self._count(*microbatch.targets))
         if not 0.0 <= count < math.inf:
             raise PipelineError(
@@ -283,7 +278,7 @@ class Pipeline:
         if self.is_last and targets is not None:
             cut = self._cut(as_tensors(targets, "targets"), "targets")
             rows_of_sample = self._sample[0].shape[0]
-            if self._counts_rows and any(each.shape[0] % rows_of_sample for each in cut[0]):
+            if self._count is None and any(each.shape[0] % rows_of_sample for each in cut[0]):
                 raise PipelineError(
                     f"a micro-batch of the targets is {described(cut[0])}, but one of the inputs has {rows_of_sample} "
                     "rows, by which the loss is divided; pass targets for each row, or set count"
@@ -326,9 +321,18 @@ def as_tensors(tensors: Tensors, what: str) -> tuple[Tensor, ...]:
     return parts
 
 
-def _checked_settings(config: OptimizerConfig, timeout: float) -> OptimizerConfig:
+def _checked_settings(
+    optimizer: OptimizerConfig | None, timeout: float, loss: Loss, count: Callable[..., float] | None
+) -> OptimizerConfig:
+    config = OptimizerConfig() if optimizer is None else optimizer
     if not isinstance(config, OptimizerConfig):
         raise PipelineError(f"optimizer is {config!r}; it must be settings, such as OptimizerConfig(name='adamw')")
+    if count is None and getattr(loss, "reduction", None) == "mean":  # the default of torch's losses
+        name = type(loss).__name__
+        raise PipelineError(
+            f"the loss is {name}(reduction='mean'), but it must return a sum over the micro-batch, which is divided "
+            f"by the rows of the global batch; use {name}(reduction='sum')"
+        )
     if not timeout > 0:
         raise PipelineError(f"timeout is {timeout}; it must be above 0 seconds")
     problems = config.problems()
