@@ -60,6 +60,7 @@ _UNREADABLE = re.compile(
 )
 _NO_FILE = re.compile(r"Parser key \"(?P<key>[^\"]+)\": (?:File does not exist|Path is not a file): '(?P<file>[^']+)'")
 _NO_VALUE = re.compile(r"argument (?P<flag>--\S+): expected one argument")
+_REQUIRED = re.compile(r"the following arguments are required: (?P<names>.+)")
 _NO_MAPPING = re.compile(r"Unexpected config:")
 _FROM_FILE = re.compile(r"Unable to load config '(?P<file>[^']+)'")
 UNNAMED_FILE = "a file of --config"
@@ -383,6 +384,9 @@ def _reworded(message: str, hints: Mapping[str, Any]) -> str:
         return f"--{key} {unreadable['file']}: {_why_unreadable(path)}{single}"
     if (no_value := _NO_VALUE.search(message)) is not None:
         return f"{no_value['flag']} needs a value"
+    if (required := _REQUIRED.search(message)) is not None:
+        flags = [f"--{name.strip()}" for name in required["names"].split(",")]
+        return f"{', '.join(flags)} {'is' if len(flags) == 1 else 'are'} missing; --help explains what to set"
     if _NO_MAPPING.search(message) is not None:
         return f"{UNNAMED_FILE} is not a mapping: write `key: value` lines"
     group = _UNREADABLE.search(message)

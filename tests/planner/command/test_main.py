@@ -53,7 +53,15 @@ def test_wrong_input_exits_with_status_2():
     assert finished.stderr == "error: --devices is 0; it must be at least 1 and at most 1,000,000\n"
 
 
-FLAGS = {"predict": LAYOUT, "search": SEARCH, "train-time": TRILLION, "fit": [], "profile": [], "serch": []}
+FLAGS = {
+    "predict": LAYOUT,
+    "search": SEARCH,
+    "train-time": TRILLION,
+    "fit": [],
+    "profile": [],
+    "links": [],
+    "serch": [],
+}
 UNWRITABLE = "/proc/nowhere/all.yaml"
 
 
@@ -109,6 +117,8 @@ UNWRITABLE = "/proc/nowhere/all.yaml"
         ("fit", ["--rows=nowhere.yaml"], "--hardware is missing; set it to a file or to one of a100-40"),
         ("fit", ["--rows=nowhere.yaml", "--hardware=h100"], "nowhere.yaml"),
         ("fit", ["--published=sc21", f"--output={UNWRITABLE}"], f"{UNWRITABLE} cannot be written"),
+        ("profile", [], "--output is missing; --help explains what to set"),
+        ("links", [], "--output is missing; --help explains what to set"),
         ("profile", ["--output=a.yaml", "--micro_sizes=[2,2000000]"], "is 2,000,000; it must be from 1 to"),
     ],
 )
