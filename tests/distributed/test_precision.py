@@ -12,7 +12,7 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layers.linear import Fp8Products, Linear
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, split_samples
+from megapipe.training.loop.batches import open_loader, open_samples, split_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.signals import ExitCode
 from megapipe.training.validation import fp8_problems
@@ -36,8 +36,9 @@ from tests.distributed.layout_cases import (
     schedule,
     sequence,
 )
-from tests.support.gpt_runs import RankRun, assembled, run_gpt, shards
+from tests.support.gpt_runs import RankRun, Shard, assembled, run_gpt, shards, train_step
 from tests.support.launch import launch
+from tests.support.layout_runs import keep_first_gradients
 from tests.support.meshes import run_threads
 
 POISONED = 2
@@ -118,6 +119,32 @@ def test_blocks_of_further_tokens_are_in_fp8_as_the_last_one_is(make: Make, last
     (names,) = run_threads(ONE, in_fp8, config)
     blocks = ["blocks.0", "blocks.1", "head.mtp.0.block"] if last_kept == 0 else ["blocks.0"]
     assert names == [f"{block}.{path}" for block in blocks for path in LINEAR]
+
+
+def first_step(mesh: Mesh, config: PretrainConfig) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of a step for which all blocks start with the weights of the first one."""
+    replica, gradients = Replica(config, mesh), dict[str, Shard]()
+    blocks = [state for state in replica.states() if state.name.startswith("blocks.")]
+    for state in blocks if not config.model.shares_blocks else ():
+        state.master.copy_(blocks[0].master)
+    keep_first_gradients(replica, gradients)
+    batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+    return train_step(replica, config, batch, 0).loss, assembled([list(gradients.values())])
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_shared_blocks_in_fp8_have_the_sum_of_gradients_of_equal_ones(make: Make, recipe: str) -> None:
+    """A use of shared weights rounds as a block of its own does, so the loss has the same bits."""
+    config = make("albert", ONE, fp8(recipe))
+    apart = replace(config, model=replace(config.model, shared_blocks=False))
+    (names,) = run_threads(ONE, in_fp8, config)
+    assert len(names) == config.model.num_layers * len(LINEAR)
+    ((loss, shared),), ((expected_loss, gradients),) = (run_threads(ONE, first_step, each) for each in (config, apart))
+    assert loss == expected_loss
+    for name, gradient in shared.items():
+        uses = [gradients[name.replace("blocks.0.", f"blocks.{block}.")] for block in range(config.model.num_layers)]
+        expected = sum(uses) if name.startswith("blocks.") else uses[0]
+        torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_what_a_gpu_cannot_multiply_in_fp8_is_reported(make: Make) -> None:
