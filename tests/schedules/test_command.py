@@ -7,6 +7,7 @@ import pytest
 
 from megapipe.config import command_line
 from megapipe.schedules import GENERATORS, build, dumps
+from megapipe.schedules.build import order
 from megapipe.schedules.command.main import main
 
 ROOT = Path(__file__).parents[2]
@@ -224,10 +225,24 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("write --lowered --ranks 4000000 --microbatches 1", "the maximum is 2,000"),
         ("compare --schedule 1f1b,gpipe --ranks 1000000 --microbatches 1", "the maximum is 2,000"),
         ("simulate --schedule interleaved_1f1b --chunks 1000000000", "forwards per step; the maximum is 4,000,000"),
+        ("simulate --ranks 0", "the number of pipeline ranks of 1f1b is 0"),
+        (
+            "simulate --schedule own.txt --recompute 2",
+            "--recompute only changes named schedules, but own.txt is a file",
+        ),
+        ("compare --schedule own.txt --two-bp", "--two-bp only changes named schedules"),
+        ("write --schedule own.txt --vocabulary", "--vocabulary only changes named schedules"),
+        (
+            "show --schedule own.txt --ranks 3",
+            "--ranks is 3, but own.txt is for 2; leave it out, or write a file with",
+        ),
+        ("validate own.txt --microbatches 8", "--microbatches is 8, but own.txt is for 4"),
         ("simulate --units 1000000000", "4 stages have 4,000,000,000 units (layers); the maximum is 4,000,000"),
     ],
 )
-def test_errors_are_one_line_and_status_2(capsys, arguments, message):
+def test_errors_are_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    Path("own.txt").write_text(dumps(order("1f1b", 2, 4)))
     assert main(arguments.split()) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ")

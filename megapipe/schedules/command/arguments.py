@@ -1,7 +1,7 @@
 """The flags of ``megapipe schedule``, and the schedules and costs that they select."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -38,8 +38,14 @@ LOWERING_FLAGS = {
     "offload_weights": 0, "snapshot": False,
 }  # fmt: skip
 """Flags that change what lowering adds to the compute actions, and their defaults."""
-HEADER_FLAGS = {"units": 1, "vocabulary": 0, "weight_buffers": 0, "whole_gradients": 0, "reduce_time": 0.0}
+HEADER_FLAGS = {"units": 1, "vocabulary": 0, "weight_buffers": 0, "whole_gradients": 0}
 """Flags that change the header of compute actions, and their defaults. A file for all sizes has no such header."""
+NAMED_FLAGS = {
+    **{name: default for name, default in LOWERING_FLAGS.items() if name != "snapshot"},
+    **HEADER_FLAGS,
+    **dict.fromkeys(("slices", "update", "vertical_sync", "two_bp", "memory_limit", "placement")),
+}
+"""Flags that only named schedules have, and their defaults. A file defines these things itself."""
 JSON: Final = ("json", "machine-readable output")
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
@@ -71,11 +77,10 @@ def parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         help_text = f"one of {', '.join(GENERATORS)}, or a schedule file such as ./mine.txt"
         command.add_argument("--schedule", default=ScheduleConfig.name, help=help_text)
-        _flags(command)
+        _flags(command, simulated=name != "write")
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
         if name == "write":
-            command.set_defaults(ranks=None, microbatches=None)
             _switch(command, "lowered", "with every send, receive, reduction and update written out")
         if name == "show":
             command.add_argument("--width", type=positive, default=120, help="maximum characters per line")
@@ -90,7 +95,11 @@ def parser() -> argparse.ArgumentParser:
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the parsed command line; underscores in flags count as hyphens."""
-    return parser().parse_args(with_hyphens(arguments))
+    flags = parser().parse_args(with_hyphens(arguments))
+    flags.given_sizes = {name: getattr(flags, name, None) for name in DEFAULT_SIZES}
+    for name, default in DEFAULT_SIZES.items():
+        setattr(flags, name, default if flags.given_sizes[name] is None else flags.given_sizes[name])
+    return flags
 
 
 def _whole(group: Any, name: str, text: str, default: int | None = None, **keywords: Any) -> None:
@@ -107,15 +116,17 @@ def _switch(group: Any, name: str, text: str, default: bool | None = False) -> N
 
 def _sizes(command: Any) -> None:
     for name, what in (("ranks", "pipeline ranks"), ("microbatches", "micro-batches per step")):
-        _whole(command, name, f"{what} (default {DEFAULT_SIZES[name]})", DEFAULT_SIZES[name])
+        _whole(command, name, f"{what} (default {DEFAULT_SIZES[name]})")
     _whole(command, "chunks", "stages on each rank (default 2 for schedules with several, 1 for seq1f1b)")
 
 
-def _flags(command: argparse.ArgumentParser) -> None:
+def _flags(command: argparse.ArgumentParser, *, simulated: bool = True) -> None:
+    """Add the flags of a schedule. simulated: with those that only a simulation uses."""
     _switch(command, *JSON)
     shape = command.add_argument_group("shape")
     _sizes(shape)
-    _whole(shape, "steps", "optimizer steps (default 1; 4 for schedules that never flush)")
+    if simulated:
+        _whole(shape, "steps", "optimizer steps (default 1; 4 for schedules that never flush)")
     _whole(shape, "units", "units (layers) in each stage (default 1)", 1)
     _whole(shape, "weight-buffers", "sharded weights: maximum number of gathered units on a rank", 0)
     _whole(shape, "whole-gradients", "sharded gradients: maximum number of whole units on a rank", 0)
@@ -144,13 +155,22 @@ def _flags(command: argparse.ArgumentParser) -> None:
     options.add_argument(
         "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
     )
-    times = command.add_argument_group("times of one rank's share of the model, in any unit")
+    _add_times(command, simulated)
+
+
+def _add_times(command: argparse.ArgumentParser, simulated: bool) -> None:
+    """Add the flags of times. Without a simulation, only an order that depends on times uses some of them."""
+    what = "" if simulated else ", for zb_auto, v_auto and --two-bp"
+    times = command.add_argument_group(f"times of one rank's share of the model, in any unit{what}")
     _finite(times, "forward", default=1.0)
-    _finite(times, "recompute-time", "recomputation (default: as the forward)")
     _finite(times, "backward", "whole backward (default: the sum of its halves, or twice the forward)")
     _finite(times, "backward-input")
     _finite(times, "backward-weight")
     _finite(times, "latency", "latency of a message between ranks", 0.0)
+    if not simulated:
+        command.set_defaults(reduce_time=0.0)
+        return
+    _finite(times, "recompute-time", "recomputation (default: as the forward)")
     _finite(times, "bandwidth", "bytes per time unit between two ranks; needs --message")
     _finite(times, "message", "bytes of a micro-batch's activations; needs --bandwidth")
     _switch(times, "blocking-sends", "a send blocks its rank until the message has arrived")
@@ -191,7 +211,7 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
                 f"{shown} only changes the actions that lowering adds; pass --lowered too, or leave it out"
             )
     if is_schedule_file(name):
-        schedule = read_file(Path(name), sizes_of(flags))
+        schedule = file_of(flags, Path(name), read_file)
         if schedule.header.lowered:
             raise ScheduleError(f"{name} is already lowered; pass --lowered to print it")
         return schedule
@@ -201,7 +221,7 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
 def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     """Return the schedule that the flags ask for, named or read from a file; lowered."""
     if is_schedule_file(name):
-        schedule = load_file(Path(name), sizes_of(flags))
+        schedule = file_of(flags, Path(name), load_file)
     else:
         check_ranks(name, flags.ranks)
         arguments = _arguments(flags, name)
@@ -211,11 +231,33 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
     return with_snapshots(schedule) if flags.snapshot else schedule
 
 
+def file_of(
+    flags: argparse.Namespace, path: Path, read: Callable[[Path, FileParameters], Schedule] = load_file
+) -> Schedule:
+    """Return the schedule in a file. Raises ScheduleError for flags that a file does not use, and for sizes that it
+    does not have."""
+    for name, default in NAMED_FLAGS.items():
+        if getattr(flags, name, default) != default:
+            raise ScheduleError(
+                f"--{name.replace('_', '-')} only changes named schedules, but {path} is a file, which defines this "
+                "itself; leave it out, or name a schedule"
+            )
+    schedule = read(path, sizes_of(flags))
+    header = schedule.header
+    for name, size in (("ranks", header.num_ranks), ("microbatches", header.whole_microbatches)):
+        if (given := flags.given_sizes[name]) is not None and given != size:
+            raise ScheduleError(
+                f"--{name} is {given}, but {path} is for {size}; leave it out, or write a file with parameters "
+                "(format 3)"
+            )
+    return schedule
+
+
 def is_short(flags: argparse.Namespace) -> bool:
     """Return whether `write` prints a file for all ranks and micro-batches: no flag asks for particular ones."""
-    options = ("ranks", "microbatches", *OPTIONS, "two_bp")
-    unset = all(getattr(flags, name) is None for name in options)
-    unset = unset and all(getattr(flags, name) == value for name, value in HEADER_FLAGS.items())
+    requested = (*flags.given_sizes.values(), *(getattr(flags, name) for name in (*OPTIONS, "two_bp")))
+    unset = all(value is None for value in requested)
+    unset = unset and all(getattr(flags, name) == default for name, default in HEADER_FLAGS.items())
     return unset and not flags.lowered and not is_schedule_file(flags.schedule)
 
 

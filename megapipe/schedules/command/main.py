@@ -13,16 +13,15 @@ from typing import Any
 from megapipe.config.command_line import ProgressBar, aligned
 from megapipe.config.parallel import is_schedule_file
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.build import is_for_all_sizes, load_file
+from megapipe.schedules.build import is_for_all_sizes
 from megapipe.schedules.command.arguments import (
-    DEFAULT_SIZES,
     STAGE_TIMES,
     costs_of,
+    file_of,
     is_short,
     order_of,
     parse,
     schedule_of,
-    sizes_of,
     steps_of,
 )
 from megapipe.schedules.drawing import draw_html, draw_svg, draw_terminal, draw_trace
@@ -85,7 +84,7 @@ def _described(name: str) -> dict[str, str]:
 
 
 def _validate(flags: argparse.Namespace) -> None:
-    schedule = load_file(flags.file, sizes_of(flags))
+    schedule = file_of(flags, flags.file)
     report = validate(schedule)
     names = ("peak_activations", "pending_weight_halves", "weight_versions")
     numbers = {name: getattr(report, name) for name in names}
@@ -252,8 +251,6 @@ def _write_picture(path: Path, picture: str) -> None:
 
 def _write(flags: argparse.Namespace) -> None:
     short = is_short(flags)
-    for name, usual in DEFAULT_SIZES.items():
-        setattr(flags, name, usual if getattr(flags, name) is None else getattr(flags, name))
     text = dumps(schedule_of(flags, flags.schedule) if flags.lowered else order_of(flags, flags.schedule))
     text = (short and find_generator(flags.schedule).text) or text
     print(json.dumps({"text": text}) if flags.json else text, end="\n" if flags.json else "")
