@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a trained BERT on two CPU cores: a WordPiece vocabulary, a shard of sentences, a two-stage pipeline, and
+# Train a BERT from scratch on two CPU cores: a WordPiece vocabulary, a shard of sentences, a two-stage pipeline, and
 # filled gaps. `make quickstart-bert` runs this script; it needs the installed package and no other file of the repository.
 # Output goes to the folder runs in the current folder. The variables BERT_QUICKSTART_STEPS and BERT_QUICKSTART_FOLDER
-# change the number of steps and the output folder, BIN is the folder of the program megapipe if it is not on the PATH.
+# change the number of steps and the output folder. BIN is the folder of the program megapipe if it is not on the PATH.
 set -euo pipefail
 
 bin=${BIN:+$BIN/}

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# From nothing to a trained model on two CPU cores: tokenizer, shards, a two-stage pipeline, a resume on another layout,
+# Train a model from scratch on two CPU cores: tokenizer, shards, a two-stage pipeline, a resume on another layout,
 # a sample of text, and the model in transformers. `make quickstart` runs this script; it needs the installed package with
 # its extra hf, and no other file of the repository. Output goes to the folder runs in the current folder. The variables
-# QUICKSTART_STEPS and QUICKSTART_FOLDER change the number of steps and the output folder, BIN is the folder of the
+# QUICKSTART_STEPS and QUICKSTART_FOLDER change the number of steps and the output folder. BIN is the folder of the
 # programs megapipe and python if they are not on the PATH.
 set -euo pipefail
 
@@ -50,11 +50,11 @@ say "5/6 sample from the trained model"
     --max-new-tokens 96 --temperature 0.7 --top-k 40
 
 say "6/6 export the model to a Hugging Face folder, and sample from it with transformers"
-rm -rf "$folder/exported" # an earlier quickstart's: a conversion never overwrites anything
+rm -rf "$folder/exported" # from an earlier run of this script; megapipe convert does not overwrite files
 "${bin}megapipe" convert convert "$folder" --to hf "$folder/exported"
 "${bin}python" "$examples/generate_with_transformers.py" "$folder/exported" "def "
 
-# The schedules that can be trained. With several routes, a model is held more than once, which training refuses.
+# The schedules that can be trained. Schedules with several routes hold a model more than once, which training refuses.
 schedules=$("${bin}python" -c "from megapipe.schedules import GENERATORS
 print(*(name for name, generator in GENERATORS.items() if len(generator.placed(2, {}).routes) == 1))")
 say "done"

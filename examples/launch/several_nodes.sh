@@ -3,8 +3,8 @@
 #
 #   HEAD_NODE=node0 DATA=data/corpus_text_document examples/launch/several_nodes.sh [--group.field VALUE ...]
 #
-# HEAD_NODE is the name of one of the nodes, the same everywhere: the processes meet there, and each gets a rank as it
-# arrives. Data and run folder must be on a file system that all nodes share.
+# HEAD_NODE is the name of one of the nodes, the same in every command: all nodes connect to it and get their ranks in the
+# order of arrival. Data and run folder must be on a file system that all nodes share.
 #
 # Layout, written by python -m tests.docs.figures:
 # The layout is the answer of megapipe plan search --model llama2_13b --data.sequence_length 4096 --devices 32
