@@ -35,26 +35,26 @@ Join = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 class Correspondence:
     """One of our parameters and the tensors of a family that contain its elements.
 
-    family_names: names of these tensors. steps: pairs of functions: a step from the family's tensors towards our
+    names: names of these tensors. steps: pairs of functions: a step from the family's tensors towards our
     parameter, and its inverse.
     """
 
     spec: ParameterSpec
-    family_names: tuple[str, ...]
+    names: tuple[str, ...]
     steps: tuple[tuple[Join, Join], ...]
 
     def split(self, parameter: Tensor) -> Sequence[Tensor]:
-        """Return the family's tensors, in the order of `family_names`, that our parameter becomes."""
+        """Return the family's tensors, in the order of `names`, that our parameter becomes."""
         parts: Sequence[Tensor] = [parameter]
         for _, inverse in reversed(self.steps):
             parts = inverse(parts)
         return parts if self.steps else [_merged(self.spec, part) for part in parts]
 
     def check(self, shapes: Sequence[Sequence[int]]) -> None:
-        """Raise FamilyError unless `shapes`, one for each of `family_names`, are the shapes of the tensors that form
+        """Raise FamilyError unless `shapes`, one for each of `names`, are the shapes of the tensors that form
         our parameter."""
         parts = self.split(torch.empty(self.spec.shape, device="meta"))
-        for name, shape, part in zip(self.family_names, shapes, parts, strict=True):
+        for name, shape, part in zip(self.names, shapes, parts, strict=True):
             if tuple(shape) != tuple(part.shape):
                 raise FamilyError(
                     f"{name} has the shape {tuple(shape)}, but the model configuration needs {tuple(part.shape)} for "
@@ -257,7 +257,7 @@ def match_parameters(
             "further tokens; set model.mtp_layers to 0"
         )
     pairs = correspondences(model, family)
-    used = {name for pair in pairs for name in pair.family_names}
+    used = {name for pair in pairs for name in pair.names}
     missing = sorted(name for name in used if name not in names)
     unused = sorted(name for name in set(names) - used if not family.is_redundant(name, model))
     if missing or unused:
@@ -398,4 +398,4 @@ class HuggingFaceFolder(Generic[Reader]):
         """Return a parameter. Raises CheckpointError for a tensor with an unexpected shape."""
         pair = self.pairs[name]
         with family_errors():
-            return pair.join([self.whole(each) for each in pair.family_names])
+            return pair.join([self.whole(each) for each in pair.names])

@@ -68,7 +68,7 @@ class HuggingFaceSource:
         except CheckpointError as error:
             return [str(error)]
         problems = []
-        for name in self._folder.pairs[tensor.name].family_names:
+        for name in self._folder.pairs[tensor.name].names:
             path, key = self._folder.places[name]
             file = self._folder.file(path)
             if isinstance(file, PickledTensors):
@@ -81,13 +81,13 @@ class HuggingFaceSource:
 
     def _stored_tensor(self, name: str) -> StoredTensor:
         pair = self._folder.pairs[name]
-        places = [self._folder.places[name] for name in pair.family_names]
+        places = [self._folder.places[name] for name in pair.names]
         entries = [self._folder.file(file).entry(key) for file, key in places]
         with family_errors():
             pair.check([entry.shape for entry in entries])
         dtypes = {entry.dtype for entry in entries}
         if len(dtypes) > 1:
-            raise CheckpointError(f"{', '.join(pair.family_names)} have different types, {', '.join(sorted(dtypes))}")
+            raise CheckpointError(f"{', '.join(pair.names)} have different types, {', '.join(sorted(dtypes))}")
         return StoredTensor(name, WEIGHTS, pair.spec.shape, dtypes.pop())
 
     def _open_file(self, path: Path) -> TensorReader | PickledTensors:
@@ -245,7 +245,7 @@ class HuggingFaceTarget:
         pair = self._pairs.get(tensor.name)
         if pair is None:  # the family has no MTP layers
             return
-        for name, part in zip(pair.family_names, pair.split(values), strict=True):
+        for name, part in zip(pair.names, pair.split(values), strict=True):
             yield name, part
             if name in self._copies:
                 yield self._copies[name], part

@@ -53,14 +53,14 @@ def gradients_of(theirs: nn.Module) -> dict[str, Tensor]:
 def canonical(theirs: Mapping[str, Tensor], model: ModelConfig, family: str) -> dict[str, Tensor]:
     """Return our tensors by name, from transformers' state dict."""
     pairs = correspondences(model, family_of(family))
-    return {pair.spec.name: pair.join([theirs[name] for name in pair.theirs]) for pair in pairs}
+    return {pair.spec.name: pair.join([theirs[name] for name in pair.names]) for pair in pairs}
 
 
 def exported(ours: Mapping[str, Tensor], model: ModelConfig, family: str) -> dict[str, Tensor]:
     """Return transformers' state dict from our tensors by name."""
     pairs = correspondences(model, family_of(family))
     return {
-        name: part for pair in pairs for name, part in zip(pair.theirs, pair.split(ours[pair.spec.name]), strict=True)
+        name: part for pair in pairs for name, part in zip(pair.names, pair.split(ours[pair.spec.name]), strict=True)
     }
 
 
