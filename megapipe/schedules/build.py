@@ -193,7 +193,7 @@ def forward_only(schedule: Schedule) -> Schedule:
 
 def _checked_units(units_per_stage: Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
     units = (1,) * num_stages if units_per_stage is None else tuple(units_per_stage)
-    check_number(units)
+    check_number(sum(units))
     if len(units) != num_stages or min(units) < 1:
         raise ScheduleError(f"units_per_stage {list(units)} must give at least 1 unit to each of {num_stages} stages")
     return units

@@ -35,6 +35,8 @@ OPTIONS: Final = ("chunks", "group_size", "max_pending")
 MOST_STEPS = 4_000_000
 """Maximum number of statements and words of one expansion."""
 DEEPEST: Final = 30
+MOST_OPERANDS: Final = 200
+"""Numbers, names and signs of an expression, which is computed by nested functions."""
 """Maximum depth of nested parentheses, and of nested blocks."""
 _LARGEST: Final = 2**31 - 1
 """Largest absolute value of an expression."""
@@ -75,7 +77,7 @@ class Scanner:
     def __init__(self, line: TextLine, names: Iterable[str], at: int = 0, stop: int | None = None) -> None:
         self.line, self.names, self.at = line, names, at
         self.content = line.file[line.number - 1].split("#", 1)[0].rstrip()[:stop]
-        self.depth = 0
+        self.depth, self.operands = 0, 0
 
     def error(self, problem: str, at: int | None = None) -> ScheduleError:
         """Return an error at a place of the line, by default the next token."""
@@ -169,6 +171,9 @@ class Scanner:
 
     def _factor(self) -> Expression:
         token = self.peek()
+        self.operands += 1
+        if self.operands > MOST_OPERANDS:
+            raise self.error(f"the expressions have more than {MOST_OPERANDS} numbers and signs; name a part with let")
         if self.take("-"):
             inner = self._factor()
             return lambda values: -inner(values)

@@ -59,7 +59,7 @@ class StateTable:
         weight_pool, gradient_pool: numbers of units; 0 keeps weights, or gradients, whole. weights: their home if
         weight_pool is not 0.
         """
-        check_number(layers_per_stage)
+        check_number(sum(layers_per_stage))
         home: WeightHome = weights if weight_pool else "whole"
         units = tuple(
             tuple(StateUnit(layer, home, gradient_pool > 0) for layer in range(layers)) for layers in layers_per_stage
@@ -124,12 +124,11 @@ WHOLE_STATES: Final = StateTable()
 """Each layer is one unit that is kept whole."""
 
 
-def check_number(layers_per_stage: Sequence[int]) -> None:
-    """Raise ScheduleError if there are more than `MOST_UNITS`."""
-    if sum(layers_per_stage) > MOST_UNITS:
+def check_number(num_units: int) -> None:
+    """Raise ScheduleError if there are more units than `MOST_UNITS`. num_units: of all stages."""
+    if num_units > MOST_UNITS:
         raise ScheduleError(
-            f"{len(layers_per_stage):,} stages have {sum(layers_per_stage):,} units (layers); the maximum is "
-            f"{MOST_UNITS:,}: use fewer units in each stage"
+            f"the stages have {num_units:,} units (layers); the maximum is {MOST_UNITS:,}: use fewer in each stage"
         )
 
 

@@ -150,6 +150,7 @@ class HeaderReader:
         self.lines: dict[str, TextLine] = {}
         self._fields: dict[str, Any] = {}
         self._stages: list[dict[str, int]] = []
+        self._num_units = 0
         self._lists: defaultdict[str, list[tuple[int, ...]]] = defaultdict(list)
         self._states: defaultdict[int, list[StateUnit]] = defaultdict(list)
 
@@ -214,7 +215,6 @@ class HeaderReader:
             for key in ("activation_slots", "gradient_slots")
         }
         units = tuple(stage["units"] for stage in self._stages)
-        check_number(units)
         pools = {pool: fields.pop(pool, 0) for pool in _POOLS}
         states = (
             self._version_1_states(units, fields, pools) if self._version == 1 else self._named_states(units, pools)
@@ -273,6 +273,8 @@ class HeaderReader:
             raise line.error(line.words[1], f"stage {number} has no rank; write 'stage {number} rank R'")
         defaults = {key: number if value is None else value for key, value in _STAGE_FIELDS.items()}
         self._stages.append(defaults | values)
+        self._num_units += self._stages[-1]["units"]
+        check_number(self._num_units)
 
     def _read_states(self, line: TextLine) -> None:
         """Read ``state S/L`` or ``state S/L-L``, then the values of the unit of each of these layers that are not
@@ -382,7 +384,7 @@ def loads_header(text: str, source: str, sizes: FileParameters) -> Header:
 def has_parameters(text: str) -> bool:
     """Return whether a text is for any number of ranks and micro-batches."""
     first = next(split_lines(text, ""), None)
-    return first is not None and first.text == f"{MAGIC} {WITH_PARAMETERS}"
+    return first is not None and first.text.split() == f"{MAGIC} {WITH_PARAMETERS}".split()
 
 
 def _read_header(
@@ -390,7 +392,7 @@ def _read_header(
 ) -> tuple[list[TextLine], HeaderReader, Header]:
     """Return the lines of a text, with values instead of parameters, the reader of its header, and the header."""
     lines = list(split_lines(text, source))
-    if not lines or not lines[0].text.startswith(MAGIC):
+    if not lines or lines[0].text.split()[:2] != MAGIC.split():
         raise ScheduleError(f"{source}: the first line must be '{MAGIC} {FORMAT_VERSION}'")
     reader, expanded = HeaderReader(lines[0]), None
     if has_parameters(text):

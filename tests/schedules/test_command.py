@@ -237,7 +237,7 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
             "--ranks is 3, but own.txt is for 2; leave it out, or write a file with",
         ),
         ("validate own.txt --microbatches 8", "--microbatches is 8, but own.txt is for 4"),
-        ("simulate --units 1000000000", "4 stages have 4,000,000,000 units (layers); the maximum is 4,000,000"),
+        ("simulate --units 1000000000", "the stages have 4,000,000,000 units (layers); the maximum is 4,000,000"),
     ],
 )
 def test_errors_are_one_line_and_status_2(capsys, tmp_path, monkeypatch, arguments, message):

@@ -203,6 +203,11 @@ def test_every_number_must_be_in_ascii_digits(text):
     [
         ("", "first line must be"),
         ("schedule 1\n", "first line must be"),
+        (changed(("schedule 2", "schedules 2")), "first line must be"),
+        (
+            changed(("rank 0\n", "rank 0 units 99999999\nstate 0/0-99999998\n")),
+            "have 99,999,999 units .* is 4,000,000: use fewer",
+        ),
         (changed(("name mine", "")), "lacks 'name'"),
         (changed(("microbatches 4", "")), "lacks 'microbatches'"),
         (HEADER, "the section 'body' is missing"),
@@ -213,9 +218,10 @@ def test_incomplete_texts_are_refused(text, message):
         loads(text)
 
 
-def test_units_are_counted_before_they_are_made():
-    with pytest.raises(ScheduleError, match=r"have 1,000,000,000 units .*; the maximum is 4,000,000: use fewer"):
-        loads(changed(("stage 0 rank 0", "stage 0 rank 0 units 999999999")))
+@pytest.mark.parametrize("chain", ["-" * 5000, "1+" * 5000])
+def test_long_expressions_are_refused(chain):
+    with pytest.raises(ScheduleError, match="more than 200 numbers and signs; name a part with let"):
+        loads(own("{i-w}", f"{{{chain}i}}"), sizes=FileParameters(2, 4))
 
 
 def test_receives_of_another_section_are_refused_with_their_line():
