@@ -13,9 +13,9 @@ from megapipe.config.field_types import real_number, whole_number
 from megapipe.inference.settings import SamplingSettings, all_prompts, stop_problems
 
 if TYPE_CHECKING:
+    from megapipe.config.parallel import ParallelConfig
     from megapipe.config.run import PretrainConfig
     from megapipe.data.samples import SplitName
-    from megapipe.inference.trained_model import TrainedModel
     from megapipe.training.loop.batches import Samples
 
 GENERATE_DESCRIPTION = """\
@@ -163,9 +163,10 @@ def _generate(arguments: argparse.Namespace) -> None:
     from megapipe.inference.generation import Limits, StopStrings, generate
     from megapipe.inference.trained_model import LoadedModel
 
+    parallel = _layout(arguments)
     trained = request.read_trained(arguments.checkpoint)
     request.check_is_gpt(trained)
-    config = _on_layout(trained, arguments)
+    config = request.on_layout(trained.config, parallel)
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tokens = request.encoded(prompts, tokenizer, config.model)
     limits = Limits(
@@ -217,6 +218,7 @@ def fill_mask_parser() -> argparse.ArgumentParser:
 def _fill_mask(arguments: argparse.Namespace) -> None:
     import os
 
+    from megapipe.config.parallel import ParallelConfig
     from megapipe.inference import trained_model as request
     from megapipe.inference.generation import encoded_gaps, fill
     from megapipe.inference.trained_model import LoadedModel
@@ -229,7 +231,7 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
         )
     trained = request.read_trained(arguments.checkpoint)
     bert = request.bert_config(trained)
-    config = request.on_layout(bert, 1, tensor=1, pipeline=1, device=arguments.device)
+    config = request.on_layout(bert, ParallelConfig(data=1, device=arguments.device))
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, bert.data.prefixes[0])
     texts = [(text, encoded_gaps(text, tokenizer, bert)) for text in arguments.text]
     with request.connected(config) as mesh:
@@ -308,8 +310,9 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from megapipe.training.observe.display import evaluation_line
     from megapipe.training.validation import validate
 
+    parallel = _layout(arguments)
     trained = request.read_trained(arguments.checkpoint)
-    config = _on_layout(trained, arguments)
+    config = request.on_layout(trained.config, parallel)
     split: SplitName = arguments.split or "validation"
     if arguments.data_prefix is not None:
         config = _on_shard(config, arguments.data_prefix)
@@ -351,9 +354,10 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> None:
     from megapipe.inference.evaluation import Tasks
     from megapipe.inference.trained_model import LoadedModel
 
+    parallel = _layout(arguments)
     trained = request.read_trained(arguments.checkpoint)
     request.check_is_gpt(trained)
-    config = _on_layout(trained, arguments)
+    config = request.on_layout(trained.config, parallel)
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
     tasks = Tasks(arguments.tasks.split(","), folder)
     with request.connected(config) as mesh:
@@ -384,16 +388,22 @@ def _run(command: Callable[[argparse.Namespace], None], arguments: argparse.Name
     return exit_status(run)
 
 
-def _on_layout(trained: "TrainedModel", arguments: argparse.Namespace) -> "PretrainConfig":
-    """Return the configuration on the layout of --tensor and --pipeline. Raises ConfigError if it does not fit."""
+def _layout(arguments: argparse.Namespace) -> "ParallelConfig":
+    """Return the layout of --tensor and --pipeline. Raises ConfigError if other ranks were started."""
     import os
 
-    from megapipe.inference.trained_model import on_layout
+    from megapipe.config.parallel import ParallelConfig
     from megapipe.parallel.launch import LaunchEnvironment
 
     world_size = LaunchEnvironment.read(os.environ).world_size
-    layout = {name: getattr(arguments, name) for name in ("tensor", "pipeline", "device")}
-    return on_layout(trained.config, world_size, **layout)
+    tensor = arguments.tensor
+    pipeline = arguments.pipeline or max(1, world_size // tensor)
+    if tensor * pipeline != world_size:
+        raise ConfigError(
+            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks, but the launcher started "
+            f"{world_size}: start torchrun with --nproc_per_node {tensor * pipeline}, or change --tensor or --pipeline"
+        )
+    return ParallelConfig(tensor=tensor, pipeline=pipeline, data=1, device=arguments.device)
 
 
 def _on_shard(config: "PretrainConfig", prefix: str) -> "PretrainConfig":

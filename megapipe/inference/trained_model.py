@@ -32,7 +32,7 @@ from megapipe.inference.settings import PromptError
 from megapipe.layout.stages import StageLayout, lay_out
 from megapipe.models import family_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
-from megapipe.parallel.launch import DeviceChoice, joined
+from megapipe.parallel.launch import joined
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule, build
@@ -136,29 +136,18 @@ def _check_model(config: PretrainConfig) -> None:
         raise ConfigError(problems)
 
 
-def on_layout(
-    config: PretrainConfig, world_size: int, *, tensor: int, pipeline: int | None, device: DeviceChoice
-) -> PretrainConfig:
-    """Return the configuration with another layout. pipeline: None for the number of processes / `tensor`.
-
-    Raises ConfigError for a layout that does not fit the model.
-    """
-    pipeline = max(1, world_size // tensor) if pipeline is None else pipeline
-    problems = tensor_problems(config.model, tensor)
+def on_layout(config: PretrainConfig, parallel: ParallelConfig) -> PretrainConfig:
+    """Return the configuration with another layout. Raises ConfigError if it does not fit the model."""
+    problems = tensor_problems(config.model, parallel.tensor)
     layers = config.model.num_layers + 2
-    if pipeline > layers:
+    if parallel.pipeline > layers:
         problems.append(
-            f"{pipeline} pipeline ranks exceed the {layers} layers of the model (embedding, {layers - 2} blocks, head)"
-            f"; every rank needs at least one: use at most {layers}"
-        )
-    if tensor * pipeline != world_size:
-        problems.append(
-            f"tensor {tensor} x pipeline {pipeline} = {tensor * pipeline} ranks, but the launcher started "
-            f"{world_size}: start torchrun with --nproc_per_node {tensor * pipeline}, or change --tensor or --pipeline"
+            f"{parallel.pipeline} pipeline ranks exceed the {layers} layers of the model (embedding, {layers - 2} "
+            f"blocks, head); every rank needs at least one: use at most {layers}"
         )
     if problems:
         raise ConfigError(problems)
-    return replace(config, parallel=ParallelConfig(tensor=tensor, pipeline=pipeline, data=1, device=device))
+    return replace(config, parallel=parallel)
 
 
 def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:

@@ -13,7 +13,7 @@ import torch
 from megapipe.config import ConfigError
 from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
-from megapipe.config.parallel import MeshShape
+from megapipe.config.parallel import MeshShape, ParallelConfig
 from megapipe.inference.trained_model import on_layout
 from megapipe.schedules import build
 from megapipe.schedules.text import dumps
@@ -116,7 +116,7 @@ def test_generation_takes_whole_samples(make: Make) -> None:
     """Its passes have few tokens, which need not divide."""
     config = make("gpt2", T2, sequence())
     assert config.parallel.sequence
-    assert not on_layout(config, 2, tensor=2, pipeline=None, device="cpu").parallel.sequence
+    assert not on_layout(config, ParallelConfig(tensor=2, data=1, device="cpu")).parallel.sequence
 
 
 def test_the_example_of_sharded_state_fits_its_launch_line() -> None:

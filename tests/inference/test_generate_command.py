@@ -5,13 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from megapipe.checkpoint import RunState, save
+from megapipe.cli.trained_models import evaluate
 from megapipe.cli.trained_models import generate as main
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -131,9 +132,6 @@ def test_torchrun_gives_the_text_of_one_process(generate: Generate, run_folder: 
         (["--prompt", "x", "--temperature", "-1", "--top-p", "2"], ["temperature is -1.0", "top-p is 2.0"]),
         (["--prompt", "x", "--min-p", "2"], ["min-p is 2.0", "at most 1"]),
         (["--prompt", "x", "--stop", "a", "--stop", ""], ["stop string 2 is ''", "at least one character"]),
-        (["--prompt", "x", "--tensor", "3"], ["num_heads 4", "tensor sizes that divide this model: 1, 2, 4"]),
-        (["--prompt", "x", "--pipeline", "2"], ["2 ranks, but the launcher started 1", "--nproc_per_node 2"]),
-        (["--prompt", "x", "--pipeline", "9"], ["9 pipeline ranks exceed the 4 layers"]),
     ],
 )
 def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str], parts: list[str]) -> None:
@@ -141,6 +139,41 @@ def test_a_wrong_input_names_value_and_rule(generate: Generate, words: list[str]
     assert output == ""
     for part in parts:
         assert part in messages
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (main, ["--prompt", "x", "--pipeline", "2"]),
+        (evaluate, ["--tensor", "2"]),
+        (evaluate, ["--tensor", "2", "--tasks", "t"]),
+    ],
+)
+def test_a_layout_of_other_ranks_is_refused_before_the_checkpoint_is_read(
+    command: Callable[[Sequence[str]], int], words: list[str], tmp_path: Path
+) -> None:
+    messages = run_command(command, "--checkpoint", tmp_path, *words, status=2).err
+    assert "2 ranks, but the launcher started 1: start torchrun with --nproc_per_node 2" in messages
+
+
+@pytest.mark.parametrize(
+    ("ranks", "flag", "part"),
+    [
+        (
+            "3",
+            "--tensor",
+            "num_heads 4 is not divisible by parallel.tensor 3; tensor sizes that divide this model: 1, 2, 4",
+        ),
+        ("9", "--pipeline", "9 pipeline ranks exceed the 4 layers"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_model_is_refused(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, ranks: str, flag: str, part: str
+) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": ranks, "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert part in generate("--prompt", "x", flag, ranks, status=2).err
 
 
 def test_a_folder_without_checkpoints_is_reported(generate: Generate, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.memory import RecomputeConfig
+from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.inference.trained_model import on_layout
 from megapipe.layout.validation import context_problems
@@ -96,4 +97,4 @@ def test_a_ring_says_what_it_does() -> None:
 
 def test_texts_are_generated_on_whole_samples() -> None:
     config = make(parallel={"context": 2})
-    assert on_layout(config, 2, tensor=2, pipeline=1, device="cpu").parallel.context == 1
+    assert on_layout(config, ParallelConfig(tensor=2, data=1, device="cpu")).parallel.context == 1
