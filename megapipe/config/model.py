@@ -462,27 +462,21 @@ class ModelConfig:
             if not isinstance(name, str):
                 problems.append(f"model.layer_kinds has the name {name!r}; names of kinds are text: use another name")
             elif name == BASE_KIND:
-                problems.append(
-                    f"model.layer_kinds has {name!r}, the name of the model's own fields; use another name"
-                )
+                problems += [f"model.layer_kinds has {name!r}, the name of the model's own fields; use another name"]
             elif name not in self.layer_pattern:
                 problems.append(
                     f"model.layer_kinds has {name!r}, which model.layer_pattern does not use; add it there, or leave "
                     "it out"
                 )
-            problems += [
-                problem for field, value in overrides.items() if (problem := self._field_problem(name, field, value))
-            ]
+            problems += filter(None, (self._field_problem(name, field, value) for field, value in overrides.items()))
         return problems
 
     def _field_problem(self, kind: str, name: str, value: Any) -> str | None:
         """Return why the blocks of a kind cannot have a value instead of the model's; None if they can."""
         where = f"model.layer_kinds {kind}"
         if name not in BLOCK_FIELDS:
-            return (
-                f"{where} sets {name!r}, which cannot differ between blocks; use any of "
-                f"{', '.join(sorted(BLOCK_FIELDS))}"
-            )
+            allowed = ", ".join(sorted(BLOCK_FIELDS))
+            return f"{where} sets {name!r}, which cannot differ between blocks; use any of {allowed}"
         hint = type_hints(type(self))[name]
         if is_dataclass(hint):
             mapping = value if isinstance(value, Mapping) else {}
