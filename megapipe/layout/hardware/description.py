@@ -32,6 +32,7 @@ FlopRate = Annotated[float, Bound(1e3, 1e24, words="from 1e3 to 1e24, in FLOP/s 
 ByteCount = Annotated[float, Bound(1e3, 1e24, words="from 1e3 to 1e24, in bytes (80e9, not 80)")]
 BYTE_RATES = Bound(1e3, 1e24, words="from 1e3 to 1e24, in bytes per second (50e9, not 50)")
 ByteRate = Annotated[float, BYTE_RATES]
+Dimension = Annotated[float, Bound(0, 10**9)]
 Latency = Annotated[float, Bound(0, 1, words="from 0 to 1, in seconds (3e-6, not 3)")]
 
 
@@ -49,8 +50,8 @@ class Efficiency:
     """
 
     ceiling: Share = 1.0
-    half_size: NaturalFloat = 0.0
-    launch: NaturalFloat = 0.0
+    half_size: Dimension = 0.0
+    launch: Latency = 0.0
     memory: Share = 1.0
     links: Share = 1.0
 
