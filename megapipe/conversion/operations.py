@@ -102,7 +102,7 @@ def _mean(parts: Sequence[tuple[Source, StoredTensor]], tensor: StoredTensor) ->
         total = torch.zeros(mean[index].shape, dtype=torch.float64)
         for source, stored in parts:
             total.add_(source.read(stored, index).double())
-        mean[index] = cast(total.div_(len(parts)).float(), tensor)
+        mean[index] = cast(total.div_(len(parts)), tensor)
     return mean
 
 
