@@ -18,9 +18,9 @@ from megapipe.checkpoint import CheckpointError, newest_whole
 from megapipe.checkpoint.directory import steps
 from megapipe.checkpoint.manifest import MANIFEST, _checksum, read_manifest
 from megapipe.config import ConfigError
+from megapipe.config.files import decode_json
 from megapipe.config.load import parse
 from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import decode_json
 from megapipe.conversion.archive import Archive, Sandbox
 from megapipe.conversion.formats import FORMATS, UnknownFormatError
 from megapipe.data import DataError

@@ -25,7 +25,7 @@ from megapipe.calibration.collectives import NodeLinks, Place, measure_node_link
 from megapipe.calibration.machine import check_output, profile
 from megapipe.config import ConfigError
 from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar
-from megapipe.config.durable import write_whole
+from megapipe.config.files import write_whole
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig

@@ -35,7 +35,7 @@ from megapipe.calibration.layers import (
 from megapipe.calibration.planning import memory_bytes
 from megapipe.config import ConfigError
 from megapipe.config.command_line import end_with_parent, unwritable
-from megapipe.config.durable import write_whole
+from megapipe.config.files import write_whole
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import (

@@ -27,7 +27,7 @@ from megapipe.checkpoint.storage import (
     write_file,
     writing,
 )
-from megapipe.config.untrusted import DECODING_ERRORS, read_json
+from megapipe.config.files import DECODING_ERRORS, read_json
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 _LEFTOVER = re.compile(r"\.step-[0-9]{8,}\.(partial|deleted)")

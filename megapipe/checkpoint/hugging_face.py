@@ -21,8 +21,8 @@ from torch import Tensor
 from megapipe.checkpoint.shards import shards_of
 from megapipe.checkpoint.storage import CheckpointError, agreed, check_counts, check_safetensors, inside, read_json
 from megapipe.checkpoint.tensor_file import TensorFile
+from megapipe.config.files import DECODING_ERRORS
 from megapipe.config.model import ModelConfig
-from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.family import Family, FamilyError, Step, family_of, field_differences

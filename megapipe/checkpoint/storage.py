@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megapipe.config import InputError, untrusted
-from megapipe.config.durable import flush_folder
+from megapipe.config.files import flush_folder
 from megapipe.parallel.groups import Group
 
 

@@ -13,10 +13,10 @@ from megapipe.cli.train import parser_of
 from megapipe.config import ConfigError
 from megapipe.config.command_line import natural, positive
 from megapipe.config.field_types import NaturalInt, PositiveInt, in_words
+from megapipe.config.files import decode_yaml
 from megapipe.config.help_format import as_yaml, file_of, invocation, packaged_files, type_of
 from megapipe.config.load import KINDS
 from megapipe.config.other_names import OTHER_NAMES, hint, split_target
-from megapipe.config.untrusted import decode_yaml
 
 USAGE = """\
 usage: megapipe help [COMMAND | FIELD]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megapipe.config.untrusted import MAX_YAML_CHARACTERS, decode_yaml, flat, read_bytes
+from megapipe.config.files import MAX_YAML_CHARACTERS, decode_yaml, flat, read_bytes
 from megapipe.training.observe.metrics import (
     CONFIG,
     LARGEST,

@@ -29,6 +29,7 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.field_types import base_of, bound_problems, has_other_digits, in_words, outside, type_hints
+from megapipe.config.files import DECODING_ERRORS, MAX_YAML_CHARACTERS, compose_yaml, decode_yaml, read_text
 from megapipe.config.help_format import (
     FieldHelpFormatter,
     HelpAll,
@@ -41,7 +42,6 @@ from megapipe.config.help_format import (
 from megapipe.config.model import ModelConfig
 from megapipe.config.other_names import hint
 from megapipe.config.run import DataConfig, PretrainConfig
-from megapipe.config.untrusted import DECODING_ERRORS, MAX_YAML_CHARACTERS, compose_yaml, decode_yaml, read_text
 
 INIT_FROM_HELP = (
     "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError, explained, on_failure, writing
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES, bytes_of, open_to_read, read_into
-from megapipe.config.untrusted import DECODING_ERRORS, decode_json
+from megapipe.config.files import DECODING_ERRORS, decode_json
 from megapipe.conversion import confined
 
 REPLY_SECONDS = 300.0

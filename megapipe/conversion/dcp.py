@@ -48,7 +48,7 @@ from megapipe.checkpoint.storage import (
 )
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config import nearest
-from megapipe.config.untrusted import DECODING_ERRORS
+from megapipe.config.files import DECODING_ERRORS
 from megapipe.conversion.archive import DTYPE_NAMES, Archive, InertObject, Sandbox, TensorPlace
 from megapipe.conversion.formats import METADATA, WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.megapipe_format import model_of, ordered, parameters_of

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from megapipe.config import InputError
+from megapipe.config.files import read_bytes
 from megapipe.config.model import ModelConfig
-from megapipe.config.untrusted import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,10 +25,10 @@ from megapipe.checkpoint.tensor_file import (
     touched_pieces,
 )
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.files import DECODING_ERRORS
 from megapipe.config.load import KINDS, FieldParser
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.conversion.formats import WEIGHTS, Contents, Index, StoredTensor, TargetOptions
 from megapipe.conversion.tokenizer_files import copied_files, token_ids
 from megapipe.data import DataError

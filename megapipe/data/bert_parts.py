@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.config.bert import SPECIAL_TOKENS, BertDataConfig, masking_budget
-from megapipe.config.untrusted import DECODING_ERRORS, read_bytes, read_json
+from megapipe.config.files import DECODING_ERRORS, read_bytes, read_json
 from megapipe.data import DataError
 from megapipe.data.samples import SplitName, split_documents
 from megapipe.data.shards import IndexedDataset

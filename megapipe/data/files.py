@@ -11,7 +11,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from megapipe.config.durable import flush_to_disk
+from megapipe.config.files import flush_to_disk
 from megapipe.data import DataError
 
 _BUFFER = 1 << 20

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import numpy as np
 
 from megapipe.config import untrusted
-from megapipe.config.durable import flush_folder, write_whole
+from megapipe.config.files import flush_folder, write_whole
 from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file
 from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside, idx_path

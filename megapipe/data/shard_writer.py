@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.config.durable import flush_folder, write_whole
+from megapipe.config.files import flush_folder, write_whole
 from megapipe.data import DataError
 from megapipe.data.files import HashedFile
 from megapipe.data.manifest import ShardManifest, manifest_path

@@ -26,12 +26,12 @@ import numpy.typing as npt
 from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.field_types import PositiveFloat, PositiveInt
+from megapipe.config.files import read_text
 from megapipe.config.load import parse_as, read_dataclass
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ParallelConfig, ScheduleConfig, ZeroConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
-from megapipe.config.untrusted import read_text
 from megapipe.layout.hardware.description import Device, Efficiency, Hardware, load_hardware
 from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.planner.cost.estimate import Assumptions, Estimate

@@ -6,7 +6,7 @@ from math import isqrt
 from pathlib import Path
 from typing import Unpack
 
-from megapipe.config.untrusted import read_text
+from megapipe.config.files import read_text
 from megapipe.schedules.actions import GROUP, KIND, SLOT, UNIT, VERSION, Kind
 from megapipe.schedules.building_blocks import Times, split_backwards
 from megapipe.schedules.errors import ScheduleError

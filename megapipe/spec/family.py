@@ -19,8 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from megapipe.config import nearest
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.files import DECODING_ERRORS
 from megapipe.config.model import ModelConfig
-from megapipe.config.untrusted import DECODING_ERRORS
 from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import LayerSpec, ParameterSpec
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config import ConfigError
+from megapipe.config.files import read_json
 from megapipe.config.load import underscored
-from megapipe.config.untrusted import read_json
 
 CONFIG = "config.json"
 

@@ -17,9 +17,9 @@ import torch
 
 from megapipe.config import ConfigError
 from megapipe.config.command_line import bytes_text
+from megapipe.config.files import flat
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import flat
 from megapipe.engine.trace import this_host
 from megapipe.layers.attention import has_amx
 from megapipe.layout.batch_plan import data_parallel_size, mesh_shape

@@ -1,6 +1,6 @@
 """Untrusted folders: a fixture for each rule of docs/conversion.md is refused by name, and nothing is written.
 
-The rules of JSON itself are tested in tests/config/test_untrusted.py."""
+The rules of JSON itself are tested in tests/config/test_files.py."""
 
 import json
 import os

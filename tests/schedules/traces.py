@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megapipe.config.durable import write_whole
+from megapipe.config.files import write_whole
 from megapipe.schedules import Costs, Kind, Schedule, dumps, simulate
 from megapipe.schedules.actions import write_action
 from megapipe.schedules.measured.traces import (

@@ -10,7 +10,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from megapipe.config.command_line import ProgressBar, exit_status, not_empty, positive, tool_parser, with_hyphens
-from megapipe.config.durable import write_whole
+from megapipe.config.files import write_whole
 from megapipe.data import DataError
 from megapipe.data.preprocess.documents import SAMPLE_BYTES, SampledTexts
 from megapipe.data.preprocess.inputs import InputFile, find_inputs, idle_workers

@@ -20,8 +20,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from megapipe.config.command_line import end_with_parent
-from megapipe.config.durable import write_whole
-from megapipe.config.untrusted import DECODING_ERRORS, read_json
+from megapipe.config.files import DECODING_ERRORS, read_json, write_whole
 from megapipe.data import DataError
 from megapipe.data.manifest import ShardManifest, store_tokenizer
 from megapipe.data.preprocess.inputs import PART_BYTES, InputFile, SourceChecksums, cut_into_parts

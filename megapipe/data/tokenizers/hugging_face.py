@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 
-from megapipe.config.untrusted import read_json
+from megapipe.config.files import read_json
 from megapipe.data import DataError
 from megapipe.data.tokenizers.model_files import Tokenizer, fingerprint_of_files, too_few_texts
 

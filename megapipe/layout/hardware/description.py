@@ -19,9 +19,9 @@ from typing import Annotated, Literal, get_args
 
 from megapipe.config import ConfigError, nearest
 from megapipe.config.field_types import Bound, NaturalFloat, PositiveFloat, Share
+from megapipe.config.files import read_text
 from megapipe.config.load import read_dataclass, written_dataclass
 from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import read_text
 from megapipe.spec.ops import Operation
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")

@@ -11,8 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
 
-from megapipe.config.durable import write_whole
-from megapipe.config.untrusted import DECODING_ERRORS, is_of_type, read_json
+from megapipe.config.files import DECODING_ERRORS, is_of_type, read_json, write_whole
 from megapipe.schedules.actions import Kind, short_word
 from megapipe.schedules.build import read_file
 from megapipe.schedules.errors import ScheduleError

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeGuard
 
 import numpy as np
 
-from megapipe.config.untrusted import decode_json
+from megapipe.config.files import decode_json
 from megapipe.training.observe.records import EvaluationRecord, LineFile, Listener, StepRecord
 
 METRICS = "metrics.jsonl"

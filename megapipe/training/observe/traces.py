@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import megapipe
-from megapipe.config.durable import write_whole
+from megapipe.config.files import write_whole
 from megapipe.config.run import PretrainConfig, ReliabilityConfig
 from megapipe.engine.engine import Engine
 from megapipe.engine.trace import ClockOffset, Recorder, clock_offset

@@ -36,9 +36,8 @@ from megapipe.checkpoint.directory import DirectoryLock, read_lock_id
 from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config import ConfigError
-from megapipe.config.durable import write_whole
+from megapipe.config.files import flat, write_whole
 from megapipe.config.run import PretrainConfig
-from megapipe.config.untrusted import flat
 from megapipe.data import DataError
 from megapipe.data.files import sampled_checksum
 from megapipe.data.identity import shard_identity

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
-from megapipe.config.untrusted import DECODING_ERRORS
+from megapipe.config.files import DECODING_ERRORS
 from megapipe.conversion import archive as archive_module
 from megapipe.conversion import confined
 from megapipe.conversion.archive import Archive, InertObject, Sandbox

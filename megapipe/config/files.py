@@ -1,7 +1,8 @@
-"""Decoding of untrusted JSON and YAML: any bytes give a value or one error, in bounded time and memory.
+"""Files: those of unknown origin are decoded safely, and written ones survive a power failure.
 
-Values have only finite numbers below 1e100 (YAML also has .inf and .nan), text that can be encoded, no repeated keys,
-and at most MAX_DEPTH levels, so recursion over them is safe.
+Any bytes give a value or one error, in bounded time and memory. Values have only finite numbers below 1e100 (YAML also
+has .inf and .nan), text that can be encoded, no repeated keys, and at most MAX_DEPTH levels, so recursion over them is
+safe.
 """
 
 import json
@@ -12,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, NoReturn, Union, get_args, get_origin
+from typing import Any, BinaryIO, NoReturn, Union, get_args, get_origin
 
 import yaml
 
@@ -229,3 +230,32 @@ def flat(values: Mapping[Any, Any], above: str = "") -> dict[str, Any]:
         else:
             fields[f"{above}{name}"] = value
     return fields
+
+
+def flush_to_disk(file: BinaryIO) -> None:
+    """Write a file's data from the buffers of Python and the kernel to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until renames in the folder would survive a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under a temporary name and rename it; create its folder if needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content)
+            flush_to_disk(file)
+        os.replace(partial, path)
+        flush_folder(path.parent)
+    finally:
+        partial.unlink(missing_ok=True)

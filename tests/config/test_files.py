@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.untrusted import MAX_DEPTH, compose_yaml, decode_json, decode_yaml, is_of_type, read_bytes
+from megapipe.config.files import MAX_DEPTH, compose_yaml, decode_json, decode_yaml, is_of_type, read_bytes
 
 BAD_JSON = {
     "NaN": b"[NaN]",
