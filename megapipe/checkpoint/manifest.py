@@ -21,7 +21,7 @@ import xxhash
 from megapipe.checkpoint.shards import Extent
 from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES
-from megapipe.config import untrusted
+from megapipe.config.files import DECODING_ERRORS, decode_json, read_bytes
 from megapipe.data.identity import DataIdentity
 from megapipe.spec.parameters import Box
 
@@ -160,10 +160,10 @@ def read_manifest_file(file: Path) -> Manifest:
     """Return a manifest under any file name. Raises FileNotFoundError if it is missing; see `read_manifest` for other
     errors."""
     try:
-        content = untrusted.read_bytes(file, CheckpointError, _LARGEST_BYTES)
+        content = read_bytes(file, CheckpointError, _LARGEST_BYTES)
     except NotADirectoryError as error:
         raise FileNotFoundError(str(file)) from error
-    return _decoded(untrusted.decode_json(content, str(file), _damaged), file)
+    return _decoded(decode_json(content, str(file), _damaged), file)
 
 
 def _damaged(message: str) -> DamagedCheckpointError:
@@ -249,7 +249,7 @@ def _decoded(document: Any, file: Path) -> Manifest:
         raise CheckpointError(_wrong_version(file, version, document.get("code_version")))
     try:
         return _manifest(document)
-    except untrusted.DECODING_ERRORS as error:
+    except DECODING_ERRORS as error:
         raise DamagedCheckpointError(f"{file} is not a valid manifest: {error!r}", "manifest") from error
 
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megapipe.config import InputError, untrusted
+from megapipe.config import InputError, files
 from megapipe.config.files import flush_folder
 from megapipe.parallel.groups import Group
 
@@ -262,7 +262,7 @@ def inside(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> Mapping[str, Any]:
     """Return the object in a JSON file. Raises CheckpointError if the file is unreadable or does not contain one."""
     try:
-        content = untrusted.read_json(path, CheckpointError)
+        content = files.read_json(path, CheckpointError)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}; choose a folder with this file") from error
     if not isinstance(content, dict):

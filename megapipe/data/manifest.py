@@ -10,8 +10,7 @@ from typing import Any, get_type_hints
 
 import numpy as np
 
-from megapipe.config import untrusted
-from megapipe.config.files import flush_folder, write_whole
+from megapipe.config.files import flush_folder, is_of_type, read_json, write_whole
 from megapipe.data import DataError
 from megapipe.data.files import checksum_of_file
 from megapipe.data.shards import FloatTokens, IndexedDataset, bin_path, first_outside, idx_path
@@ -113,14 +112,14 @@ def read_manifest(prefix: str | Path) -> ShardManifest | None:
     path = manifest_path(prefix)
     if not path.is_file():
         return None
-    content = untrusted.read_json(path, lambda message: DataError(f"{message}; {_REPAIR}"))
+    content = read_json(path, lambda message: DataError(f"{message}; {_REPAIR}"))
     if not isinstance(content, dict) or "format_version" not in content:
         raise DataError(_damaged(path, "it has no format_version"))
     version = content.pop("format_version")
     if version != FORMAT_VERSION:
         raise DataError(f"{path} has format version {version}; only version {FORMAT_VERSION} can be read; {_REPAIR}")
     for name, declared in get_type_hints(ShardManifest).items():
-        if name in content and not untrusted.is_of_type(content[name], declared):
+        if name in content and not is_of_type(content[name], declared):
             raise DataError(_damaged(path, f"its {name} is {reprlib.repr(content[name])}"))
     try:
         return ShardManifest(**content)
