@@ -83,8 +83,6 @@ class BertModelConfig(ModelConfig):
                 f"model.shared_blocks is true with model.num_experts {self.num_experts}; each block balances experts "
                 "of its own: set model.num_experts to null, or model.shared_blocks to false"
             )
-        if self.norm_position not in ("pre", "post"):
-            problems.append(f"model.norm_position is {self.norm_position!r}; a BERT has norms in 'pre' or 'post'")
         problems += [
             f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
             f"{'null' if neutral is None else neutral}"

@@ -60,7 +60,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 ]
 """Fields of a model, others that do not fit them, and a part of the message."""
 REFUSED_IN_BERTS: list[tuple[dict[str, Any], str]] = [
-    ({"norm_position": "sandwich"}, "'sandwich'; a BERT has norms in 'pre' or 'post'"),
+    ({"norm_position": "sandwich"}, "model.norm_position is sandwich; it must be one of pre, post"),
     ({"parallel_residual": True}, "true with model.norm_position 'post'"),
     ({"logit_softcap": 2.0}, "model.logit_softcap is 2.0, but the head of a BERT has none"),
     ({"logit_scale": 2.0}, "set it to 1.0"),

@@ -184,7 +184,7 @@ raise SystemExit(train.run_program(PretrainConfig, sys.argv[1:]))
 
 @pytest.mark.parametrize(("steps", "status"), [(1, 143), pytest.param(2, 1, marks=pytest.mark.exhaustive)])
 def test_a_program_ends_although_a_tracker_hangs(steps: int, status: int) -> None:
-    command = [sys.executable, "-c", PROGRAM, f"--training.steps={steps}"]
+    command = [sys.executable, "-c", PROGRAM, f"--training.steps={steps}", "--data.prefix=corpus"]
     assert subprocess.run(command, timeout=60, capture_output=True).returncode == status
 
 
