@@ -1,11 +1,12 @@
 """Compare sums over ops with values of 5,000 configurations from separate formulas, computed before ops existed.
 
 They are equal but in eight places, where the ops agree with counted bytes (tests/spec/test_counted.py, and for what
-exists only within an action tests/fake_cuda/test_peaks.py). In five of them the formulas were wrong: what a post-norm BERT keeps when it recomputes its norms; and, between the halves of a split
-backward, the gradient of learned positions, the scale of a GPT's loss (one number), copies of weights of norms that
-are recomputed, and what norms of heads need. Embeddings gather under sequence parallelism in the other half of their
-backward. And an embedding no longer keeps which tokens have their row on another rank, and the weight half of a block
-frees the tensors of each op before it continues.
+exists only within an action tests/fake_cuda/test_peaks.py). In five of them the formulas were wrong: what a post-norm
+BERT keeps when it recomputes its norms; and, between the halves of a split backward, the gradient of learned
+positions, the scale of a GPT's loss (one number), copies of weights of norms that are recomputed, and what norms of
+heads need. Embeddings gather under sequence parallelism in the other half of their backward. And an embedding no
+longer keeps which tokens have their row on another rank, and the weight half of a block frees the tensors of each op
+before it continues.
 """
 
 from collections.abc import Sequence
