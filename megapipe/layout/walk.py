@@ -192,9 +192,9 @@ class Walk:
         """Number of times that each kind of action comes for each unit of a stage."""
         own = (self._stage >= 0) & (self._unit >= 0)
         number = self._kind[own].astype(np.int64) * self.num_places + self._place[own]
-        found = zip(*(each.tolist() for each in np.unique(number, return_counts=True)), strict=True)
+        counts = zip(*(each.tolist() for each in np.unique(number, return_counts=True)), strict=True)
         return Counter(
-            {(Kind(each // self.num_places), *divmod(each % self.num_places, self._width)): n for each, n in found}
+            {(Kind(each // self.num_places), *divmod(each % self.num_places, self._width)): n for each, n in counts}
         )
 
     def held(self, sizes: Sizes) -> Held[Bytes]:
@@ -217,8 +217,8 @@ class Walk:
 
     def by_rank(self, values: Bytes) -> Bytes:
         """Return the largest of one value for each action, for each rank."""
-        found: Bytes = np.maximum.reduceat(values, self._first_rows)
-        return found
+        largest: Bytes = np.maximum.reduceat(values, self._first_rows)
+        return largest
 
     def _total(self, changes: _Changes, sizes: Bytes) -> Bytes:
         """Return the bytes after each step."""
@@ -236,26 +236,26 @@ class Walk:
         before[self._first[self._first_rows]] = 0.0
         within = np.where(self._needed != NOTHING, before + sizes[self._needed], 0.0)
         peak = np.maximum.reduceat(within, self._first)
-        found: Bytes = np.maximum(0.0, peak - activations[self._last])
-        return found
+        temporaries: Bytes = np.maximum(0.0, peak - activations[self._last])
+        return temporaries
 
     @cached_property
     def _needed(self) -> Ints:
         """By step, the size by which the peak within it exceeds what is held before it."""
-        found = np.full(len(self._kind), NOTHING)
+        needed = np.full(len(self._kind), NOTHING)
         for kind, tensor in NEEDED.items():
             rows = self._rows(kind)
-            found[rows] = self._symbol(tensor, rows)
-        return found
+            needed[rows] = self._symbol(tensor, rows)
+        return needed
 
     def _rows(self, *kinds: Kind) -> Ints:
         return np.flatnonzero(kind_mask(self._kind, *kinds))
 
     def _symbol(self, tensor: Tensor, rows: Ints) -> Ints:
         """Return where the flat list has the sizes of one tensor of the places of some steps."""
-        found: Ints = self._symbols[tensor] + self._place[rows] * self.num_variants
+        symbols: Ints = self._symbols[tensor] + self._place[rows] * self.num_variants
         of_microbatch = tensor < Tensor.WEIGHTS or tensor > Tensor.STATE
-        return found + self._variant[rows] if of_microbatch else found
+        return symbols + self._variant[rows] if of_microbatch else symbols
 
     def _changes(self, puts: Sequence[tuple[Ints, Ints, Ints]]) -> _Changes:
         """Return what changes where tensors by number (second) take a new size (third) at steps (first)."""
@@ -300,8 +300,8 @@ class Walk:
     @cached_property
     def _sums(self) -> tuple[_Changes, _Changes]:
         """Return whole gradients of units whose state is sharded, and the memory of their sums."""
-        found = ([], []) if self._buffers is None else self._of_gradients(self._buffers)
-        gradients, summands = (self._changes([self._listed(each)]) for each in found)
+        puts = ([], []) if self._buffers is None else self._of_gradients(self._buffers)
+        gradients, summands = (self._changes([self._listed(each)]) for each in puts)
         return gradients, summands
 
     @cached_property
@@ -339,7 +339,7 @@ class Walk:
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
         places. What the last unit of a span recomputes is no input."""
-        last, found = self.header.num_routed - 1, self._sent_to_all()
+        last, puts = self.header.num_routed - 1, self._sent_to_all()
         units = self.header.units_per_stage[last]
         to_outputs, to_inputs = (np.isin(self._stage, each) for each in (self.header.outputs, self.header.inputs))
         shared = bool(self.header.vocabulary)
@@ -355,10 +355,10 @@ class Walk:
             if shared:  # the rank's shards take what the last stage returns, and the gradient of the first stage
                 ends = (to_inputs if direction else to_outputs)[rows]
             gone = (self._kind[rows] == send) | ends
-            found.append(self._passed(rows, direction, gone))
+            puts.append(self._passed(rows, direction, gone))
         rows = self._rows(Kind.RECOMPUTE)
         _, _, closes = self._spans
-        return [*found, self._passed(rows, 2, closes[self._place[rows]])]
+        return [*puts, self._passed(rows, 2, closes[self._place[rows]])]
 
     def _passed(self, rows: Ints, direction: int, gone: Mask) -> tuple[Ints, Ints, Ints]:
         """Return where a micro-batch's stream in one of the `_DIRECTIONS` comes and goes."""
@@ -377,22 +377,22 @@ class Walk:
         ranks = header.stage_ranks[self._stage]
         first, last = (header.stage_ranks[header.routes[0][end]] for end in (0, -1))
         backward = kind_mask(self._kind, *BACKWARDS)
-        found: Mask = np.isin(self._stage, header.outputs) & backward & (ranks != last)
-        found |= np.isin(self._stage, header.inputs) & np.where(ranks == first, backward, self._kind == Kind.FORWARD)
-        return found
+        is_sent: Mask = np.isin(self._stage, header.outputs) & backward & (ranks != last)
+        is_sent |= np.isin(self._stage, header.inputs) & np.where(ranks == first, backward, self._kind == Kind.FORWARD)
+        return is_sent
 
     def _sent_to_all(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the tensors that `_is_sent` steps make. Each is held until the shard's next pass, or for the output
         layer until the next such tensor; at most until the end of the step."""
-        header, found, first = self.header, [], -1
+        header, puts, first = self.header, [], -1
         for shards in (header.outputs, header.inputs) if header.vocabulary else ():
             passes = kind_mask(self._kind, Kind.FORWARD, Kind.BACKWARD) if shards == header.inputs else self._is_sent
             own = np.isin(self._stage, shards) & passes
             rows = np.sort(np.concatenate([np.flatnonzero(own), self._rows(Kind.REDUCE_SCALARS)]))
             held = own & self._is_sent
-            found.append((rows, first - self._rank[rows], np.where(held[rows], STREAM + self._variant[rows], NOTHING)))
+            puts.append((rows, first - self._rank[rows], np.where(held[rows], STREAM + self._variant[rows], NOTHING)))
             first -= header.num_ranks
-        return found
+        return puts
 
     def _handed_on(self, recomputed: Mask) -> list[tuple[Ints, Ints, Ints]]:
         """Return the tensors of recomputed layers that later slices of a sample read, and the gradients of such
@@ -407,16 +407,16 @@ class Walk:
         rows = self._rows(Kind.FORWARD, Kind.RECOMPUTE)
         rows = rows[recomputed[self._place[rows]] & ~last[rows]]
         forward = self._kind[rows] == Kind.FORWARD
-        found = [(rows, number[rows], np.where(forward, self._symbol(Tensor.HANDED, rows), NOTHING))]
+        puts = [(rows, number[rows], np.where(forward, self._symbol(Tensor.HANDED, rows), NOTHING))]
         shift = self.num_places * count
         rows = self._rows(Kind.BACKWARD)
         own, ends = rows[~last[rows]], rows[last[rows]]
-        found.append((own, number[own] + shift, np.full(len(own), NOTHING)))
+        puts.append((own, number[own] + shift, np.full(len(own), NOTHING)))
         for earlier in range(1, slices):
             variant = self._variant_of[(self._microbatch[ends] - earlier) % len(self._variant_of)]
             size = self._symbols[Tensor.HANDED_GRADIENTS] + self._place[ends] * self.num_variants + variant
-            found.append((ends, number[ends] - earlier + shift, size))
-        return found
+            puts.append((ends, number[ends] - earlier + shift, size))
+        return puts
 
     @cached_property
     def _num_microbatches(self) -> int:

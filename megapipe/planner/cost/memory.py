@@ -195,8 +195,8 @@ class StateSizes:
         width = ELEMENT_BYTES[cast(Precision, config.training.precision)]
         stages = [zero_stage_of(config, layer.name) for layer in self.layers]
         sizes = [width * (stage >= 3) + FULL_BYTES * (stage >= 2) for stage in stages]
-        found: Floats = (np.array(sizes) * self.elements * (np.array(cut.present) > 0)).max(axis=1)
-        return found if config.zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * found
+        largest: Floats = (np.array(sizes) * self.elements * (np.array(cut.present) > 0)).max(axis=1)
+        return largest if config.zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * largest
 
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
