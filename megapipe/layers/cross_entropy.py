@@ -175,7 +175,7 @@ class SharedHead(VocabParallelHead):
         record = tape.record(self, (), rows.new_empty((), dtype=wide))
         loss, *kept = _RescaledCrossEntropy.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
         record.saved = (rows.detach(), *kept) if row_weight is None else (rows.detach(), *kept, row_weight)
-        record.beside = (targets.columns, targets.owned)
+        record.integers = (targets.columns, targets.owned)
         return loss
 
     def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:

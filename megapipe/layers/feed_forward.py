@@ -91,7 +91,7 @@ class Router(SplitModule, OnShards):
             if record is None:
                 scores = _Loaded.apply(scores, self.bias, load)
             else:
-                record.beside = (load,)
+                record.integers = (load,)
         return self._shares(scores, experts), experts
 
     def _choices(self, scores: Tensor) -> Tensor:
@@ -328,7 +328,7 @@ class GroupedLinear(SplitModule):
         width = self.weight[0].numel() // self.weight.shape[-1]
         record = tape.record(self, (len(x), width), x)
         record.keep_input(x, rerun)
-        record.beside = (torch.tensor(products.counts),)
+        record.integers = (torch.tensor(products.counts),)
         bias = None if self.bias is None else self.bias.detach()
         return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, products)
 

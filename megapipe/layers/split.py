@@ -80,14 +80,14 @@ class Record:
     """One use of a module: the probe of its output, and the detached tensors that its weight half needs.
 
     probe: a leaf, or the output's own edge in the autograd graph. rerun: recomputes, from `saved`, the one tensor that
-    the weight half needs. beside: small integer tensors that are passed to the weight half after these.
+    the weight half needs. integers: small integer tensors that are passed to the weight half after these.
     """
 
     module: SplitModule
     probe: Tensor | GradientEdge
     saved: tuple[Tensor, ...] = ()
     rerun: Callable[[], Tensor] | None = None
-    beside: tuple[Tensor, ...] = ()
+    integers: tuple[Tensor, ...] = ()
 
     def keep_input(self, x: Tensor, rerun: "Rerun | None") -> None:
         """Save the input x for the weight half, or the sources from which `rerun` recomputes it."""
@@ -245,7 +245,7 @@ def _add_gradients(record: Record, gradient: Tensor, uses_left: Counter[int], su
     gradient: of the module's output. uses_left, sums: by the id of the parameter.
     """
     saved = record.saved if record.rerun is None else (record.rerun(),)
-    for parameter, contribution in record.module.weight_half((*saved, *record.beside), gradient):
+    for parameter, contribution in record.module.weight_half((*saved, *record.integers), gradient):
         key = id(parameter)
         uses_left[key] -= 1
         total = sums.pop(key) + contribution if key in sums else contribution

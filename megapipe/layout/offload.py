@@ -173,9 +173,9 @@ class _Copies:
     def _until_reload(self, moved: int) -> float:
         """Return the seconds from the block's forward to `prefetch` actions before its backward."""
         end = len(self._seconds)
-        behind = end - 1 - moved
-        actions = max(0, 2 * behind - self._prefetch)
-        forwards = min(actions, behind)
+        blocks_after = end - 1 - moved
+        actions = max(0, 2 * blocks_after - self._prefetch)
+        forwards = min(actions, blocks_after)
         out = self._forward[moved + 1 + forwards] - self._forward[moved + 1]
         return out + self._backward[end] - self._backward[end - (actions - forwards)]
 

@@ -82,10 +82,10 @@ def place(
     long = {name: size for name, size in matrices.items() if size * num_shards > total}
     whole = {name: size for name, size in matrices.items() if name not in long}
     order = sorted(whole, key=lambda name: -whole[name])
-    behind = sum(long.values())
+    size_of_long = sum(long.values())
 
     def place_at(shard_size: int) -> list[int] | None:
-        stop = num_shards * shard_size - behind
+        stop = num_shards * shard_size - size_of_long
         bins = [(max(i * shard_size, position), min((i + 1) * shard_size, stop)) for i in range(num_shards)]
         return _packed([whole[name] for name in order], bins)
 
@@ -93,7 +93,7 @@ def place(
     packed = place_at(shard_size)
     assert packed is not None
     starts |= dict(zip(order, packed, strict=True))
-    first = num_shards * shard_size - behind
+    first = num_shards * shard_size - size_of_long
     for name, size in long.items():
         starts[name] = first
         first += size
