@@ -212,7 +212,7 @@ def _plot(options: argparse.Namespace) -> int:
         raise _WrongInput(f"cannot write {path}: {error.strerror}; give another file") from None
     if not options.json:
         for path in filter(None, (options.html, options.svg, options.png)):
-            print_line(_printable(f"written: {path}"))
+            print_line(_printable(f"wrote {path}"))
     return 0
 
 
