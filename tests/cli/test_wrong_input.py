@@ -55,15 +55,15 @@ preprocess --input text.txt --output-prefix out --tokenizer nowhere | nowhere
 preprocess --input text.txt --output-prefix out --tokenizer bytes --workers x | whole number
 preprocess train-tokenizer --input text.txt --type word --vocabulary-size 99 --output t.json | invalid choice: 'word'
 plan serch | did you mean 'search'?
-plan search | --hardware is missing
-plan search --hardware h1000 --devices 8 | h1000
+plan search --devices 8 --batch.global_size 8 | --hardware is missing
+plan search --hardware h1000 --devices 8 --batch.global_size 8 | h1000
 plan search --hardware h100 --devices 0 --model llama3_8b --batch.global_size 8 | --devices is 0; it must be at least 1
 plan search --hardware h100 --devices 8 --model llama3_9b | did you mean llama3_8b
 plan predict --config missing.yaml --hardware h100 --devices 8 | missing.yaml: the file does not exist
 plan links --hardware h100 --output links.yaml --megabytes 1e400 | --megabytes is inf; it must be from 0.000001
 plan profile --output machine.yaml --ranks 1000000000000 | --ranks is 1,000,000,000,000; it must be from 1 to 1024
 plan dry-run nowhere.yaml --devices 8 | nowhere.yaml
-schedule | required: command
+schedule | a command is missing; write one of list, validate
 schedule shwo | invalid choice: 'shwo'
 schedule show --schedule 1f2b | unknown schedule '1f2b'
 schedule show --ranks 0 | the number of pipeline ranks of 1f1b is 0
@@ -72,7 +72,7 @@ schedule overlay nowhere | nowhere
 data inspect nowhere | nowhere
 data stalls --config missing.yaml | missing.yaml
 data stalls --config gpt_tiny --ingestion-tokens-per-second 1e-300 | must be a finite number of tokens of at least 1
-convert | required: command
+convert | a command is missing; write one of convert, inspect
 convert convert nowhere --to hf out | nowhere
 convert inspect text.txt | text.txt
 generate --prompt x | required: --checkpoint
