@@ -112,7 +112,9 @@ OTHER_ORDERS = ("dualpipe_v", "gis", "gis_h", "v_auto", "v_half", "v_min")
 HALVES = ("zb_h1", "zb_h2", "zb_v", "zb_auto", "1f1b in halves", *OTHER_ORDERS)
 CHUNKED = ("interleaved_1f1b", "modular", "zb_v", *OTHER_ORDERS)
 RULES = (
-    Rule({"model": ("bert",), "block": ("sandwich", "output")}, "model.norm_position is '.*'; a BERT has norms in"),
+    Rule(
+        {"model": ("bert",), "block": ("sandwich", "output")}, "model.norm_position is .*; it must be one of pre, post"
+    ),
     Rule({"schedule": HALVES, "recompute": ("logits",)}, "recompute.logits is true, but this schedule splits the"),
     Rule({"schedule": CHUNKED, "pipeline": ("4",)}, "parallel.pipeline 4 x 2 stages per rank of .* exceeds"),
     Rule(
