@@ -40,8 +40,8 @@ class RecomputeConfig:
     available for schedules that split the backward."""
 
     @property
-    def own_parts(self) -> frozenset[Part]:
-        """Parts of blocks that the backward of a block, or of a head with blocks, recomputes itself."""
+    def parts_in_heads(self) -> frozenset[Part]:
+        """Parts of a head's blocks of multi-token prediction that the head's backward recomputes."""
         if self.method == "full":
             return frozenset({"block"})
         return frozenset(self.parts if self.method == "selective" else ())

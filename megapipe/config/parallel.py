@@ -176,7 +176,7 @@ def recompute_method(config: "PretrainConfig", name: str) -> str:
     """Return what a layer recomputes, before `recompute.num_blocks` leaves some out: a value of recompute.method.
 
     Other layers are never rerun: an embedding saves next to nothing, and the backward of a head follows its forward at
-    once. What heads recompute of their blocks is `RecomputeConfig.own_parts`.
+    once. What heads recompute of their blocks is `RecomputeConfig.parts_in_heads`.
     """
     if not name.startswith("blocks"):
         return "none"

@@ -152,7 +152,7 @@ class Holding:
             config.optimizer,
             config.parallel,
             config.recompute.parts,
-            config.recompute.own_parts,
+            config.recompute.parts_in_heads,
             training.master_weights,
             training.fp8,
             training.compile,

@@ -28,7 +28,7 @@ from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.unit_state import UnitState, sum_partial_gradients
 from megapipe.schedules.schedule import Header
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 Result = TypeVar("Result")
 
 
@@ -43,7 +43,7 @@ class Turns:
         self._stream: torch.cuda.Stream | None = None
 
     def run_beside(
-        self, find: Callable[[], Found], share: Callable[[Found], Result], device: torch.device
+        self, find: Callable[[], Value], share: Callable[[Value], Result], device: torch.device
     ) -> Future[Result]:
         """Start `share(find())` like the function `run_beside`; `share` runs after that of every earlier call.
 

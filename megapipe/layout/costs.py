@@ -42,7 +42,7 @@ _ops = lru_cache(maxsize=4096)(layer_ops)
 def own_parts(config: PretrainConfig, layer: LayerSpec) -> frozenset[Part]:
     """Return the parts of blocks that a layer's backward recomputes itself."""
     if layer.kind == "head" and config.model.mtp_layers:
-        return config.recompute.own_parts
+        return config.recompute.parts_in_heads
     selective = layer.kind == "block" and recompute_method(config, layer.name) == "selective"
     return frozenset(config.recompute.parts if selective else ())
 

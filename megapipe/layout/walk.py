@@ -338,7 +338,7 @@ class Walk:
 
     def _passed_on(self) -> list[tuple[Ints, Ints, Ints]]:
         """Return the input of the next action of a micro-batch, until a message takes it away, numbered after all
-        places. What the last unit of a span recomputes is no input."""
+        places. No action takes the output that the last unit of a span recomputes."""
         last, puts = self.header.num_routed - 1, self._sent_to_all()
         units = self.header.units_per_stage[last]
         to_outputs, to_inputs = (np.isin(self._stage, each) for each in (self.header.outputs, self.header.inputs))

@@ -49,12 +49,11 @@ def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tupl
         needed += max(shape.tokens * shape.model.hidden_size * FULL_BYTES, shape.width * largest)
     gathered = _gathered(shape)
     copied = gathered if shape.micro_size > 1 else 0
-    phases: dict[BackwardPhase, int] = {
-        "backward": gathered + needed,
-        "input half": gathered + copied,
-        "weight half": needed,
-    }
-    return tuple(BackwardPeak(*each) for each in phases.items())
+    return (
+        BackwardPeak("backward", gathered + needed),
+        BackwardPeak("input half", gathered + copied),
+        BackwardPeak("weight half", needed),
+    )
 
 
 def projection_peaks(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[BackwardPeak, ...]:

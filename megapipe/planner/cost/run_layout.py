@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 
 from megapipe.config import ConfigError
-from megapipe.config.parallel import MeshShape, is_fp8, strategy_of
+from megapipe.config.parallel import MeshShape, layer_is_fp8, strategy_of
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import data_parallel_size
 from megapipe.layout.costs import LayoutCosts
@@ -219,7 +219,7 @@ def _cached_shape(keyed: Keyed) -> _Shape:
     numbers: dict[tuple[object, ...], int] = {}
     classes, kinds = [], []
     for index, layer in enumerate(stages.layers):
-        in_fp8 = layer.kind == "block" and is_fp8(config, layer.index)
+        in_fp8 = layer_is_fp8(config, layer.kind, layer.index)
         # What a layer sets itself, because a search reuses the kinds with other values of the run's own fields.
         own = strategy_of(config.parallel.layers, layer.name)
         kind = layer.kind, layer.variant, in_fp8, own.zero, own.recompute

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config import ConfigError
-from megapipe.config.parallel import ScheduleConfig, ZeroConfig, is_fp8
+from megapipe.config.parallel import ScheduleConfig, ZeroConfig, layer_is_fp8
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
@@ -403,7 +403,7 @@ class OpCosts:
         self.layers = layers_of(self.whole)
         self.slow_down = ENGINE.on(hardware).slow_down
         numbers: dict[tuple[object, ...], int] = {}
-        keys = [(each.kind, each.variant, each.kind == "block" and is_fp8(config, each.index)) for each in self.layers]
+        keys = [(each.kind, each.variant, layer_is_fp8(config, each.kind, each.index)) for each in self.layers]
         self.kinds = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
         self._one_of = [self.layers[self.kinds.index(kind)] for kind in range(len(numbers))]
         forward = [times.of(self.whole, layer).forward for layer in self._one_of]
