@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind
-from megapipe.schedules.gathers import USES, awaited_reductions, num_places, of_states
-from megapipe.schedules.memory import matched, move_needs, reload_needs, snapshot_needs, state_places, unit_places
+from megapipe.schedules.gathers import USES, awaited_reductions, by_place, num_places, of_states
+from megapipe.schedules.memory import activations_moved, state_places, states_moved, unit_places
 from megapipe.schedules.schedule import Connection, Header
 from megapipe.schedules.table import Table, first_row_per, last_row_per
 
@@ -101,6 +101,17 @@ def joined(*parts: Needs) -> Needs:
     return Needs(*map(np.concatenate, zip(NO_NEEDS, *parts, strict=True)))
 
 
+def matched(rows: Ints, needed: Ints, places: Ints) -> Needs:
+    """Return the rows that have a needed row of the same place, each with this row."""
+    if len(needed) == 0:
+        return NO_NEEDS
+    order = np.argsort(places[needed], kind="stable")
+    wanted = places[needed][order]
+    index = np.minimum(np.searchsorted(wanted, places[rows]), len(needed) - 1)
+    has_match = wanted[index] == places[rows]
+    return Needs(rows[has_match], needed[order][index[has_match]])
+
+
 @dataclass(frozen=True)
 class Messages:
     """One entry per message: the row that sends it, the row that receives it, and the first row that reads it."""
@@ -153,8 +164,8 @@ class Dependencies:
         table = self.table
         if not table.header.gathered_weights.any():
             return NO_NEEDS
-        every = of_states(table, table.rows_with(*USES, Kind.GATHER_WEIGHTS), table.header.gathered_weights)
-        rows = every.row[np.lexsort((every.row, every.places(table)))]
+        using = table.rows_with(*USES, Kind.GATHER_WEIGHTS)
+        rows = by_place(table, using, table.header.gathered_weights)[0].row
         gathering = table.is_kind(Kind.GATHER_WEIGHTS)[rows]
         latest = np.maximum.accumulate(np.where(gathering, np.arange(len(rows)), 0))
         return Needs(rows[~gathering], rows[latest[~gathering]])
@@ -183,7 +194,7 @@ class Dependencies:
         yield from self.compute_needs()
         yield self._counts_needs()
         yield from self._recompute_needs()
-        yield from (self.reloads, self.snapshots, *(Needs(*pair) for pair in move_needs(self.table)))
+        yield from (self.reloads, self.snapshots, *self._move_needs())
         if self.table.header.mode == "train":
             yield from self._reduction_needs()
             yield from self._version_needs()
@@ -271,9 +282,7 @@ class Dependencies:
         starts = np.flatnonzero((following < 0) & (first_backward >= 0))
         step = starts % self.table.num_microbatches // header.num_microbatches
         rank = header.stage_ranks[starts // self.table.num_microbatches]
-        return Needs(
-            first_backward[starts], self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)[rank, step]
-        )
+        return Needs(first_backward[starts], self._collective_rows(Kind.REDUCE_COUNTS)[rank, step])
 
     def _unit_needs(self) -> Iterator[Needs]:
         """Units of a chunk forward in ascending, backward in descending order; a weight half needs its input half."""
@@ -284,25 +293,48 @@ class Dependencies:
             same = table.key[rows[1:]] == table.key[rows[:-1]]
             yield Needs(rows[1:][same], rows[:-1][same])
         weights, place = table.rows_with(Kind.BACKWARD_WEIGHT), unit_places(table)
-        yield Needs(*matched(weights[np.argsort(place[weights])], table.rows_with(Kind.BACKWARD_INPUT), place))
+        yield matched(weights[np.argsort(place[weights])], table.rows_with(Kind.BACKWARD_INPUT), place)
 
     def _recompute_needs(self) -> Iterator[Needs]:
         """Let a recomputed forward wait for its forward, and its backward wait for the recomputed one."""
         table, place = self.table, unit_places(self.table)
         recomputed = table.rows_with(Kind.RECOMPUTE)
         backwards = table.rows_with(*BACKWARDS)
-        yield Needs(*matched(recomputed[np.argsort(place[recomputed])], table.rows_with(Kind.FORWARD), place))
-        yield Needs(*matched(backwards[np.argsort(place[backwards])], recomputed, place))
+        yield matched(recomputed[np.argsort(place[recomputed])], table.rows_with(Kind.FORWARD), place)
+        yield matched(backwards[np.argsort(place[backwards])], recomputed, place)
 
     @cached_property
     def reloads(self) -> Needs:
         """Backwards need the reload of their activations, and updates need that of their state."""
-        return Needs(*reload_needs(self.table))
+        table = self.table
+        return joined(
+            matched(table.rows_with(*BACKWARDS), activations_moved(table, Kind.RELOAD), unit_places(table)),
+            matched(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
+        )
 
     @cached_property
     def snapshots(self) -> Needs:
         """Updates need the copy of the state that they replace, if it is copied for a checkpoint."""
-        return Needs(*snapshot_needs(self.table))
+        table = self.table
+        return matched(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
+
+    def _move_needs(self) -> Iterator[Needs]:
+        """Activations leave after their forward, state after its update, and a reload comes after its offload."""
+        table = self.table
+        if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
+            return
+        places, states = unit_places(table), state_places(table)
+        out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
+        yield matched(out, table.rows_with(Kind.FORWARD), places)
+        yield matched(back, out, places)
+        out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
+        yield matched(out, table.rows_with(Kind.UPDATE), states)
+        # By unit, then by update. Each reload of a unit but the first needs the offload of the update before it.
+        out, back = (
+            rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back)
+        )
+        later = np.diff(table.update[back]) > 0
+        yield Needs(back[1:][later], out[:-1][later])
 
     def _reduction_needs(self) -> Iterator[Needs]:
         """Reductions need the last gradient they include, scalars need all of their step, updates need the scalars.
@@ -321,7 +353,7 @@ class Dependencies:
         by_unit = last_row_per(added_states.places(table), added_states.row, num_places(table))
         unsharded = of_states(table, reductions, ~header.sharded_gradients)
         yield Needs(unsharded.row, by_unit[unsharded.places(table)]).where_known()
-        whole, place = adding[~cut], table.stage * table.num_updates + table.update
+        whole, place = adding[~cut], table.stage_update
         by_stage = last_row_per(place[whole], whole, table.num_stages * table.num_updates)
         yield Needs(reductions, by_stage[place[reductions]]).where_known()
         tied = table.rows_with(Kind.REDUCE_TIED)
@@ -332,7 +364,7 @@ class Dependencies:
                 for use in stages:
                     yield Needs(mine, last[use, table.update[mine]])
         updates = table.rows_with(Kind.UPDATE)
-        scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.num_microbatches)
+        scalars = self._collective_rows(Kind.REDUCE_SCALARS)
         every = header.updates_per_step
         for stage, rank in enumerate(header.stage_ranks.tolist()):
             yield Needs(scalars[rank], last[stage, every - 1 :: every])
@@ -361,8 +393,7 @@ class Dependencies:
             (ADDING, (header.gradient_buffers,) * table.num_stages),
         ):
             rows = table.rows_with(*kinds)
-            keys = table.stage[rows] * table.num_updates + table.update[rows]
-            first = first_row_per(keys, rows, table.num_stages * table.num_updates)
+            first = first_row_per(table.stage_update[rows], rows, table.num_stages * table.num_updates)
             first = first.reshape(table.num_stages, table.num_updates)
             for stage, users in _readers_of_state(self.table.header).items():
                 mine = updates[table.stage[updates] == stage]
@@ -371,13 +402,11 @@ class Dependencies:
                 for reader in users:
                     yield Needs(first[reader, later[inside]], mine[inside]).where_known()
 
-    def _collective_rows(self, kind: Kind, every: int) -> Ints:
-        """Return the row of a whole-pipeline collective for each rank and step or update; shape [ranks, count]."""
-        table = self.table
-        count = table.num_microbatches // every
-        collective_rows = np.full((table.header.num_ranks, count), -1, dtype=np.int64)
-        rows = table.rows_with(kind)
-        collective_rows[table.rank[rows], table.microbatch[rows] // every] = rows
+    def _collective_rows(self, kind: Kind) -> Ints:
+        """Return the row of a whole-pipeline collective for each rank and step; shape [ranks, steps]."""
+        table, rows = self.table, self.table.rows_with(kind)
+        collective_rows = np.full((table.header.num_ranks, table.steps), -1, dtype=np.int64)
+        collective_rows[table.rank[rows], table.step[rows]] = rows
         return collective_rows
 
     def collective_needs(self) -> Needs:
@@ -388,12 +417,11 @@ class Dependencies:
         all holders of a part; updates need these sums, too.
         """
         table, header = self.table, self.table.header
-        counts = self._collective_rows(Kind.REDUCE_COUNTS, header.num_microbatches)
-        parts = [against_all(self._counts_users(), counts), self.shard_needs]
+        parts = [against_all(self._counts_users(), self._collective_rows(Kind.REDUCE_COUNTS)), self.shard_needs]
         if header.updates_per_step == 1:
             updates = table.rows_with(Kind.UPDATE)
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
-            scalars = self._collective_rows(Kind.REDUCE_SCALARS, header.num_microbatches)
+            scalars = self._collective_rows(Kind.REDUCE_SCALARS)
             place = table.rank[updates] * table.num_updates + table.update[updates]
             first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)
             parts.append(against_all(first_update, scalars))
@@ -415,12 +443,9 @@ class Dependencies:
     def _counts_users(self) -> Ints:
         """Return the first backward of a route's last stage in each rank and step, -1 where none; shape [ranks,
         steps]."""
-        table, header = self.table, self.table.header
-        ends = np.flatnonzero(self._neighbour_keys(header.following_stages) < 0)
+        ends = np.flatnonzero(self._neighbour_keys(self.table.header.following_stages) < 0)
         rows = np.sort(self._backward[0][ends])
-        rows = rows[rows >= 0]
-        place = table.rank[rows] * table.steps + table.microbatch[rows] // header.num_microbatches
-        return first_row_per(place, rows, header.num_ranks * table.steps).reshape(header.num_ranks, table.steps)
+        return self.table.first_by_step(rows[rows >= 0])
 
 
 def shard_passes(table: Table) -> list[Ints]:

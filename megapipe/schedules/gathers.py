@@ -44,8 +44,7 @@ class StateRows(NamedTuple):
 
     def places(self, table: Table) -> Ints:
         """Return one number for the stage, update (and so weight version) and state unit of each entry."""
-        update = table.stage[self.row].astype(np.int64) * table.num_updates + table.update[self.row]
-        return update * table.header.most_states + self.unit
+        return table.stage_update[self.row] * table.header.most_states + self.unit
 
 
 @dataclass(frozen=True)
@@ -101,6 +100,14 @@ def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
     states = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
     entries = StateRows(rows[source], states)
     return entries.where(chosen[stage[source], states])
+
+
+def by_place(table: Table, rows: Ints, chosen: Mask) -> tuple[StateRows, Ints]:
+    """Return `of_states` by place, then by row, and the place of each entry."""
+    every = of_states(table, rows, chosen)
+    place = every.places(table)
+    order = np.lexsort((every.row, place))
+    return every.where(order), place[order]
 
 
 def num_places(table: Table) -> int:

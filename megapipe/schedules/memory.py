@@ -8,7 +8,7 @@ version to host memory for a checkpoint; the update that replaces this state wai
 al., FAST 2021, section 4.1).
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -157,8 +157,7 @@ def state_places(table: Table) -> Ints:
     """Return stage, update and state unit of each row as one number."""
     header = table.header
     most = header.most_states + len(header.tied_groups)
-    places: Ints = (table.stage.astype(np.int64) * table.num_updates + table.update) * most + table.unit
-    return places
+    return table.stage_update * most + table.unit
 
 
 def with_snapshots(schedule: Schedule) -> Schedule:
@@ -180,52 +179,6 @@ def with_snapshots(schedule: Schedule) -> Schedule:
 
 def _snapshots(header: Header, rank: int) -> Rows:
     """Return the rows that copy the state of a rank's units before the first update of a step."""
-    places = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
-    stage, unit = np.array(places, dtype=np.int32).reshape(-1, 2).T
+    stage, unit = header.states_on(rank)
     kept = np.array(header.versions_per_stage, dtype=np.int32)[stage]
     return rows_of(Kind.SNAPSHOT, stage, header.microbatches_per_update - 1, unit=unit, version=kept - 1)
-
-
-def snapshot_needs(table: Table) -> tuple[Ints, Ints]:
-    """Return updates and the copies of the state that they replace: (rows, rows that they need)."""
-    return matched(table.rows_with(Kind.UPDATE), table.rows_with(Kind.SNAPSHOT), state_places(table))
-
-
-def reload_needs(table: Table) -> tuple[Ints, Ints]:
-    """Return backwards and updates, and the reloads of their activations or state: (rows, rows that they need)."""
-    if len(table.rows_with(Kind.RELOAD)) == 0:
-        return table.rows_with(Kind.RELOAD), table.rows_with(Kind.RELOAD)
-    rows, needed = zip(
-        matched(table.rows_with(*BACKWARDS), activations_moved(table, Kind.RELOAD), unit_places(table)),
-        matched(table.rows_with(Kind.UPDATE), states_moved(table, Kind.RELOAD), state_places(table)),
-        strict=True,
-    )
-    return np.concatenate(rows), np.concatenate(needed)
-
-
-def move_needs(table: Table) -> Iterator[tuple[Ints, Ints]]:
-    """Yield (row, the row that it needs): activations leave after their forward, state after its update, and a reload
-    comes after its offload."""
-    if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
-        return
-    places, states = unit_places(table), state_places(table)
-    out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
-    yield matched(out, table.rows_with(Kind.FORWARD), places)
-    yield matched(back, out, places)
-    out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
-    yield matched(out, table.rows_with(Kind.UPDATE), states)
-    # Sorted by unit, then by update. Each reload of a unit but the first needs the offload of the update before it.
-    out, back = (rows[np.lexsort((table.update[rows], table.unit[rows], table.stage[rows]))] for rows in (out, back))
-    later = np.diff(table.update[back]) > 0
-    yield back[1:][later], out[:-1][later]
-
-
-def matched(rows: Ints, needed: Ints, places: Ints) -> tuple[Ints, Ints]:
-    """Return the rows that have a needed row of the same place, and these needed rows."""
-    if len(needed) == 0:
-        return needed, needed
-    order = np.argsort(places[needed], kind="stable")
-    wanted = places[needed][order]
-    index = np.minimum(np.searchsorted(wanted, places[rows]), len(needed) - 1)
-    has_match = wanted[index] == places[rows]
-    return rows[has_match], needed[order][index[has_match]]

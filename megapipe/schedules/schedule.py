@@ -279,6 +279,12 @@ class Header:
         groups = (group for group in range(len(self.tied_groups)) if stage in self.tied_owners(group))
         return (*range(len(self.stage_states[stage])), *(self.tied_unit(stage, group) for group in groups))
 
+    def states_on(self, rank: int) -> tuple[Ints, Ints]:
+        """Return stage and id of each state unit that a rank updates."""
+        places = [(stage, unit) for stage in self.stages_on(rank) for unit in self.state_units(stage)]
+        stage, unit = np.array(places, dtype=np.int64).T
+        return stage, unit
+
     def states_of(self, stage: int, layer: int) -> range:
         """Return the ids of the state units of a layer of a stage."""
         first, end = self.first_states[stage, layer : layer + 2].tolist()

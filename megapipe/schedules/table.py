@@ -138,6 +138,16 @@ class Table:
         return self.microbatch.astype(np.int64) // self.header.microbatches_per_update
 
     @cached_property
+    def stage_update(self) -> Ints:
+        """Stage and update of each row as one number: ``stage * num_updates + update``."""
+        return self.stage * self.num_updates + self.update
+
+    @cached_property
+    def step(self) -> Ints:
+        """Index of the step that each row's micro-batch belongs to."""
+        return self.microbatch.astype(np.int64) // self.header.num_microbatches
+
+    @cached_property
     def key(self) -> Ints:
         """Stage and micro-batch of each row as one number: ``stage * num_microbatches + microbatch``."""
         return self.stage.astype(np.int64) * self.num_microbatches + self.microbatch
@@ -151,8 +161,8 @@ class Table:
     def last_added(self) -> Ints:
         """The last row that adds to each stage's gradients in each update, -1 where none; shape [stages, updates]."""
         rows = self.rows_with(*ADDING)
-        keys = self.stage[rows] * self.num_updates + self.update[rows]
-        return last_row_per(keys, rows, self.num_stages * self.num_updates).reshape(-1, self.num_updates)
+        by_place = last_row_per(self.stage_update[rows], rows, self.num_stages * self.num_updates)
+        return by_place.reshape(-1, self.num_updates)
 
     @property
     def num_stages(self) -> int:
@@ -223,6 +233,12 @@ class Table:
         micro-batches]."""
         rows = self.rows_with(*kinds)
         return first_row_per(self.key[rows], rows, self.num_stages * self.num_microbatches)
+
+    def first_by_step(self, rows: Ints) -> Ints:
+        """Return the first of the ascending ``rows`` of each rank and step, -1 where none; shape [ranks, steps]."""
+        place = self.rank[rows] * self.steps + self.step[rows]
+        first = first_row_per(place, rows, self.header.num_ranks * self.steps)
+        return first.reshape(self.header.num_ranks, self.steps)
 
 
 def last_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:

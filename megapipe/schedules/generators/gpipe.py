@@ -2,10 +2,8 @@
 
 from typing import Final
 
-import numpy as np
-
-from megapipe.schedules.actions import Kind, rows_of
 from megapipe.schedules.building_blocks import held_after_all_forwards, one_stage_file
+from megapipe.schedules.generators.modular import modular
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -21,8 +19,4 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Sections:
 
     Backwards run in micro-batch order, so that gradients are summed in the order of a one-process run.
     """
-    microbatches = np.arange(num_microbatches)
-    return Sections.flushing(
-        np.concatenate([rows_of(Kind.FORWARD, rank, microbatches), rows_of(Kind.BACKWARD, rank, microbatches)])
-        for rank in range(num_ranks)
-    )
+    return modular(num_ranks, num_microbatches, chunks=1)

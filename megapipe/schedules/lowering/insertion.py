@@ -31,7 +31,7 @@ from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import last_additions, num_places, of_states, residences
 from megapipe.schedules.memory import Offload, unit_places
 from megapipe.schedules.schedule import Header
-from megapipe.schedules.table import Table, first_row_per, last_row_per
+from megapipe.schedules.table import Table, last_row_per
 
 
 class InsertionOrder(IntEnum):
@@ -261,11 +261,8 @@ def _last_microbatch(table: Table, update: Ints) -> Ints:
 
 def _counts(table: Table) -> Insertion:
     """Return one sum of loss-token counts per rank and step, before the rank's first forward of that step."""
-    header = table.header
-    forwards = table.rows_with(Kind.FORWARD)
-    key = table.rank[forwards] * table.steps + table.microbatch[forwards] // header.num_microbatches
-    anchor = first_row_per(key, forwards, header.num_ranks * table.steps)
-    return _each_step(table, Kind.REDUCE_COUNTS, anchor, InsertionOrder.REDUCE_COUNTS)
+    anchor = table.first_by_step(table.rows_with(Kind.FORWARD))
+    return _each_step(table, Kind.REDUCE_COUNTS, anchor.ravel(), InsertionOrder.REDUCE_COUNTS)
 
 
 def _each_step(table: Table, kind: Kind, anchor: Ints, place: InsertionOrder) -> Insertion:
@@ -390,9 +387,7 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
 
 def _update_rows(table: Table, rank: int, updates: Ints) -> Rows:
     """Return the rank's optimizer steps, every state unit of its stages in turn; shape [updates, states, columns]."""
-    header = table.header
-    states = [(stage, unit) for stage in header.stages_on(rank) for unit in header.state_units(stage)]
-    stage, unit = np.array(states, dtype=np.int64).T
+    stage, unit = table.header.states_on(rank)
     update = updates[:, None]
-    version = update + np.array(header.versions_per_stage)[stage]
+    version = update + np.array(table.header.versions_per_stage)[stage]
     return rows_of(Kind.UPDATE, stage, _last_microbatch(table, update), unit=unit, version=version)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from megapipe.schedules.actions import ADDING, Ints, Kind, Mask, describe
-from megapipe.schedules.gathers import GATHERS, USES, StateRows, of_states
+from megapipe.schedules.gathers import GATHERS, USES, StateRows, by_place, of_states
 from megapipe.schedules.lowering.communication import READERS, receive_lives
 from megapipe.schedules.memory import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
 from megapipe.schedules.table import Table, action_at, failure, refuse, refuse_repeated
@@ -57,10 +57,8 @@ def check_gathers(table: Table) -> None:
     refuse(table, rows, table.unit[rows] < 0, "weights are gathered unit by unit, and this is a whole chunk")
     whole = of_states(table, table.rows_with(*GATHERS), ~header.gathered_weights).row
     refuse(table, whole, np.full(len(whole), True), "the weights of its unit are whole: its header says so")
-    every = of_states(table, rows, header.gathered_weights)
-    place = every.places(table)
-    order = np.lexsort((every.row, place))
-    _check_gather_turns(table, every.row[order], place[order])
+    every, place = by_place(table, rows, header.gathered_weights)
+    _check_gather_turns(table, every.row, place)
     _check_weight_pool(table)
 
 
@@ -102,11 +100,9 @@ def check_gradients(table: Table) -> None:
         return
     rows = table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS)
     refuse(table, rows, table.unit[rows] < 0, "gradients are reduced unit by unit, and this is a whole chunk")
-    every = of_states(table, rows, header.sharded_gradients)
-    place = every.places(table)
-    order = np.lexsort((every.row, place))
-    _check_reduction_turns(table, every.row[order], place[order])
-    _check_gradient_pool(table, every.where(order), place[order])
+    every, place = by_place(table, rows, header.sharded_gradients)
+    _check_reduction_turns(table, every.row, place)
+    _check_gradient_pool(table, every, place)
 
 
 def _check_reduction_turns(table: Table, rows: Ints, place: Ints) -> None:

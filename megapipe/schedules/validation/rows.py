@@ -364,14 +364,12 @@ def _check_messages(table: Table, on_route: Mask) -> None:
     """Raise unless each hand-over between ranks has one send and one receive."""
     header = table.header
     routes = np.arange(table.num_microbatches) % len(header.routes)
-    needs = {}
-    for name, neighbours in (("following", header.following_stages), ("preceding", header.preceding_stages)):
-        neighbour = neighbours[routes].T.ravel()
-        home = np.repeat(header.stage_ranks, table.num_microbatches)
-        needs[name] = on_route & (neighbour >= 0) & (header.stage_ranks[neighbour] != home)
-    kinds = {Kind.SEND_ACTIVATION: needs["following"], Kind.RECV_ACTIVATION: needs["preceding"]}
+    home = np.repeat(header.stage_ranks, table.num_microbatches)
+    neighbours = (each[routes].T.ravel() for each in (header.following_stages, header.preceding_stages))
+    following, preceding = (on_route & (each >= 0) & (header.stage_ranks[each] != home) for each in neighbours)
+    kinds = {Kind.SEND_ACTIVATION: following, Kind.RECV_ACTIVATION: preceding}
     if header.mode == "train":
-        kinds |= {Kind.RECV_GRADIENT: needs["following"], Kind.SEND_GRADIENT: needs["preceding"]}
+        kinds |= {Kind.RECV_GRADIENT: following, Kind.SEND_GRADIENT: preceding}
     for kind, wanted in kinds.items():
         rows = table.rows_with(kind)
         refuse_repeated(table, rows, table.key[rows], REMOVE_ONE)

@@ -297,8 +297,6 @@ def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *
     return joined(*parts).where_known()
 
 
-_SENDERS: Final = {Kind.SEND_ACTIVATION: "following", Kind.SEND_GRADIENT: "preceding"}
-_RECEIVERS: Final = {Kind.RECV_ACTIVATION: "preceding", Kind.RECV_GRADIENT: "following"}
 _Meeting = Connection | frozenset[int]
 """A link, or the ranks of a group with a reduction."""
 
@@ -355,8 +353,8 @@ def _meeting(table: Table, row: int) -> _Meeting:
         return frozenset(range(header.num_ranks))
     if kind in (Kind.REDUCE_TIED, Kind.REDUCE_GRADIENTS):
         return header.summing_ranks(stage, int(table.unit[row]))
-    neighbours = {"following": header.following_stages, "preceding": header.preceding_stages}
-    route = int(table.microbatch[row]) % len(header.routes)
-    neighbour = int(neighbours[_SENDERS.get(kind) or _RECEIVERS[kind]][route, stage])
+    with_following = kind in (Kind.SEND_ACTIVATION, Kind.RECV_GRADIENT)
+    neighbours = header.following_stages if with_following else header.preceding_stages
+    neighbour = neighbours[table.microbatch[row] % len(header.routes), stage]
     rank, other = header.stages[stage].rank, header.stages[neighbour].rank
-    return (rank, other) if kind in _SENDERS else (other, rank)
+    return (rank, other) if kind in SENDS else (other, rank)
