@@ -29,20 +29,21 @@ def schedule_options(config: PretrainConfig) -> Options:
     return cast(Options, options)
 
 
+def _file_parameters(config: PretrainConfig, num_microbatches: int) -> FileParameters:
+    options = cast(Mapping[str, object], schedule_options(config))
+    return FileParameters(config.parallel.pipeline, num_microbatches, options)
+
+
 def read_schedule(config: PretrainConfig, num_microbatches: int) -> Schedule:
     """Return the schedule in the file of the configuration, for a number of micro-batches. Raises ScheduleError."""
-    sizes = FileParameters(
-        config.parallel.pipeline, num_microbatches, cast(Mapping[str, object], schedule_options(config))
-    )
-    return read_file(Path(config.schedule.file), sizes)
+    return read_file(Path(config.schedule.file), _file_parameters(config, num_microbatches))
 
 
 def _file_header(config: PretrainConfig) -> Header:
     """Return the header of the schedule file, which names its stages. While the number of replicas is not known, it
     counts as 1."""
     count = max(1, config.batch.global_size // (config.batch.micro_size * (config.parallel.data or 1)))
-    sizes = FileParameters(config.parallel.pipeline, count, cast(Mapping[str, object], schedule_options(config)))
-    return read_file_header(Path(config.schedule.file), sizes)
+    return read_file_header(Path(config.schedule.file), _file_parameters(config, count))
 
 
 def schedule_name(config: PretrainConfig) -> str:

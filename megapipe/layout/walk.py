@@ -30,6 +30,7 @@ from megapipe.schedules.actions import (
     Mask,
     Rows,
     kind_mask,
+    repeats,
 )
 from megapipe.schedules.schedule import Header
 
@@ -171,8 +172,7 @@ class Walk:
         kind, stage, unit = rows[:, KIND], rows[:, STAGE], rows[:, UNIT]
         whole = kind_mask(kind, *COMPUTE_STREAM) & (unit < 0)
         copies = np.where(whole, np.array(self.header.units_per_stage)[stage], 1)
-        source, first = np.repeat(np.arange(len(rows)), copies), np.cumsum(copies) - copies
-        index = np.arange(len(source)) - first[source]
+        first, (source, index) = np.cumsum(copies) - copies, repeats(copies)
         ascending = kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE)[source]
         unit = np.where(whole[source], np.where(ascending, index, copies[source] - 1 - index), unit[source])
         self._first, self._last = first, first + copies - 1

@@ -118,6 +118,12 @@ def rows_of(
     return rows
 
 
+def repeats(counts: Ints) -> tuple[Ints, Ints]:
+    """Return, for a table that repeats each row by its count, each entry's row and its number among the row's own."""
+    source = np.repeat(np.arange(len(counts)), counts)
+    return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def empty_rows() -> Rows:
     """Return a table without actions: shape [0, len(COLUMNS)]."""
     return np.empty((0, len(COLUMNS)), dtype=np.int32)

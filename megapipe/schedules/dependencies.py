@@ -112,6 +112,15 @@ def matched(rows: Ints, needed: Ints, places: Ints) -> Needs:
     return Needs(rows[has_match], needed[order][index[has_match]])
 
 
+def awaited_rows(row: Ints, needed: Ints) -> dict[int, list[int]]:
+    """Return the other rows that each row needs, by its index; rows that need none are left out."""
+    awaited: dict[int, list[int]] = {}
+    for index, other in zip(row.tolist(), needed.tolist(), strict=True):
+        if index != other:
+            awaited.setdefault(index, []).append(other)
+    return awaited
+
+
 @dataclass(frozen=True)
 class Messages:
     """One entry per message: the row that sends it, the row that receives it, and the first row that reads it."""

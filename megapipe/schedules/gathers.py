@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind, Mask
+from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind, Mask, repeats
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
@@ -96,8 +96,8 @@ def of_states(table: Table, rows: Ints, chosen: Mask) -> StateRows:
     names_state = table.is_kind(*STATE_KINDS)[rows]
     first = np.where(names_state, unit, header.first_states[stage, unit])
     count = np.where(names_state, 1, header.first_states[stage, unit + 1] - first)
-    source = np.repeat(np.arange(len(rows)), count)
-    states = first[source] + np.arange(len(source)) - np.repeat(np.cumsum(count) - count, count)
+    source, index = repeats(count)
+    states = first[source] + index
     entries = StateRows(rows[source], states)
     return entries.where(chosen[stage[source], states])
 

@@ -12,7 +12,6 @@ from megapipe.spec.linear import (
     chunk_rows,
     gradient,
     linear_op,
-    linear_products,
     matrix,
     norm_weights,
     over_tensor_ranks,
@@ -228,15 +227,11 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
     statistics = Value("transform statistics", shape.statistics(rows))
     yield Op("pick", saves=(states, Value("log-sums", rows * FULL_BYTES)))
     transform = matrix("transform.weight", (inner, hidden), None, model.init_std)
-    yield Op(
-        "transform",
-        weights=(transform, *([vector("transform.bias", (inner,), None, ZEROS)] if model.transform_bias else [])),
-        gathered=True,
-        saves=(picked,),
-        weight_needs=(picked, gradient("transform", wide)),
-        flops=linear_flops(every_row, transform.num_elements),
-        kernels=partial(linear_products, shape, transform, rows),
-    )
+    bias = (vector("transform.bias", (inner,), None, ZEROS),) if model.transform_bias else ()
+    yield linear_op(
+        "transform", shape, (transform, *bias), picked, gradient("transform", wide),
+        rows=rows, all_rows=every_row, gathered=True,
+    )  # fmt: skip
     yield Op("transform_activation", saves=(transformed,), uses=(KernelUse(model.transform_kind.op, inner),))
     yield Op(
         "transform_norm",
@@ -252,11 +247,11 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         if shape.sequence_parallel:
             collectives += (Collective("tensor", "all_gather", shape.tokens * hidden, width, 1),)
     columns = _columns(shape)
-    bias = replace(vector("output.bias", (model.vocabulary_size,), 0, ZEROS), padded=True)
+    output_bias = replace(vector("output.bias", (model.vocabulary_size,), 0, ZEROS), padded=True)
     logits = 0 if shape.recompute_logits else rows * min(columns, model.vocabulary_size) * width
     yield Op(
         "output",
-        weights=(bias, *_output_weights(narrow)),
+        weights=(output_bias, *_output_weights(narrow)),
         gathered=True,
         saves=(normalised, Value("logits", logits)),
         weight_needs=(normalised, gradient("logits", rows * columns * width)),
@@ -285,14 +280,9 @@ def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
         (sentence, pooled_tanh, gradient("sentence", scores * width), (loss,)),
     ):
         path = spec.name.removesuffix(".weight")
-        yield Op(
-            path,
-            weights=(spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)),
-            gathered=True,
-            saves=(source, *saves),
-            weight_needs=(source, grad_output),
-            flops=linear_flops(micro, spec.num_elements),
-            kernels=partial(linear_products, shape, spec, micro),
+        weights = spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)
+        yield linear_op(
+            path, shape, weights, source, grad_output, rows=micro, all_rows=micro, gathered=True, more_saves=saves
         )
 
 

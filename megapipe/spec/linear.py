@@ -172,19 +172,24 @@ def linear_op(
     grad_output: Value,
     *,
     rows: int | None = None,
+    all_rows: int | None = None,
+    gathered: bool = False,
+    more_saves: tuple[Value, ...] = (),
     collectives: tuple[Collective, ...] = (),
     peaks: Callable[[], tuple[BackwardPeak, ...]] = tuple,
 ) -> Op:
-    """Return the op of a linear layer of every token. weights: its matrix, and its bias if it has one. source: its
-    input. grad_output: gradient of its output. rows: of its products on this rank, by default the tokens on its
-    tensor ranks."""
+    """Return the op of a linear layer. weights: its matrix, and its bias if it has one. source: its input.
+    grad_output: gradient of its output. rows: of its products on this rank, by default the tokens on its tensor ranks.
+    all_rows: of its products on all tensor and context ranks together, by default all tokens. gathered: as in `Op`.
+    more_saves: further tensors that its backward reads."""
     weight = weights[0]
     return Op(
         name,
         weights=weights,
-        saves=(source,),
+        gathered=gathered,
+        saves=(source, *more_saves),
         weight_needs=(source, grad_output),
-        flops=linear_flops(all_tokens(shape), weight.num_elements),
+        flops=linear_flops(all_tokens(shape) if all_rows is None else all_rows, weight.num_elements),
         collectives=collectives,
         kernels=partial(linear_products, shape, weight, shape.tokens if rows is None else rows),
         peaks=peaks,

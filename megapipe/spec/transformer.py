@@ -8,7 +8,7 @@ the statistics of its norms, which they leave out.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -36,8 +36,8 @@ from megapipe.spec.linear import (
 )
 from megapipe.spec.ops import (
     FULL_BYTES,
+    BackwardPeak,
     Collective,
-    Flops,
     Kernel,
     KernelUse,
     MicrobatchShape,
@@ -238,25 +238,10 @@ def experts(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterat
         ),
         kernels=partial(_row_kernels, shape),
     )
-    yield Op(
-        "up",
-        weights=(up,),
-        saves=(picked,),
-        weight_needs=(picked, gradient("up", outer.bytes)),
-        flops=_expert_flops(shape, up),
-        kernels=partial(_expert_products, shape, up),
-        peaks=partial(up_peaks, shape, up),
-    )
+    yield _expert_op("up", shape, (up,), picked, outer.bytes, partial(up_peaks, shape, up))
     yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
-    yield Op(
-        "down",
-        weights=(down, *biases, *((balance,) if model.balances_experts else ())),
-        saves=(activated,),
-        weight_needs=(activated, gradient("down", picked.bytes)),
-        flops=_expert_flops(shape, down),
-        kernels=partial(_expert_products, shape, down),
-        peaks=partial(down_peaks, shape, down),
-    )
+    weights = (down, *biases, *((balance,) if model.balances_experts else ()))
+    yield _expert_op("down", shape, weights, activated, picked.bytes, partial(down_peaks, shape, down))
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
     if model.shared_expert_size is not None:
         apart = model.shared_expert_gate or grad_output.name != OUTPUT_GRADIENT
@@ -305,10 +290,25 @@ def _choice_collectives(shape: MicrobatchShape, choices: int) -> tuple[Collectiv
     )
 
 
-def _expert_flops(shape: MicrobatchShape, spec: ParameterSpec) -> Flops:
-    model = shape.model
-    used = spec.num_elements // (model.num_experts or 1) * model.experts_per_token
-    return linear_flops(all_tokens(shape), used)
+def _expert_op(
+    name: str,
+    shape: MicrobatchShape,
+    weights: tuple[ParameterSpec, ...],
+    source: Value,
+    output: int,
+    peaks: Callable[[], tuple[BackwardPeak, ...]],
+) -> Op:
+    """Return the op of a matrix of all experts. weights: the matrix, then others. output: bytes of its output."""
+    used = weights[0].num_elements // (shape.model.num_experts or 1) * shape.model.experts_per_token
+    return Op(
+        name,
+        weights=weights,
+        saves=(source,),
+        weight_needs=(source, gradient(name, output)),
+        flops=linear_flops(all_tokens(shape), used),
+        kernels=partial(_expert_products, shape, weights[0]),
+        peaks=peaks,
+    )
 
 
 def _expert_products(shape: MicrobatchShape, spec: ParameterSpec) -> tuple[Kernel, ...]:

@@ -4,11 +4,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megapipe.config.command_line import ProgressBar, aligned
 from megapipe.config.parallel import is_schedule_file
@@ -45,6 +45,7 @@ from megapipe.schedules.validation import STREAMS_PER_PRIORITY, needs_resident_k
 
 OVERLAY_DRAWINGS = {".html": draw_overlay_html, ".svg": draw_overlay_svg, ".json": draw_overlay_trace}
 DRAWINGS = {".svg": draw_svg, ".html": draw_html, ".json": draw_trace}
+Draw = TypeVar("Draw", bound=Callable[..., str])
 COLUMNS = (
     ("schedule", 16), ("class", 5), ("bubble", 7), ("steps", 5), ("time/step", 9), ("activations", 11), ("weights", 7),
     ("exposed", 8),
@@ -231,15 +232,20 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _draw(flags: argparse.Namespace) -> None:
-    draw = DRAWINGS.get(flags.output.suffix)
-    if draw is None:
-        raise ScheduleError(f"--output {flags.output} must end in {', '.join(DRAWINGS)}")
+    draw = _chosen(DRAWINGS, flags.output)
     schedule, simulation = _run(flags, flags.schedule)
     _write_picture(flags.output, draw(simulation))
     if flags.json:
         print(json.dumps({"output": str(flags.output), **_figures(flags, schedule, simulation)}))
     else:
         print(f"wrote {flags.output}")
+
+
+def _chosen(drawings: dict[str, Draw], output: Path) -> Draw:
+    """Return the function that draws a file with this ending."""
+    if output.suffix not in drawings:
+        raise ScheduleError(f"--output {output} must end in {', '.join(drawings)}")
+    return drawings[output.suffix]
 
 
 def _write_picture(path: Path, picture: str) -> None:
@@ -258,9 +264,7 @@ def _write(flags: argparse.Namespace) -> None:
 
 def _run_overlay(flags: argparse.Namespace) -> None:
     """Read a trace, compare it with its simulation, and print or draw the result."""
-    draw = OVERLAY_DRAWINGS.get(flags.output.suffix) if flags.output is not None else None
-    if flags.output is not None and draw is None:
-        raise ScheduleError(f"--output {flags.output} must end in {', '.join(OVERLAY_DRAWINGS)}")
+    draw = None if flags.output is None else _chosen(OVERLAY_DRAWINGS, flags.output)
     overlay = _overlay(flags)
     if draw is not None:  # before the output, so that a refused file is the only line
         _write_picture(flags.output, draw(overlay))

@@ -1,10 +1,9 @@
 """Seq1F1B: 1F1B over slices of sequences."""
 
-import numpy as np
-
-from megapipe.schedules.actions import Kind, Rows, rows_of
-from megapipe.schedules.building_blocks import alternate, round_robin
+from megapipe.schedules.actions import Rows
+from megapipe.schedules.building_blocks import round_robin
 from megapipe.schedules.generators.interleaved_1f1b import in_groups
+from megapipe.schedules.generators.one_f_one_b import in_turn
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -24,11 +23,6 @@ def seq1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, slices: int =
     def rows(rank: int) -> Rows:
         if chunks > 1:
             return in_groups(num_ranks, num_microbatches, chunks, group_size, rank, slices)
-        order = np.arange(num_microbatches * slices)
-        return alternate(
-            rows_of(Kind.FORWARD, rank, order),
-            rows_of(Kind.BACKWARD, rank, order - 2 * (order % slices) + slices - 1),
-            warmup=num_ranks - rank - 2 + slices,
-        )
+        return in_turn(num_ranks, num_microbatches, rank, slices)
 
     return Sections.flushing(map(rows, range(num_ranks)))

@@ -25,6 +25,7 @@ from megapipe.schedules.actions import (
     Kind,
     Mask,
     Rows,
+    repeats,
     rows_of,
 )
 from megapipe.schedules.errors import ScheduleError
@@ -168,16 +169,10 @@ def add_recompute(table: Table, spans: Spans) -> Insertion:
     backwards = table.rows_with(*BACKWARDS)
     start = first[table.stage[backwards], table.unit[backwards]]
     backwards, start = backwards[start >= 0], start[start >= 0]
-    length = table.unit[backwards] - start + 1
-    anchor: Ints = np.repeat(backwards, length)
-    within = np.arange(len(anchor)) - np.repeat(np.cumsum(length) - length, length)
-    rows = rows_of(
-        Kind.RECOMPUTE,
-        table.rows[anchor, STAGE],
-        table.rows[anchor, MICROBATCH],
-        unit=np.repeat(start, length) + within,
-        version=table.rows[anchor, VERSION],
-    )
+    source, within = repeats(table.unit[backwards] - start + 1)
+    anchor: Ints = backwards[source]
+    unit, version = start[source] + within, table.version[anchor]
+    rows = rows_of(Kind.RECOMPUTE, table.stage[anchor], table.microbatch[anchor], unit=unit, version=version)
     return Insertion(rows, anchor, InsertionOrder.RECOMPUTE, table.section[anchor])
 
 

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_KINDS, GROUP, UNIT, VERSION, Kind, Rows, kind_mask
+from megapipe.schedules.actions import COMPUTE_KINDS, GROUP, UNIT, VERSION, Kind, Rows, kind_mask, repeats
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import check_states
 from megapipe.schedules.lowering.communication import MessageTable, Posts, assign_slots, place_receives
@@ -139,8 +139,7 @@ def refine(table: Table, *, everywhere: bool) -> Table:
     cut |= everywhere
 
     copies = np.where(cut, table.units, 1)
-    source = np.repeat(np.arange(len(copies)), copies)
-    index = np.arange(len(source)) - np.repeat(np.cumsum(copies) - copies, copies)
+    source, index = repeats(copies)
     order = np.lexsort((source, index, table.action_first[source]))
     source, index = source[order], index[order]
     rows = table.rows[source]

@@ -99,7 +99,7 @@ class Overlay:
                 self._side(mine, self.measured_start, self.measured_end, sum(self._waits_until(mine)[1:])),
                 self._side(mine, self.predicted_start, self.predicted_end),
             )
-            for mine in map(self._rows_of, range(self._num_ranks))
+            for mine in self._rows_of_ranks
         ]
 
     @cached_property
@@ -107,7 +107,7 @@ class Overlay:
         """The deviation of every row, largest loss first. The losses of a rank add up to its measured span minus its
         predicted span."""
         losses = []
-        for mine in map(self._rows_of, range(self._num_ranks)):
+        for mine in self._rows_of_ranks:
             waits = self._waits_until(mine)
             for order, at in enumerate(mine.tolist()):
                 work = took = float(self.measured_end[at] - self.measured_start[at])
@@ -129,7 +129,7 @@ class Overlay:
         late = self.measured_end - self.predicted_end
         return [
             list(zip(self.measured_end[mine].tolist(), late[mine].tolist(), strict=True))
-            for mine in map(self._rows_of, range(self._num_ranks))
+            for mine in self._rows_of_ranks
         ]
 
     @property
@@ -148,13 +148,11 @@ class Overlay:
         measured, predicted = self.ranks[self.slowest]
         return round(measured.span / predicted.span - 1.0, 6) + 0.0  # + 0.0 turns -0.0 into 0.0
 
-    @property
-    def _num_ranks(self) -> int:
-        return self.window.table.header.num_ranks
-
-    def _rows_of(self, rank: int) -> Ints:
-        """Return the places in ``rows`` of a rank's actions."""
-        return np.flatnonzero(self.window.table.rank[self.rows] == rank)
+    @cached_property
+    def _rows_of_ranks(self) -> list[Ints]:
+        """The places in ``rows`` of each rank's actions."""
+        table = self.window.table
+        return [np.flatnonzero(table.rank[self.rows] == rank) for rank in range(table.header.num_ranks)]
 
     def _waits_until(self, mine: Ints) -> list[float]:
         """Return the waiting before the end of each action of a rank, since the action before it, including rows in

@@ -14,7 +14,7 @@ from itertools import pairwise
 import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_STREAM, SENDS, SUMS_OF_RANKS, Kind
-from megapipe.schedules.dependencies import Dependencies
+from megapipe.schedules.dependencies import Dependencies, awaited_rows
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.simulation.costs import Costs
@@ -91,10 +91,7 @@ class _Run:
         self._kind: list[int] = table.kind.tolist()
         self.start, self.end, self.cause = [NEVER] * count, [NEVER] * count, [-1] * count
         self._left = list(self.durations)
-        self._awaits: dict[int, list[int]] = {}
-        for row, other in zip(*(side.tolist() for side in self.dependencies.waits()), strict=True):
-            if row != other:
-                self._awaits.setdefault(row, []).append(other)
+        self._awaits = awaited_rows(*self.dependencies.waits())
         self._link_of = self.dependencies.link_of_sends()
         self._link_free: dict[tuple[int, int], float] = {}
         self._ranks = [_Rank(first, last) for first, last in pairwise(table.offsets.tolist())]

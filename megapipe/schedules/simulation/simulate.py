@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megapipe.schedules.actions import COMPUTE_STREAM, RECEIVES, SENDS, SUMS_OF_RANKS, VERSION, Ints, Kind, Mask
-from megapipe.schedules.dependencies import Dependencies, Needs, joined
+from megapipe.schedules.dependencies import Dependencies, Needs, awaited_rows, joined
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
@@ -29,13 +29,11 @@ class _Clocks:
         gathers = table.rows_with(Kind.GATHER_WEIGHTS)
         from_host = table.header.host_weights[table.stage[gathers], table.unit[gathers]]
         self._from_host = set(gathers[from_host].tolist())
-        self._awaits: dict[int, list[int]] = {}
         waits = dependencies.waits()
         if self._blocking:
             waits = joined(waits, Needs(messages.send, messages.receive))
         # A group starts when all of its rows can.
-        for row, other in zip(table.action_first[waits.row].tolist(), waits.needed.tolist(), strict=True):
-            self._awaits.setdefault(row, []).append(other)
+        self._awaits = awaited_rows(table.action_first[waits.row], waits.needed)
         self._link_of = dependencies.link_of_sends()
         self._links = {pair: costs.links.get(pair, costs.link) for pair in set(self._link_of.values())}
         self._link_free = dict.fromkeys(self._links, (0.0, -1))
@@ -63,7 +61,7 @@ class _Clocks:
 
     def ready(self, row: int) -> bool:
         """Return whether all rows for which this row waits have their times."""
-        return row not in self._awaits or all(self._done[other] or other == row for other in self._awaits[row])
+        return row not in self._awaits or all(self._done[other] for other in self._awaits[row])
 
     def take(self, rank: int, row: int) -> None:
         """Set the times of the row, and advance the stream of its rank."""
@@ -75,7 +73,7 @@ class _Clocks:
             self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
         elif kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS):
             self._data_parallel[rank] = self._put(row, self._compute[rank], self._data_parallel[rank])
-        elif kind in SUMS_OF_RANKS:
+        elif kind in (*SUMS_OF_RANKS, *RECEIVES, Kind.RELEASE_WEIGHTS):
             # A collective is ready here; it ends for those who await it, when the last rank is ready.
             gradient_sums = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
             self.start[row], self.cause[row] = max([self._compute[rank], *gradient_sums])
@@ -86,9 +84,6 @@ class _Clocks:
             self._copied_out[rank] = self._put(row, self._compute[rank], self._copied_out[rank])
         elif kind == Kind.RELOAD:
             self._reload(rank, row)
-        elif kind in (*RECEIVES, Kind.RELEASE_WEIGHTS):
-            self.start[row], self.cause[row] = self._compute[rank]
-            self.end[row] = self.start[row]
         else:
             self._compute[rank] = self._put(row, self._compute[rank], *self._awaited(row))
 
@@ -100,9 +95,7 @@ class _Clocks:
 
     def _awaited(self, row: int) -> list[tuple[float, int]]:
         """Return (time, row) for each awaited row: the arrival of its message, or the end of its collective."""
-        if row not in self._awaits:
-            return []
-        return [(self.end[other] + self._delay(other), other) for other in self._awaits[row] if other != row]
+        return [(self.end[other] + self._delay(other), other) for other in self._awaits.get(row, ())]
 
     def _delay(self, row: int) -> float:
         """Return the time from a collective's start on its last rank to its result; the sum of scalars follows a tied
