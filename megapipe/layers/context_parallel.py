@@ -38,7 +38,7 @@ from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group, SoloGroup, Work
 from megapipe.spec.attention import kv_copies
 from megapipe.spec.ops import ContextAttention
-from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, order_of, pieces, token_numbers
+from megapipe.spec.token_order import Piece, Share, TokenOrder, Visibility, order_of, pieces
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,7 @@ def _numbers(order: TokenOrder, size: int, length: int, device: torch.device) ->
     """Return the token positions of every rank, int64 [size, length / size]."""
     # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
-        held = [torch.from_numpy(token_numbers(order, rank, size, length)) for rank in range(size)]
+        held = [torch.from_numpy(Share(order, rank, size).numbers(length)) for rank in range(size)]
         return torch.stack(held).to(device)
 
 

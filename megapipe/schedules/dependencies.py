@@ -168,6 +168,12 @@ class Dependencies:
         return Messages(np.concatenate(send), np.concatenate(receive), np.concatenate(use))
 
     @cached_property
+    def link(self) -> Ints:
+        """One number for the sending and the receiving rank of each message."""
+        rank, messages = self.table.rank, self.messages
+        return rank[messages.send] * self.table.header.num_ranks + rank[messages.receive]
+
+    @cached_property
     def gathers(self) -> Needs:
         """Every use of sharded weights needs the latest gather of its unit; none where weights are whole."""
         table = self.table
@@ -222,17 +228,14 @@ class Dependencies:
     def compute_needs(self) -> Iterator[Needs]:
         """Yield needs between compute actions of one rank: of neighbouring stages, of a backward and its forward, of
         units."""
-        yield self._hand_overs(same_rank=True)
+        yield self.hand_overs(same_rank=True)
         yield Needs(self._backward[0], self._forward[1]).where_known()
         yield from self._slice_needs()
         yield from self._unit_needs()
 
-    def remote_needs(self) -> Needs:
-        """Return the compute actions that need the output of a compute action of another rank."""
-        return self._hand_overs(same_rank=False)
-
-    def _hand_overs(self, same_rank: bool) -> Needs:
-        """A forward needs the forward of the preceding stage, a backward needs the backward of the following one."""
+    def hand_overs(self, *, same_rank: bool) -> Needs:
+        """Return needs between stages of one rank, or of different ranks: a forward needs the forward of the preceding
+        stage, a backward needs the backward of the following one."""
         header, parts = self.table.header, [self.shard_needs]
         for (first, last), neighbours in (
             (self._forward, header.preceding_stages),

@@ -213,7 +213,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         # 2023, arXiv 2401.10241, table 1).
         flops=Flops(pairs, 2 * pairs),
         collectives=tuple(collectives),
-        kernels=partial(_attention_kernels, shape),
+        kernels=lambda: (*_head_kernels(shape), *_core_kernels(shape)),
         uses=_attention_uses(shape),
         peaks=partial(attention_peaks, shape),
     ), result
@@ -318,10 +318,6 @@ def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     rows = shape.tokens * (model.num_heads + model.kv_heads) // shape.tensor
     moved = 2 * rows * channels * shape.width
     return passes("rotation and norms of heads", moved, moved) if moved else ()
-
-
-def _attention_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
-    return (*_head_kernels(shape), *_core_kernels(shape))
 
 
 def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:

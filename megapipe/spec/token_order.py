@@ -38,24 +38,6 @@ def chunks_of(order: TokenOrder, rank: int, size: int) -> tuple[int, ...]:
     return (rank, 2 * size - 1 - rank) if order == "head_tail" else (rank,)
 
 
-def token_numbers(order: TokenOrder, rank: int, size: int, length: int) -> np.ndarray:
-    """Return the positions of the tokens that a rank holds of a sample of `length` tokens: int64 [length / size],
-    ascending.
-
-    Raises ValueError if the chunks do not have equal lengths.
-    """
-    parts = chunks_per_rank(order) * size
-    if length % parts:
-        raise ValueError(
-            f"a sample of {length} tokens cannot be divided into {parts} equal chunks for {size} context ranks; use a "
-            f"multiple of {parts} tokens"
-        )
-    chunk = length // parts
-    return np.concatenate(
-        [np.arange(each * chunk, (each + 1) * chunk, dtype=np.int64) for each in chunks_of(order, rank, size)]
-    )
-
-
 @dataclass(frozen=True)
 class Share:
     """The part of every sample that rank `rank` of `size` holds."""
@@ -65,8 +47,19 @@ class Share:
     size: int
 
     def numbers(self, length: int) -> np.ndarray:
-        """Return `token_numbers` of this rank for samples of `length` tokens."""
-        return token_numbers(self.order, self.rank, self.size, length)
+        """Return the positions of the tokens that the rank holds of a sample of `length` tokens: int64
+        [length / size], ascending.
+
+        Raises ValueError if the chunks do not have equal lengths.
+        """
+        parts = chunks_per_rank(self.order) * self.size
+        if length % parts:
+            raise ValueError(
+                f"a sample of {length} tokens cannot be divided into {parts} equal chunks for {self.size} context "
+                f"ranks; use a multiple of {parts} tokens"
+            )
+        chunk, chunks = length // parts, chunks_of(self.order, self.rank, self.size)
+        return np.concatenate([np.arange(each * chunk, (each + 1) * chunk, dtype=np.int64) for each in chunks])
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from megapipe.layers.attention_pieces import Seen
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import ThreadGroup
 from megapipe.spec import token_order
-from megapipe.spec.token_order import TokenOrder, Visibility, chunks_per_rank, pieces, token_numbers
+from megapipe.spec.token_order import Share, TokenOrder, Visibility, chunks_per_rank, pieces
 from tests.layers.test_shared_samples import Case, shared_attention
 from tests.support.meshes import run_threads
 
@@ -56,7 +56,7 @@ def test_pieces_cover_what_is_visible_once(
     visibility = Visibility(causal, window if causal else None, masked)
     num_local = chunks_per_rank(order) * chunk
     length = size * num_local
-    tokens = [token_numbers(order, rank, size, length) for rank in range(size)]
+    tokens = [Share(order, rank, size).numbers(length) for rank in range(size)]
     distance = np.arange(length)[:, None] - np.arange(length)
     visible = np.ones((length, length), dtype=bool)
     if causal:

@@ -20,7 +20,7 @@ from megapipe.parallel.groups import SoloGroup
 from megapipe.parallel.in_process import InProcessMesh
 from megapipe.spec.layers import model_layers
 from megapipe.spec.ops import ContextAttention
-from megapipe.spec.token_order import order_of, token_numbers
+from megapipe.spec.token_order import Share, order_of
 from tests.support.meshes import run_mesh
 
 SEED = 11
@@ -149,7 +149,7 @@ def shared_attention(mesh: InProcessMesh, case: Case) -> list[Tensor]:
     """The same on this rank, of the tokens in hand."""
     group = mesh.group("context")
     tensors, context = drawn(case)
-    numbers = torch.from_numpy(token_numbers(case.order, group.rank, case.size, case.length))  # type: ignore[arg-type]
+    numbers = torch.from_numpy(Share(case.order, group.rank, case.size).numbers(case.length))  # type: ignore[arg-type]
     query, key, value, gradient = (each[:, numbers].contiguous() for each in tensors)
     starts = context.document_starts
     context = replace(context, token_numbers=numbers, whole_document_starts=starts)
@@ -166,7 +166,7 @@ def shared_attention(mesh: InProcessMesh, case: Case) -> list[Tensor]:
 
 def joined(case: Case, parts: list[list[Tensor]]) -> list[Tensor]:
     """Return tensors of whole samples from those of every rank."""
-    numbers = [token_numbers(case.order, rank, case.size, case.length) for rank in range(case.size)]  # type: ignore
+    numbers = [Share(case.order, rank, case.size).numbers(case.length) for rank in range(case.size)]  # type: ignore
     place = torch.cat([torch.from_numpy(each) for each in numbers]).argsort()
     whole = [torch.cat(tensors, dim=1)[:, place] for tensors in zip(*(part[:4] for part in parts), strict=True)]
     return [*whole, *(sum(tensors[1:], tensors[0]) for tensors in zip(*(part[4:] for part in parts), strict=True))]

@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.spec.token_order import Share, TokenOrder, chunks_per_rank, order_of, token_numbers
+from megapipe.spec.token_order import Share, TokenOrder, chunks_per_rank, order_of
 
 
 @given(st.sampled_from(["head_tail", "contiguous"]), st.integers(1, 9), st.integers(1, 9))
 def test_ranks_hold_every_token_once(order: TokenOrder, size: int, chunk: int) -> None:
     length = chunks_per_rank(order) * size * chunk
-    numbers_of_ranks = [token_numbers(order, rank, size, length) for rank in range(size)]
+    numbers_of_ranks = [Share(order, rank, size).numbers(length) for rank in range(size)]
     assert sorted(np.concatenate(numbers_of_ranks)) == list(range(length))
     for numbers in numbers_of_ranks:
         assert len(numbers) == length // size
@@ -28,7 +28,7 @@ def test_the_chunks_of_two_ranks() -> None:
 
 def test_indivisible_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"10 tokens cannot be divided into 4 equal chunks for 2 context ranks"):
-        token_numbers("head_tail", 0, 2, 10)
+        Share("head_tail", 0, 2).numbers(10)
 
 
 def test_only_a_causal_ring_needs_head_and_tail() -> None:

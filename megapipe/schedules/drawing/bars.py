@@ -319,11 +319,12 @@ def _cell(bar: Bar, colour: bool) -> str:
 THREADS: Final = {lane: place for place, lane in enumerate((COMPUTE, SEND, RECEIVE, COLLECTIVES, COPY_OUT, COPY_IN))}
 
 
-def trace_events(
-    bars: Sequence[Bar], microseconds: float, process: str = "rank", first_process: int = 0
-) -> list[dict[str, Any]]:
-    """Return one complete event per bar, with a process per rank and a thread per lane. ``microseconds``: length of a
-    time unit.
+MICROSECONDS: Final = 1000.0
+"""Length of a time unit in traces: measured times and simulated ones count as milliseconds."""
+
+
+def trace_events(bars: Sequence[Bar], process: str = "rank", first_process: int = 0) -> list[dict[str, Any]]:
+    """Return one complete event per bar, with a process per rank and a thread per lane.
 
     ``process`` is the name of a process, before its rank's number; ids of processes count up from ``first_process``.
     Every process and thread has a name, and its place in the order of all.
@@ -346,12 +347,12 @@ def trace_events(
                 "cat": bar.lane,
                 "pid": first_process + bar.rank,
                 "tid": THREADS[bar.lane],
-                "ts": bar.start * microseconds,
-                "dur": (bar.end - bar.start) * microseconds,
+                "ts": bar.start * MICROSECONDS,
+                "dur": (bar.end - bar.start) * MICROSECONDS,
                 "args": {
                     "stage": bar.stage, "microbatch": bar.microbatch, "step": bar.step,
                     **({"slice": bar.slice} if bar.slice >= 0 else {}),
-                    "critical": bar.critical, "action": bar.text, "wait": bar.wait * microseconds,
+                    "critical": bar.critical, "action": bar.text, "wait": bar.wait * MICROSECONDS,
                 },
             }
         )  # fmt: skip
@@ -369,8 +370,7 @@ def receive_bars(simulation: Simulation) -> list[Bar]:
     ]
 
 
-def draw_trace(simulation: Simulation, microseconds: float = 1000.0) -> str:
-    """Return the simulated run as a trace file. microseconds: length of a simulated time unit, by default a
-    millisecond."""
-    events = trace_events([*bars_of(simulation), *receive_bars(simulation)], microseconds)
+def draw_trace(simulation: Simulation) -> str:
+    """Return the simulated run as a trace file."""
+    events = trace_events([*bars_of(simulation), *receive_bars(simulation)])
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"

@@ -340,10 +340,6 @@ def _lost(milliseconds: float) -> str:
     return f"{round(milliseconds, 3) + 0.0:+.3f}"
 
 
-MICROSECONDS: Final = 1000.0
-"""Microseconds of a millisecond, for traces."""
-
-
 def measured_bars(overlay: Overlay) -> list[Bar]:
     """Return the measured bars: compute and updates after their waiting, and the rank's own part in communication."""
     window, table = overlay.window, overlay.window.table
@@ -406,11 +402,11 @@ def draw_overlay_trace(overlay: Overlay) -> str:
     """Return all ranks in one Chrome/Perfetto trace: a process for each rank's measured run, and one for the predicted
     run."""
     ranks, run = overlay.window.table.header.num_ranks, overlay.run
-    events = trace_events(measured_bars(overlay), MICROSECONDS)
+    events = trace_events(measured_bars(overlay))
     zero, steps = overlay.predicted_zero, range(len(overlay.window.steps))
     received = [bar for bar in receive_bars(overlay.simulation) if bar.step in steps]
     arriving = [_named(overlay, bar._replace(start=bar.start - zero, end=bar.end - zero)) for bar in received]
-    events += trace_events(predicted_bars(overlay) + arriving, MICROSECONDS, "predicted rank", ranks)
+    events += trace_events(predicted_bars(overlay) + arriving, "predicted rank", ranks)
     document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"layout": run.layout, **run.about}}
     return json.dumps(document) + "\n"
 

@@ -42,7 +42,7 @@ def check_compute_order(table: Table) -> None:
     """Raise ScheduleError unless compute actions, without lowering, can run in their order. The table is complete."""
     dependencies = Dependencies(table)
     check_local_order(table, dependencies.compute_needs())
-    waits = dependencies.remote_needs()
+    waits = dependencies.hand_overs(same_rank=False)
     stuck = hanging(table, waits)
     if len(stuck):
         raise deadlock(table, waits, stuck, "deadlocks")
@@ -120,8 +120,7 @@ def _word(table: Table, row: int) -> str:
 
 def check_links(dependencies: Dependencies) -> None:
     """Raise ScheduleError if a link's receives are posted in another order than its sends."""
-    table, messages = dependencies.table, dependencies.messages
-    link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
+    table, messages, link = dependencies.table, dependencies.messages, dependencies.link
     sent = np.lexsort((messages.send, link))
     received = np.lexsort((messages.receive, link))
 
@@ -214,9 +213,8 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
 
 def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
     """Return the indices of all messages that follow one another on a link: of the first, of the second."""
-    table, messages = dependencies.table, dependencies.messages
-    link = table.rank[messages.send] * table.header.num_ranks + table.rank[messages.receive]
-    order = np.lexsort((messages.send, link))
+    link = dependencies.link
+    order = np.lexsort((dependencies.messages.send, link))
     same = link[order][1:] == link[order][:-1]
     return order[:-1][same], order[1:][same]
 

@@ -11,7 +11,6 @@ from megapipe.spec.decoder_family import (
     ROUTER_OUTPUT,
     UNUSED_BIASES,
     Fields,
-    all_rotated,
     bias_fields,
     blocks,
     decoder,
@@ -21,7 +20,7 @@ from megapipe.spec.decoder_family import (
     gated_names,
     layer_fields,
     num_shared,
-    stretched,
+    rotary_fields,
     with_additions,
 )
 from megapipe.spec.family import OMITTED, Family, FamilyError, Tensors, keys
@@ -49,7 +48,7 @@ def _rotary_fields(config: Mapping[str, Any]) -> Fields:
     for key, size in (("head_dim", rotated), ("qk_head_dim", config["qk_nope_head_dim"] + rotated)):
         if config.get(key) not in (None, size):
             raise FamilyError(f"{key} is {config[key]!r}; in models of this type it is {size}")
-    fields = all_rotated(stretched(rope, config))
+    fields = rotary_fields(config)
     weight = rope.get("mscale_all_dim")
     if fields["rope_scaling.kind"] == "none" or not weight:
         return fields

@@ -31,10 +31,6 @@ _SANDWICH = {
 }
 
 
-def _embedding_scale(config: Mapping[str, Any]) -> Fields:
-    return {"embedding_scale": config["hidden_size"] ** 0.5}
-
-
 def _attention_scale(config: Mapping[str, Any]) -> Fields:
     return {"attention_scale": config["query_pre_attn_scalar"] ** -0.5}
 
@@ -56,7 +52,7 @@ def _gemma(model_type: str, architecture: str, *more: Any, **changes: Any) -> Fa
     words = {"gelu_pytorch_tanh": "geglu_tanh", **GATED}
     # transformers reads "gelu" as the tanh form in the first Gemma, whose published files meant that.
     gelu = {"gelu": "geglu_tanh" if model_type == "gemma" else "geglu"}
-    more = (_embedding_scale, bias_fields, *more)
+    more = (lambda config: {"embedding_scale": config["hidden_size"] ** 0.5}, bias_fields, *more)
     return decoder(model_type, architecture, words=words | gelu, more=more, **with_additions(entries, changes))
 
 

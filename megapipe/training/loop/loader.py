@@ -20,7 +20,7 @@ from megapipe.layout.batch_plan import BatchPlan
 from megapipe.layout.validation import token_order
 from megapipe.models import ModelFamily
 from megapipe.parallel.mesh import Mesh
-from megapipe.spec.token_order import token_numbers
+from megapipe.spec.token_order import Share
 from megapipe.training.observe.records import LineFile, Listener
 
 SKIPPED_SAMPLES = "skipped_samples.jsonl"
@@ -104,7 +104,7 @@ class HeldTokens:
         if size == 1:
             return cls()
         length = config.data.sequence_length
-        numbers = token_numbers(token_order(config), mesh.coordinate("context"), size, length)
+        numbers = Share(token_order(config), mesh.coordinate("context"), size).numbers(length)
         return cls(numbers, config.parallel.context_attention == "all_to_all")
 
     def part(self, array: np.ndarray) -> np.ndarray:
