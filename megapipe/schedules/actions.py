@@ -108,10 +108,9 @@ def rows_of(
     *,
     unit: int | Ints | Rows = -1,
     version: int | Ints | Rows = -1,
-    slot: int | Ints | Rows = -1,
 ) -> Rows:
     """Return rows made from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
-    columns = (kind, stage, unit, microbatch, version, slot, -1)
+    columns = (kind, stage, unit, microbatch, version, -1, -1)
     rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
     for number, column in enumerate(columns):
         rows[..., number] = column

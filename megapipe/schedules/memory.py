@@ -34,7 +34,7 @@ def peak_activations(table: Table) -> tuple[float, ...]:
 
 def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
     """Return for each stage the peak number of micro-batches whose activations it holds."""
-    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    table = Table.unroll(schedule, schedule.prologue_steps + 1)
     pieces = np.where(table.unit < 0, 1, table.units) * table.header.slices
     held = (
         np.where(table.stage == stage, np.where(activations_made(table), 1.0, 0.0) - activations_gone(table), 0.0)

@@ -1,6 +1,6 @@
 """A schedule as data: header, three sections of int32 rows per rank, and the questions that readers ask of it."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import pairwise
@@ -160,18 +160,19 @@ class Header:
     @cached_property
     def following_stages(self) -> Ints:
         """The stage after each stage on each route, -1 at the end and off the route; shape [routes, stages]."""
-        following = np.full((len(self.routes), len(self.stages)), -1, dtype=np.int64)
-        for index, route in enumerate(self.routes):
-            following[index, list(route[:-1])] = route[1:]
-        return following
+        return self._neighbours(self.routes)
 
     @cached_property
     def preceding_stages(self) -> Ints:
         """The stage before each stage on each route, -1 at the start and off the route; shape [routes, stages]."""
-        preceding = np.full((len(self.routes), len(self.stages)), -1, dtype=np.int64)
-        for index, route in enumerate(self.routes):
-            preceding[index, list(route[1:])] = route[:-1]
-        return preceding
+        return self._neighbours([route[::-1] for route in self.routes])
+
+    def _neighbours(self, routes: Sequence[tuple[int, ...]]) -> Ints:
+        """Return the stage after each stage on each of some routes, -1 for none; shape [routes, stages]."""
+        neighbours = np.full((len(routes), len(self.stages)), -1, dtype=np.int64)
+        for index, route in enumerate(routes):
+            neighbours[index, list(route[:-1])] = route[1:]
+        return neighbours
 
     @cached_property
     def stage_states(self) -> tuple[tuple[StateUnit, ...], ...]:

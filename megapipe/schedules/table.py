@@ -44,7 +44,7 @@ class Table:
     """Rows of all ranks, rank by rank in program order, micro-batches and versions absolute.
 
     ``rank`` and ``section`` (0 prologue, 1.. bodies, last epilogue) have one entry a row. Of two rows of one rank, the
-    one with the lower index comes first.
+    one with the lower index comes first. ``flushes``: as in `Schedule`.
     """
 
     header: Header
@@ -53,6 +53,7 @@ class Table:
     section: Ints
     num_sections: int
     steps: int
+    flushes: bool
     origin: Origin | None = None
 
     @classmethod
@@ -65,7 +66,7 @@ class Table:
         rows = np.concatenate([part for rank_parts in parts for part in rank_parts])
         return cls(
             schedule.header, rows, np.ascontiguousarray(rank), np.ascontiguousarray(section), len(parts[0]), steps,
-            schedule.origin,
+            schedule.flushes, schedule.origin,
         )  # fmt: skip
 
     def place_of(self, row: int) -> str:

@@ -370,8 +370,8 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     schedule = Schedule(header, sections, origin)
     if "class" in reader.lines:
         return schedule
-    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
-    inferred = Promise.of(table, flushes=schedule.flushes).numerical_class
+    table = Table.unroll(schedule, schedule.prologue_steps + 1)
+    inferred = Promise.of(table).numerical_class
     return replace(schedule, header=replace(header, numerical_class=inferred))
 
 

@@ -1,5 +1,6 @@
 """Ranks that share a machine: against the simulator of ranks that do not, and against what work there is at all."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -42,8 +43,9 @@ def test_independent_ranks_are_simulated_as_without_contention(
     forward, to_input, to_weight, update, reduction, message = times
     costs = rank_costs(
         schedule.header, forward=forward, backward_input=to_input, backward_weight=to_weight, update=update,
-        reduce_gradients=reduction, reduce_tied=0.3, reduce_scalars=0.1, link=Link(message / 10, message / 20),
+        reduce_gradients=reduction, reduce_scalars=0.1, link=Link(message / 10, message / 20),
     )  # fmt: skip
+    costs = replace(costs, reduce_tied=0.3)
     expected = simulate(schedule, costs, 2)
     simulation = simulate_contended(schedule, costs, alone, steps=2)
     work = expected.table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)

@@ -208,13 +208,6 @@ def test_a_deadlock_under_blocking_sends_names_the_cycle() -> None:
     assert "SG1.0 of rank 1 (schedule, line 11), which waits for RG0.0, which comes after SA0.1;" in message
 
 
-def test_the_activation_budget() -> None:
-    schedule = build("gpipe", 2, 8)
-    validate(schedule, activation_budget=8)
-    with pytest.raises(ScheduleError, match="8 micro-batches of activations on rank 0, above the budget of 4"):
-        validate(schedule, activation_budget=4)
-
-
 def test_gradients_out_of_order_are_valid_but_reported() -> None:
     text = dumps(order("gpipe", 1, 2)).replace("B0.0 B0.1", "B0.1 B0.0")
     assert not validate(lower(loads(text.replace("class A", "class C")))).canonical_order

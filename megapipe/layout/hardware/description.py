@@ -305,10 +305,7 @@ class NodeGroup:
     @property
     def reached(self) -> "NodeGroup":
         """Return the group with the bandwidths that its links reach."""
-        share = self.device.efficiency.links
-        if share == 1.0:
-            return self
-        inside, outside = self.inside, self.outside
+        share, inside, outside = self.device.efficiency.links, self.inside, self.outside
         return replace(
             self,
             inside=replace(inside, bandwidth=inside.bandwidth * share, pair_bandwidth=inside.pair_bandwidth * share),

@@ -291,7 +291,7 @@ READERS: Final = ((Kind.RECV_ACTIVATION, (Kind.FORWARD,)), (Kind.RECV_GRADIENT, 
 """Receives, and the kinds that read what they receive."""
 
 
-def assign_slots(table: Table, *, flushes: bool) -> Table:
+def assign_slots(table: Table) -> Table:
     """Fill the slot column of receives and of the compute rows that read them, and the header's slot counts."""
     header = table.header
     rows = table.rows.copy()
@@ -299,7 +299,7 @@ def assign_slots(table: Table, *, flushes: bool) -> Table:
     counts = []
     for receive, users in READERS:
         lives = receive_lives(table, receive)
-        slots, count = _colour(lives, table.num_stages, None if flushes else header.num_microbatches)
+        slots, count = _colour(lives, table.num_stages, None if table.flushes else header.num_microbatches)
         counts.append(count)
         rows[lives.start, SLOT] = slots
         slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)

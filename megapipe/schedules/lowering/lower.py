@@ -72,9 +72,9 @@ def lower(
     if moves:
         insertions += add_offload(table, offload)
     table, _ = insert(table, insertions)
-    table = number_groups(assign_slots(table, flushes=schedule.flushes))
+    table = number_groups(assign_slots(table))
     header = replace(table.header, lowered=True)
-    return Schedule(header, _sections(table, flushes=schedule.flushes), schedule.origin)
+    return Schedule(header, _sections(table), schedule.origin)
 
 
 def _with_recompute(
@@ -110,9 +110,9 @@ def _with_versions(table: Table) -> Table:
     return replace(table, rows=rows)
 
 
-def _sections(table: Table, *, flushes: bool) -> Sections:
+def _sections(table: Table) -> Sections:
     """Cut the table back into prologue, one steady body and epilogue, each counted from its own step."""
-    bodies = 1 if flushes else STEADY_BODIES
+    bodies = 1 if table.flushes else STEADY_BODIES
     steady = (bodies + 1) // 2
     return Sections(_cut(table, 0, step=0), _cut(table, steady, step=steady - 1), _cut(table, bodies + 1, step=bodies))
 

@@ -176,7 +176,6 @@ def rank_costs(
     update: float = 0.0,
     reduce_gradients: float = 0.0,
     gather_weights: float = 0.0,
-    reduce_tied: float = 0.0,
     reduce_scalars: float = 0.0,
     link: Link = Link(),
     blocking_sends: bool = False,
@@ -215,7 +214,7 @@ def rank_costs(
         Kind.RELOAD: offload, Kind.SNAPSHOT: snapshot,
     }  # fmt: skip
     values = (*times.values(), offload_state)
-    if min(*values, group, reduce_tied, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
+    if min(*values, group, reduce_scalars, link.latency, link.transfer) < 0 or forward + backward <= 0:
         raise ScheduleError(f"times must be at least 0 and compute times above 0, got {values}")
     shares, passes = header.stages_sharing, (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
     states = [(stage, header.state_units(stage)) for stage in range(len(shares))]
@@ -231,7 +230,6 @@ def rank_costs(
             },
         ),
         {(stage, unit): offload_state / shares[stage] / len(units) for stage, units in states for unit in units},
-        reduce_tied=reduce_tied,
         reduce_scalars=reduce_scalars,
         link=Link(link.latency, link.transfer / header.slices),
         blocking_sends=blocking_sends,

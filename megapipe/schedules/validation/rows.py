@@ -282,7 +282,7 @@ def check_compute(schedule: Schedule) -> None:
             raise ScheduleError(
                 f"{header.name} has actions for {count} ranks, but its stages are on {header.num_ranks}"
             )
-    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + 1)
+    table = Table.unroll(schedule, schedule.prologue_steps + 1)
     check_places(table)
     compute = table.is_kind(*COMPUTE_KINDS)
     _require(table, compute, "give only forwards and backwards, because megapipe adds everything else")

@@ -58,11 +58,10 @@ class Report:
     links: tuple[int, ...]
 
 
-def validate(schedule: Schedule, *, activation_budget: float | None = None) -> Report:
+def validate(schedule: Schedule) -> Report:
     """Check a lowered schedule and report its properties.
 
-    ``activation_budget``: maximum number of micro-batches whose activations a rank may keep. Raises ScheduleError,
-    which names the rank, the action and what it waits for, and shows the rows around it.
+    Raises ScheduleError, which names the rank, the action and what it waits for, and shows the rows around it.
 
     Example:
         >>> from megapipe import build, validate
@@ -76,8 +75,8 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
     check_states(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
-        _check(table, flushes=schedule.flushes)
-    Promise.of(table, flushes=schedule.flushes).check(table)
+        _check(table)
+    Promise.of(table).check(table)
     uses = first_uses(table)
     hanging = first_deadlock(uses, header.connections)
     if hanging:
@@ -85,7 +84,7 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
             f"{header.name} deadlocks in its first step where the first collective of a group blocks the host, as "
             f"with NCCL: {hanging}; start the reductions in one order on all ranks"
         )
-    report = Report(
+    return Report(
         canonical_order=first_reordered(table) < 0,
         peak_activations=peak_activations(table) if header.mode == "train" else (0.0,) * header.num_ranks,
         pending_weight_halves=pending_weight_halves(table),
@@ -93,15 +92,9 @@ def validate(schedule: Schedule, *, activation_budget: float | None = None) -> R
         lazy_links=not first_deadlock(uses, ()),
         links=tuple(sum(rank in pair for pair in header.connections) for rank in range(header.num_ranks)),
     )
-    budget = np.inf if activation_budget is None else activation_budget
-    for rank, peak in enumerate(report.peak_activations):
-        if peak > budget:
-            kept = f"{header.name} keeps {peak:g} micro-batches of activations on rank {rank}"
-            raise ScheduleError(f"{kept}, above the budget of {budget:g}")
-    return report
 
 
-def _check(table: Table, *, flushes: bool) -> None:
+def _check(table: Table) -> None:
     check_fields(table)
     check_coverage(table)
     check_gathers(table)
@@ -111,9 +104,9 @@ def _check(table: Table, *, flushes: bool) -> None:
     dependencies = Dependencies(table)
     check_local_order(table, dependencies.local_needs())
     check_links(dependencies)
-    check_collectives(table, flushes=flushes)
+    check_collectives(table)
     check_buffers(table)
-    check_progress(dependencies, flushes=flushes)
+    check_progress(dependencies)
 
 
 class Promise(NamedTuple):
@@ -128,7 +121,7 @@ class Promise(NamedTuple):
     reason: str = ""
 
     @classmethod
-    def of(cls, table: Table, *, flushes: bool) -> "Promise":
+    def of(cls, table: Table) -> "Promise":
         """Return the promise of a schedule, unrolled over the steps for which it is checked."""
         header = table.header
         parts = [place.part for place in header.stages]
@@ -147,7 +140,7 @@ class Promise(NamedTuple):
                 f"on {table.place_of(row)}",
             )
         for stale, reason in (
-            (not flushes, "its steps do not end with an empty pipeline"),
+            (not table.flushes, "its steps do not end with an empty pipeline"),
             (header.updates_per_step > 1, f"it updates {header.updates_per_step} times per step"),
             (header.num_versions > 1, f"it keeps {header.num_versions} versions of weights"),
         ):

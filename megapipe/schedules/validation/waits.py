@@ -132,7 +132,7 @@ def check_links(dependencies: Dependencies) -> None:
     refuse(table, messages.receive[received], sent != received, problem)
 
 
-def check_collectives(table: Table, *, flushes: bool) -> None:
+def check_collectives(table: Table) -> None:
     """Raise ScheduleError if two ranks start the collectives of one group of ranks in different orders.
 
     Reductions and gathers over data-parallel replicas need no check: a rank runs the same rows in every replica.
@@ -143,7 +143,7 @@ def check_collectives(table: Table, *, flushes: bool) -> None:
     holder = np.array([holders[0] for holders in header.holders])[table.stage]
     group = np.where(table.is_kind(Kind.REDUCE_GRADIENTS), holder * header.most_states + table.unit, group)
     identity = (group * len(Kind) + table.kind) * table.num_microbatches + table.microbatch
-    for members in collectives_by_group(table, flushes=flushes):
+    for members in collectives_by_group(table):
         for rows in members[1:]:
             differs = identity[rows] != identity[members[0]]
             if differs.any():
@@ -153,14 +153,15 @@ def check_collectives(table: Table, *, flushes: bool) -> None:
                 raise failure(table, int(rows[index]), f"rank {table.rank[first]} starts {other} at this point")
 
 
-def collectives_by_group(table: Table, *, flushes: bool) -> Iterator[list[Ints]]:
+def collectives_by_group(table: Table) -> Iterator[list[Ints]]:
     """Yield, for each communicator over pipeline ranks, the rows of its collectives on each member, in program order.
 
     A schedule that never flushes sums its scalars in a separate communicator, in the background of its actions.
     """
     header = table.header
     rows = table.rows_with(Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS)
-    for each in (rows,) if flushes else (table.rows_with(Kind.REDUCE_COUNTS), table.rows_with(Kind.REDUCE_SCALARS)):
+    apart = table.rows_with(Kind.REDUCE_COUNTS), table.rows_with(Kind.REDUCE_SCALARS)
+    for each in (rows,) if table.flushes else apart:
         yield [each[table.rank[each] == rank] for rank in range(header.num_ranks)]
     if header.vocabulary:
         yield shard_passes(table)
@@ -180,7 +181,7 @@ def _sums_over_ranks(table: Table) -> Ints:
     return np.sort(np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions]))
 
 
-def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
+def check_progress(dependencies: Dependencies) -> None:
     """Raise ScheduleError if ranks can end up waiting for one another.
 
     Two kinds of waits are proved free of cycles. With blocking sends nothing is buffered: a send ends when its
@@ -190,11 +191,11 @@ def check_progress(dependencies: Dependencies, *, flushes: bool) -> None:
     """
     table, messages = dependencies.table, dependencies.messages
     first, second = _neighbours_on_links(dependencies)
-    collectives, scalars = dependencies.collective_needs(), host_waits(table) if flushes else NO_NEEDS
+    collectives, scalars = dependencies.collective_needs(), host_waits(table)
     arrivals = Needs(messages.use, messages.send)
     blocking = Needs(messages.send, messages.receive)
     receives = Needs(messages.receive[second], messages.send[first])
-    reductions = _one_after_another(table, flushes)
+    reductions = _one_after_another(table)
     always = (arrivals, collectives, scalars)
     # Lowered schedules pass with both kinds of waits at once, in one pass. They only have to pass with each kind by
     # itself.
@@ -219,14 +220,17 @@ def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
     return order[:-1][same], order[1:][same]
 
 
-def _one_after_another(table: Table, flushes: bool) -> Needs:
+def _one_after_another(table: Table) -> Needs:
     """A collective starts when the one before it on its communicator has started on all members."""
-    groups = map(np.stack, collectives_by_group(table, flushes=flushes))
+    groups = map(np.stack, collectives_by_group(table))
     return joined(*(against_all(by_rank[:, 1:], by_rank[:, :-1]) for by_rank in groups))
 
 
 def host_waits(table: Table) -> Needs:
-    """The row after a step's scalars needs the scalars and sums of all ranks: the engine reads them at once."""
+    """The row after a step's scalars needs the scalars and sums of all ranks, unless the schedule never flushes: the
+    engine reads them at once."""
+    if not table.flushes:
+        return NO_NEEDS
     scalars = table.rows_with(Kind.REDUCE_SCALARS)
     following = scalars[scalars + 1 < table.offsets[table.rank[scalars] + 1]] + 1
     needed = np.concatenate([scalars, _sums_over_ranks(table)])
@@ -258,15 +262,15 @@ def needs_resident_kernels(schedule: Schedule) -> bool:
     order = np.argsort(lane, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    waits = [
+    messages = dependencies.messages
+    row, needed = joined(
         _launched_after_compute(table, communicates),
-        _kernels_one_after_another(dependencies, communicates, flushes=schedule.flushes),
-    ]
-    messages, collectives = dependencies.messages, dependencies.collective_needs()
-    waits += [Needs(messages.use, messages.send), Needs(messages.use, messages.receive), collectives]
-    if schedule.flushes:
-        waits.append(host_waits(table))
-    row, needed = joined(*waits)
+        _kernels_one_after_another(dependencies, communicates),
+        Needs(messages.use, messages.send),
+        Needs(messages.use, messages.receive),
+        dependencies.collective_needs(),
+        host_waits(table),
+    )
     lanes = np.searchsorted(lane[order], np.arange(2 * table.header.num_ranks + 1))
     return len(Progress(place[table.action_first[row]], place[needed], lanes).stuck()) > 0
 
@@ -280,7 +284,7 @@ def _launched_after_compute(table: Table, communicates: Mask) -> Needs:
     return Needs(rows, latest[rows])
 
 
-def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *, flushes: bool) -> Needs:
+def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask) -> Needs:
     """A kernel starts after the one before it on its device has ended, which is when all ranks that take part in that
     one have started it."""
     table, messages = dependencies.table, dependencies.messages
@@ -289,7 +293,7 @@ def _kernels_one_after_another(dependencies: Dependencies, communicates: Mask, *
     following = np.full(len(table.rows), -1, dtype=np.int64)
     following[rows[:-1][same]] = rows[1:][same]
     parts = [Needs(following[messages.send], messages.receive), Needs(following[messages.receive], messages.send)]
-    for members in collectives_by_group(table, flushes=flushes):
+    for members in collectives_by_group(table):
         by_rank = np.stack(members)
         parts.append(against_all(following[by_rank], by_rank))
     return joined(*parts).where_known()
