@@ -154,18 +154,15 @@ class Dependencies:
     @cached_property
     def messages(self) -> Messages:
         """Every message between ranks: activations to the next stage, gradients to the previous one."""
-        table, header = self.table, self.table.header
-        send, receive, use = [], [], []
+        table, header, parts = self.table, self.table.header, []
         for sending, receiving, neighbours, first in (
             (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, header.following_stages, self._forward[0]),
             (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT, header.preceding_stages, self._backward[0]),
         ):
             rows = table.rows_with(sending)
             target = self._neighbour_keys(neighbours)[table.key[rows]]
-            send.append(rows)
-            receive.append(table.last_by_key(receiving)[target])
-            use.append(first[target])
-        return Messages(np.concatenate(send), np.concatenate(receive), np.concatenate(use))
+            parts.append((rows, table.last_by_key(receiving)[target], first[target]))
+        return Messages(*map(np.concatenate, zip(*parts, strict=True)))
 
     @cached_property
     def link(self) -> Ints:

@@ -268,14 +268,9 @@ class BlockReader:
         return tuple(statements)
 
     def _statement(self, scanner: Scanner, names: set[str]) -> Statement:
-        if scanner.take("let"):
-            return self._let(scanner, names)
-        if scanner.take("for"):
-            return self._for(scanner, names)
-        if scanner.take("if"):
-            return self._if(scanner, names)
-        if scanner.take("require"):
-            return self._require(scanner)
+        kinds = {"let": self._let, "for": self._for, "if": self._if, "require": self._require}
+        if kind := scanner.take(*kinds):
+            return kinds[kind](scanner, names)
         if scanner.peek() == "else":
             raise scanner.error("else has no if; put it below the block of an if, indented equally")
         words = scanner.words()
@@ -302,7 +297,7 @@ class BlockReader:
 
         return run
 
-    def _require(self, scanner: Scanner) -> Statement:
+    def _require(self, scanner: Scanner, names: set[str]) -> Statement:
         start = scanner.at
         expression = self._whole(scanner)
         text = scanner.content[start:].strip()

@@ -138,6 +138,11 @@ def collective_time(operation: Operation, num_bytes: float, group: GroupLinks) -
     return min(ways, key=lambda way: way.seconds)
 
 
+def _longest(operation: Operation, num_bytes: float, groups: Iterable[GroupLinks]) -> CollectiveTime:
+    """Return the time of one call in all groups at the same time: that of the slowest group."""
+    return max((collective_time(operation, num_bytes, group) for group in groups), key=lambda time: time.seconds)
+
+
 def exchange_time(exchange: Exchange, group: GroupLinks) -> CollectiveTime:
     """Return the time of all calls of an exchange, one after the other."""
     return collective_time(exchange.operation, exchange.elements * exchange.element_bytes, group).times(exchange.calls)
@@ -271,8 +276,7 @@ class Placement:
     def slowest(self, operation: Operation, num_bytes: float, *names: str) -> CollectiveTime:
         """Return the time of a collective in all groups over these dimensions at the same time: that of the slowest
         group."""
-        times = [collective_time(operation, num_bytes, group) for group in self.groups(*names)]
-        return max(times, key=lambda time: time.seconds)
+        return _longest(operation, num_bytes, self.groups(*names))
 
     @cached_method
     def boundary(self, stage: int) -> list[GroupLinks]:
@@ -293,8 +297,7 @@ class Placement:
         with one stage."""
         if self.sizes["pipeline"] == 1:
             return CollectiveTime("none", 0.0, 0.0)
-        times = [collective_time("send", num_bytes, pair) for pair in self.boundary(stage)]
-        return max(times, key=lambda time: time.seconds)
+        return _longest("send", num_bytes, self.boundary(stage))
 
     def _even_group(self, inside: Mapping[str, int], names: Iterable[str]) -> GroupLinks:
         node, chosen = self.nodes[0], set(names)

@@ -59,8 +59,7 @@ class MessageTable:
             _match(table, np.flatnonzero(backward & closes & (preceding >= 0)),
                    np.flatnonzero(backward & opens & (following >= 0)), preceding),
         ]  # fmt: skip
-        producer = np.concatenate([producers for producers, _ in pairs])
-        consumer = np.concatenate([consumers for _, consumers in pairs])
+        producer, consumer = map(np.concatenate, zip(*pairs, strict=True))
         gradient = np.repeat(np.arange(2), [len(producers) for producers, _ in pairs])
         link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
         order = np.lexsort((producer, link))
@@ -200,13 +199,9 @@ def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
     receive = np.empty_like(send)
     receive[np.argsort(posts.turn)] = index[num_compute + num_messages :]
     use, after = index[table.action_first[messages.consumer]], messages.follows
-    waiting, needed = [send, use, receive[after]], [receive, send, send[after - 1]]
-    shards = Dependencies(table).shard_needs
-    waiting.append(index[shards.row])
-    needed.append(index[shards.needed])
-    meetings = _meetings(table)
-    waiting.append(index[meetings.row])
-    needed.append(index[meetings.needed] - 1)
+    shards, meetings = Dependencies(table).shard_needs, _meetings(table)
+    waiting = [send, use, receive[after], index[shards.row], index[meetings.row]]
+    needed = [receive, send, send[after - 1], index[shards.needed], index[meetings.needed] - 1]
     rows = np.concatenate([table.rank, table.rank[messages.producer], table.rank[messages.consumer]])
     offsets = np.append(0, np.cumsum(np.bincount(rows, minlength=table.header.num_ranks)))
     return Progress(np.concatenate(waiting), np.concatenate(needed), offsets)

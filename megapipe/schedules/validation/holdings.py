@@ -4,9 +4,9 @@ import numpy as np
 
 from megapipe.schedules.actions import ADDING, Ints, Kind, Mask, describe
 from megapipe.schedules.gathers import GATHERS, USES, StateRows, by_place, of_states
-from megapipe.schedules.lowering.communication import READERS, receive_lives
+from megapipe.schedules.lowering.communication import READERS, Lives, receive_lives
 from megapipe.schedules.memory import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
-from megapipe.schedules.table import Table, action_at, failure, refuse, refuse_repeated
+from megapipe.schedules.table import Table, action_at, refuse, refuse_repeated
 
 
 def check_buffers(table: Table) -> None:
@@ -15,22 +15,24 @@ def check_buffers(table: Table) -> None:
     header = table.header
     opens = table.opens_chunk()
     for (receive, readers), slots in zip(READERS, (header.activation_slots, header.gradient_slots), strict=True):
-        lives = receive_lives(table, receive)
-        slot = table.slot[lives.start].astype(np.int64)
-        count = np.array(slots, dtype=np.int64)[lives.stage]
-        if (slot >= count).any():
-            row = int(np.argmax(slot >= count))
-            raise failure(table, int(lives.start[row]), f"the stage has {count[row]} slots of this direction")
-        order = np.lexsort((lives.start, slot, lives.stage))
-        same = (lives.stage[order][1:] == lives.stage[order][:-1]) & (slot[order][1:] == slot[order][:-1])
-        early = same & (lives.start[order][1:] < lives.end[order][:-1])
-        if early.any():
-            index = int(np.argmax(early))
-            first, second = int(order[index]), int(order[index + 1])
-            user = describe(action_at(table, int(lives.end[first])))
-            problem = f"the slot is used by micro-batch {lives.microbatch[first]} until {user} ends"
-            raise failure(table, int(lives.start[second]), problem)
+        _check_slots(table, receive_lives(table, receive), slots)
         _check_readers(table, receive, table.is_kind(*readers), opens)
+
+
+def _check_slots(table: Table, lives: Lives, slots: tuple[int, ...]) -> None:
+    """Raise at the first receive into a slot that the stage does not have, or that is in use. slots: by stage."""
+    slot = table.slot[lives.start].astype(np.int64)
+    count = np.array(slots, dtype=np.int64)[lives.stage]
+    refuse(table, lives.start, slot >= count, lambda at: f"the stage has {count[at]} slots of this direction")
+    order = np.lexsort((lives.start, slot, lives.stage))
+    stage, slot, start, end = lives.stage[order], slot[order], lives.start[order], lives.end[order]
+    early = (stage[1:] == stage[:-1]) & (slot[1:] == slot[:-1]) & (start[1:] < end[:-1])
+
+    def problem(index: int) -> str:
+        user = describe(action_at(table, int(end[index])))
+        return f"the slot is used by micro-batch {lives.microbatch[order[index]]} until {user} ends"
+
+    refuse(table, start[1:], early, problem)
 
 
 def _check_readers(table: Table, receive: Kind, reading: Mask, opens: Mask) -> None:
