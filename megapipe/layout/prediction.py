@@ -58,6 +58,14 @@ class RankPrediction:
         """Stages of this rank."""
         return self.schedule.header.stages_on(self.pipeline_rank)
 
+    @property
+    def _routed_stages(self) -> list[int]:
+        return [stage for stage in self.own_stages if stage < self.schedule.header.num_routed]
+
+    def _on_other_rank(self, stage: int) -> bool:
+        """Return whether a stage exists on routes, and is on another rank."""
+        return 0 <= stage < self.schedule.header.num_routed and stage not in self.own_stages
+
     @cached_property
     def layers(self) -> dict[tuple[int, int], LayerSpec]:
         """Layers of this rank by (stage, unit)."""
@@ -119,12 +127,10 @@ class RankPrediction:
     def messages(self) -> int:
         """Bytes of the slots that receive messages of other ranks, which stay there until their backward. They are
         allocated with the engine, for all steps."""
-        header, ranks, slots = self.schedule.header, self.schedule.header.stage_ranks, 0
-        for stage in self.own_stages:
-            if 0 < stage < header.num_routed and ranks[stage - 1] != ranks[stage]:
-                slots += header.activation_slots[stage]
-            if stage < header.num_routed - 1 and ranks[stage + 1] != ranks[stage]:
-                slots += header.gradient_slots[stage]
+        header, slots = self.schedule.header, 0
+        for stage in self._routed_stages:
+            slots += header.activation_slots[stage] * self._on_other_rank(stage - 1)
+            slots += header.gradient_slots[stage] * self._on_other_rank(stage + 1)
         return slots * max(costs.stream for costs in self._of_slices)
 
     @cached_property
@@ -154,13 +160,12 @@ class RankPrediction:
                 split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
                 kept = costs.kept(layer, predictions, split=split)
                 held = kept, costs.pending(layer, predictions), stream
-                arrives = unit == 0 and stage < routed and stage - 1 not in (-1, *self.own_stages)
+                arrives = unit == 0 and stage < routed and self._on_other_rank(stage - 1)
                 sizes.of[: Tensor.BACKWARD, place, variant] = [
                     each - min(stream, each) if arrives else each for each in held
                 ]
                 last = unit == len(self.stages[stage]) - 1
-                returns = last and stage + 1 < routed and stage + 1 not in self.own_stages
-                if returns and costs.reads_output_gradient(layer):
+                if last and self._on_other_rank(stage + 1) and costs.reads_output_gradient(layer):
                     sizes.of[Tensor.PENDING, place, variant] -= stream
                 for kind, phase in PHASES.items():
                     received = stream if layer.kind == "words" and 0 not in self.own_stages else 0
@@ -276,14 +281,11 @@ class RankPrediction:
         return repeated(exchanges, header.updates_per_step)
 
     def _links(self) -> list[Exchange]:
-        header = self.schedule.header
-        last = header.num_routed - 1
-        mine = [stage for stage in self.own_stages if stage <= last]
-        sends = sum(stage < last and stage + 1 not in mine for stage in mine)
-        sends += sum(stage > 0 and stage - 1 not in mine for stage in mine)
+        neighbours = (each for stage in self._routed_stages for each in (stage - 1, stage + 1))
+        sends = sum(map(self._on_other_rank, neighbours))
         width = ELEMENT_BYTES[self.costs.precision]
         messages = [Exchange("send", costs.stream // width, width, sends) for costs in self._of_slices]
-        return repeated(messages, header.whole_microbatches)
+        return repeated(messages, self.schedule.header.whole_microbatches)
 
     def _scalars(self) -> dict[str, list[Exchange]]:
         """Return the exchanges of numbers. Schedules that never flush reduce norms in a separate group."""

@@ -144,6 +144,12 @@ class Dependencies:
     def _backward(self) -> tuple[Ints, Ints]:
         return self.table.first_by_key(*BACKWARDS), self.table.last_by_key(*BACKWARDS)
 
+    @property
+    def _first_backwards(self) -> Ints:
+        """The first backward of each micro-batch on the last stage of its route, by stage, then by micro-batch."""
+        rows = self._backward[0][self._neighbour_keys(self.table.header.following_stages) < 0]
+        return rows[rows >= 0]
+
     def _neighbour_keys(self, neighbours: Ints) -> Ints:
         """Return for each key, the key of the same micro-batch at the neighbouring stage, -1 where there is none."""
         microbatch = np.arange(self.table.num_microbatches)
@@ -286,12 +292,8 @@ class Dependencies:
 
     def _counts_needs(self) -> Needs:
         """The first backward of a micro-batch needs the token counts of its step."""
-        header, first_backward = self.table.header, self._backward[0]
-        following = self._neighbour_keys(header.following_stages)
-        starts = np.flatnonzero((following < 0) & (first_backward >= 0))
-        step = starts % self.table.num_microbatches // header.num_microbatches
-        rank = header.stage_ranks[starts // self.table.num_microbatches]
-        return Needs(first_backward[starts], self._collective_rows(Kind.REDUCE_COUNTS)[rank, step])
+        table, rows = self.table, self._first_backwards
+        return Needs(rows, self._collective_rows(Kind.REDUCE_COUNTS)[table.rank[rows], table.step[rows]])
 
     def _unit_needs(self) -> Iterator[Needs]:
         """Units of a chunk forward in ascending, backward in descending order; a weight half needs its input half."""
@@ -452,9 +454,7 @@ class Dependencies:
     def _counts_users(self) -> Ints:
         """Return the first backward of a route's last stage in each rank and step, -1 where none; shape [ranks,
         steps]."""
-        ends = np.flatnonzero(self._neighbour_keys(self.table.header.following_stages) < 0)
-        rows = np.sort(self._backward[0][ends])
-        return self.table.first_by_step(rows[rows >= 0])
+        return self.table.first_by_step(np.sort(self._first_backwards))
 
 
 def shard_passes(table: Table) -> list[Ints]:

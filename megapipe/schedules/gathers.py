@@ -194,8 +194,7 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
     every = of_states(table, table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS), header.sharded_gradients)
     reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[every.row].tolist()
     places, sizes = every.places(table).tolist(), header.state_sizes[table.stage[every.row], every.unit].tolist()
-    opening: list[int] = []
-    freeing: list[int] = []
+    awaited: list[tuple[int, int]] = []
     held: set[int] = set()
     room = [header.states.gradient_pool] * header.num_ranks
     done: list[deque[tuple[int, int]]] = [deque() for _ in room]  # reductions whose room is not taken yet
@@ -212,9 +211,9 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
             while room[rank] < 0 and done[rank]:
                 last, freed = done[rank].popleft()
                 room[rank] += freed
-            opening.append(row)
-            freeing.append(last)
-    return np.array(opening, dtype=np.int64), np.array(freeing, dtype=np.int64)
+            awaited.append((row, last))
+    opening, freeing = np.array(awaited, dtype=np.int64).reshape(-1, 2).T
+    return opening, freeing
 
 
 class Stays(NamedTuple):
@@ -261,9 +260,7 @@ def _stays_of_last(runs: Runs, room: int) -> Stays:
 
 def _stays_by_size(runs: Runs, pool: int) -> Stays:
     """Return the stays of units of any size, run by run."""
-    first_use: list[int] = []
-    last_use: list[int] = []
-    starts: list[int] = []
+    stays: list[list[int]] = []  # first use, last use and start of each
     held: dict[int, int] = {}  # place of a unit -> its stay, the least recently used unit first
     of_run, place, size = runs.run.tolist(), runs.place.tolist(), runs.size.tolist()
     part, before, free, start = runs.part.tolist(), -1, pool, 0
@@ -276,20 +273,18 @@ def _stays_by_size(runs: Runs, pool: int) -> Stays:
             stay = held.pop(place[use], None)
             if stay is not None:
                 held[place[use]] = stay
-                last_use[stay] = use
+                stays[stay][1] = use
         for use in uses:
             if place[use] in held:
                 continue
             free -= size[use]
             while free < 0:
                 dropped, stay = next(iter(held.items()), (-1, -1))
-                if stay < 0 or of_run[last_use[stay]] == run:
+                if stay < 0 or of_run[stays[stay][1]] == run:
                     raise ScheduleError(f"a pool of {pool} has no room for all units that one action uses; enlarge it")
                 del held[dropped]
-                start = of_run[last_use[stay]] + 1
-                free += size[last_use[stay]]
-            held[place[use]] = len(first_use)
-            first_use.append(use)
-            last_use.append(use)
-            starts.append(start)
-    return Stays(*(np.array(each, dtype=np.int64) for each in (first_use, last_use, starts)))
+                last_use = stays[stay][1]
+                start, free = of_run[last_use] + 1, free + size[last_use]
+            held[place[use]] = len(stays)
+            stays.append([use, use, start])
+    return Stays(*np.array(stays, dtype=np.int64).reshape(-1, 3).T)
