@@ -7,7 +7,7 @@ stages.
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -143,6 +143,8 @@ def held_after_all_forwards(num_ranks: int, num_microbatches: int, chunks: int, 
     return np.full((num_ranks, chunks), 0.0 if options.get("two_bp", False) else float(num_microbatches))
 
 
+HELD: Final = {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}
+"""Change in the number of chunks of activations that a rank holds, by the kind of an action."""
 ROUNDING = 1e-9
 """Difference of times that counts as none."""
 
@@ -203,11 +205,7 @@ def steps_of(rows: Rows) -> list[Step]:
 
 def most_held(steps: list[Step]) -> int:
     """Return the peak number of chunks of activations that a rank holds; a chunk counts until its weight half."""
-    held = most = 0
-    for kind, _, _ in steps:
-        held += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(kind, 0)
-        most = max(most, held)
-    return most
+    return max(accumulate((HELD.get(kind, 0) for kind, _, _ in steps), initial=0))
 
 
 def fill_idle_time(
@@ -294,7 +292,7 @@ class _Filler:
             self._started[rank] = start
         self._clock[rank] = self._ends[step] = start + self._times.of(step[0], self._chunks)
         self.out[rank].append(step)
-        self._held[rank] += {Kind.FORWARD: 1, Kind.BACKWARD_WEIGHT: -1}.get(step[0], 0)
+        self._held[rank] += HELD.get(step[0], 0)
         weight = (Kind.BACKWARD_WEIGHT, step[1], step[2])
         if step[0] == Kind.BACKWARD_INPUT and weight not in self._placed:
             self._pending[rank].append(weight)

@@ -269,9 +269,8 @@ class Header:
     def tied_owners(self, group: int) -> tuple[int, ...]:
         """Return, for each rank that uses the weight of the group, the earliest of its stages in it: the stage that
         carries the group's reduction and update there."""
-        earliest: dict[int, int] = {}
-        for stage in sorted(self.tied_groups[group]):
-            earliest.setdefault(self.stages[stage].rank, stage)
+        latest_first = sorted(self.tied_groups[group], reverse=True)
+        earliest = {self.stages[stage].rank: stage for stage in latest_first}
         return tuple(sorted(earliest.values()))
 
     def state_units(self, stage: int) -> tuple[int, ...]:
