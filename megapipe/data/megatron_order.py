@@ -100,9 +100,10 @@ class MegatronSamples:
 
     def _windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         ordinals = np.asarray(ordinals, dtype=np.int64)
-        if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self._num_samples):
+        outside = ordinals[(ordinals < 0) | (ordinals >= self._num_samples)]
+        if outside.size:
             raise DataError(
-                f"sample {ordinals.max()} of {self._shard.prefix} does not exist: data.order megatron was made for "
+                f"sample {outside[0]} of {self._shard.prefix} does not exist: data.order megatron was made for "
                 f"{self._num_samples} samples (from training.steps); set training.steps to the run's full length, "
                 "and training.stop_at to end early"
             )
@@ -162,9 +163,10 @@ class MegatronBlendOrder:
     def assign(self, ordinals: npt.ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Return the corpus of each sample, and its ordinal within that corpus: int64 of the shape of `ordinals`."""
         ordinals = np.asarray(ordinals, dtype=np.int64)
-        if ordinals.size and (ordinals.min() < 0 or ordinals.max() >= self.num_samples):
+        outside = ordinals[(ordinals < 0) | (ordinals >= self.num_samples)]
+        if outside.size:
             raise DataError(
-                f"sample {ordinals.max()} does not exist: this blend was made for {self.num_samples} samples; set "
+                f"sample {outside[0]} does not exist: this blend was made for {self.num_samples} samples; set "
                 "training.steps to the run's full length, and training.stop_at to end early"
             )
         return self._corpora[ordinals].astype(np.int64), self._within[ordinals]

@@ -171,8 +171,12 @@ def test_missing_samples_are_refused(tmp_path: Path) -> None:
     assert len(samples) == 12
     with pytest.raises(DataError, match=r"sample 12 of .* does not exist.* made for 12 samples.*training\.stop_at"):
         samples.tokens([3, 12])
+    with pytest.raises(DataError, match="sample -1 of"):
+        samples.tokens([-1, 3])
     with pytest.raises(DataError, match=r"sample 13 does not exist.* made for 13 samples.*training\.stop_at"):
         MegatronBlendOrder([0.3, 0.7], 12).assign(13)
+    with pytest.raises(DataError, match="sample -1 does not exist"):
+        MegatronBlendOrder([0.3, 0.7], 12).assign([-1, 3])
     prefix = write_shard(tmp_path / "short", numbered_documents([3, 3]))
     with pytest.raises(DataError, match=r"the train split of .*short has 1 of 2 sequences and 3 tokens"):
         open_samples(prefix, 4, 10, shares="1,1")
