@@ -8,12 +8,14 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megapipe.schedules import GENERATORS, Kind, Link, Schedule, build, rank_costs
 from megapipe.schedules.command.main import main
+from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.measured.medians import choose, measured_costs
 from megapipe.schedules.measured.overlay import Overlay, lay_over
 from megapipe.schedules.measured.traces import read_rank, read_run, write_rank
@@ -159,6 +161,26 @@ def test_steps_that_a_rank_did_not_finish_are_omitted(tmp_path: Path) -> None:
     assert {each.step for each in read_run(tmp_path).recorded} == {0}
     write_rank(tmp_path, replace(trace, events=trace.events[:5]))
     assert main(["overlay", str(tmp_path)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"coordinates": {"data": 0, "tensor": 0}}, "its coordinates"),
+        ({"coordinates": {"data": 0, "pipeline": 4, "tensor": 0}}, "its coordinates"),
+        ({"coordinates": {"data": 0, "pipeline": 1, "tensor": 0}}, "have the same coordinates"),
+        ({"layout": {"data": 1, "tensor": 1}}, "lacks 'pipeline'"),
+        ({"layout": {"data": 10**12, "pipeline": 4, "tensor": 1}}, "different layouts"),
+        ({"rank": 1}, "is of rank 1"),
+    ],
+)
+def test_edited_traces_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    schedule = scheduled("1f1b")
+    write_trace(tmp_path, schedule, rank_costs(schedule.header))
+    file = tmp_path / "rank-2.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ScheduleError, match=message):
+        read_run(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["modular", "2bw"])

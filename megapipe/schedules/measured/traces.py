@@ -7,6 +7,7 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any, Final, NamedTuple, get_type_hints
@@ -97,11 +98,22 @@ def read_rank(path: Path) -> RankTrace:
         for name, declared in get_type_hints(RankTrace).items():
             if not is_of_type(fields[name], declared):
                 raise ScheduleError(f"{path}: its {name} is {reprlib.repr(fields[name])}")
+        _check_place(path, fields["layout"], fields["coordinates"])
         return RankTrace(**(fields | {"events": [_event(row) for row in fields["events"]]}))
     except KeyError as error:
         raise ScheduleError(f"{path} lacks {error}") from None
     except DECODING_ERRORS as error:
         raise ScheduleError(f"{path} contains an invalid event: {error}") from None
+
+
+def _check_place(path: Path, layout: Mapping[str, int], coordinates: Mapping[str, int]) -> None:
+    if "pipeline" not in layout:
+        raise ScheduleError(f"{path}: its layout {dict(layout)} lacks 'pipeline'; record again into an empty folder")
+    if layout.keys() != coordinates.keys() or any(place >= layout[name] for name, place in coordinates.items()):
+        raise ScheduleError(
+            f"{path}: its coordinates {dict(coordinates)} are not in its layout {dict(layout)}; record again into an "
+            "empty folder"
+        )
 
 
 def _event(row: Any) -> Event:
@@ -158,6 +170,9 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
     """
     files = rank_files(directory)
     traces = [read_rank(path) for path in files.values()]
+    for (rank, path), trace in zip(files.items(), traces, strict=True):
+        if trace.rank != rank:
+            raise ScheduleError(f"{path} is of rank {trace.rank}; give the files of a trace their names back")
     chosen = _pipeline(directory, traces, pipeline)
     schedule = read_file(directory / SCHEDULE_FILE)
     first = chosen[0]
@@ -165,6 +180,11 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
         raise ScheduleError(
             f"{directory / SCHEDULE_FILE} is not the schedule of {files[first.rank]}; record again into an empty "
             "folder"
+        )
+    if len(chosen) != schedule.header.num_ranks:
+        raise ScheduleError(
+            f"{directory / SCHEDULE_FILE} is for {schedule.header.num_ranks} ranks, but the layout of "
+            f"{files[first.rank]} has pipeline {len(chosen)}; record again into an empty folder"
         )
     recorded = _recorded(schedule, chosen)
     if not recorded:
@@ -179,16 +199,17 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
     """Return the traces of one pipeline's ranks, in order. Raise if a rank is missing, or if they are not of one
     run."""
     first = traces[0]
+    names = {"run": "run", "fingerprint": "schedule", "layout": "layout"}
     for trace in traces:
-        for name in ("run", "fingerprint"):
+        for name, what in names.items():
             if getattr(trace, name) != getattr(first, name):
-                what = "run" if name == "run" else "schedule"
                 raise ScheduleError(
                     f"{directory}: rank-{trace.rank}.json and rank-{first.rank}.json were recorded in different "
                     f"{what}s; record again into an empty folder"
                 )
     layout, world = first.layout, prod(first.layout.values())
-    missing = sorted(set(range(world)) - {trace.rank for trace in traces})
+    present = {trace.rank for trace in traces}
+    missing = list(islice((rank for rank in range(world) if rank not in present), 8))
     if missing:
         raise ScheduleError(
             f"{directory} lacks {', '.join(f'rank-{rank}.json' for rank in missing)}: the run had {world} ranks, each "
@@ -201,6 +222,11 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
     if not 0 <= number < len(pipelines):
         raise ScheduleError(f"pipeline {number} does not exist: the run had {len(pipelines)}, numbered from 0")
     ranks = list(pipelines.values())[number]
+    if len(ranks) < layout["pipeline"]:
+        raise ScheduleError(
+            f"{directory}: two ranks have the same coordinates in the layout {dict(layout)}; record again into an "
+            "empty folder"
+        )
     return [ranks[rank] for rank in range(layout["pipeline"])]
 
 
