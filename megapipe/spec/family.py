@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 
 from megapipe.config import nearest
 from megapipe.config.bert import BertModelConfig
+from megapipe.config.field_types import outside, type_hints
 from megapipe.config.files import DECODING_ERRORS
 from megapipe.config.model import ModelConfig
 from megapipe.spec.layers import model_layers
@@ -245,6 +246,7 @@ class Family:
         config = {self.aliases.get(key, key): value for key, value in config.items()}
         config = self._checked({_TIED: self.output not in tensors, **self.defaults, **config})
         values = {ours: config[key] for key, ours in self.fields.items()}
+        self._check_bounds(config)
         values["activation"] = known_word(self.words, config[self.activation], f"{self.activation} ")
         heads = values["num_heads"]
         values["num_kv_heads"] = values.get("num_kv_heads") or heads
@@ -254,7 +256,17 @@ class Family:
         values = {**_defaults(self.kind), **self.needs, **values}
         for more in self.more:
             values |= more(config)
+        imaginary = next((name for name, value in values.items() if isinstance(value, complex)), None)
+        if imaginary is not None:
+            raise FamilyError(f"model.{imaginary} would be the root of a negative number; make its sizes positive")
         return values
+
+    def _check_bounds(self, config: Mapping[str, Any]) -> None:
+        """Raise FamilyError for a number outside the bounds of our field, before it sizes a list."""
+        hints = type_hints(BertModelConfig if self.kind == "bert" else ModelConfig)
+        for key, ours in self.fields.items():
+            for _, value, rule in outside(hints[ours], config[key], key):
+                raise FamilyError(f"{key} is {value}; it must be {rule}")
 
     def run_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json that do not affect logits: dropout, initial weights, longest sequence."""

@@ -64,6 +64,9 @@ def model_fields(config: Any) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise FamilyError("it does not contain a JSON object")
     family = family_of(config.get("model_type"))
-    whole = any(str(name).endswith("ForPreTraining") for name in config.get("architectures") or ())
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise FamilyError(f"architectures is {architectures!r}; it must be a list of names")
+    whole = any(str(name).endswith("ForPreTraining") for name in architectures)
     tensors = [family.output, *(prefix for parts in family.optional.values() for prefix in parts if whole)]
     return {**family.run_fields(config), **family.model_fields(config, tensors)}

@@ -69,6 +69,9 @@ def test_a_family_is_of_the_kind_of_the_run(folders: dict[str, Path]) -> None:
         ({"attention_chunk_size": 8}, "attention_chunk_size is 8, which is not known for llama"),
         ({"model_type": "lama"}, "model_type 'lama' is not supported; did you mean 'llama'"),
         ({"hidden_act": "tanh"}, "hidden_act 'tanh' is not supported"),
+        ({"architectures": 5}, "architectures is 5; it must be a list"),
+        ({"model_type": "gemma2", "query_pre_attn_scalar": -1}, "attention_scale would be the root of a negative"),
+        ({"model_type": "gemma2", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; it must be from 1"),
     ],
 )
 def test_unknown_models_are_refused_by_name(
