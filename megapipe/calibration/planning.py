@@ -13,7 +13,7 @@ from megapipe.config.load import Given
 from megapipe.config.run import PretrainConfig
 from megapipe.layers.attention import has_amx
 from megapipe.layout.hardware.description import PRESETS, Hardware, hardware_device_type, load_hardware
-from megapipe.parallel.launch import DeviceChoice, set_driver_variables
+from megapipe.parallel.launch import DeviceChoice, ranks_per_node, set_driver_variables
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.command.main import MEMORY_RESERVE
 from megapipe.planner.command.planning import layout_text, measured_times, provenance
@@ -44,7 +44,7 @@ def planned(
             "training.precision auto cannot be combined with --plan, because it is measured after the layout is "
             "known; set a precision"
         )
-    per_node = int(environment.get("LOCAL_WORLD_SIZE", world_size))
+    per_node = ranks_per_node(environment, world_size)
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
     pinned = given.fields
     if config.recompute.method == "auto":
@@ -120,7 +120,7 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
     """
     if config.recompute.method != "auto":
         return config
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", mesh.world.size))
+    per_node = ranks_per_node(os.environ, mesh.world.size)
     device_bytes = min(mesh.world.all_gather_object(memory_bytes(mesh.device, per_node)))
     outcome: Resolved | ConfigError | None = None
     if mesh.rank == 0:

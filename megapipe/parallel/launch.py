@@ -306,6 +306,16 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
         ) from None
 
 
+def ranks_per_node(environment: Mapping[str, str], world_size: int) -> int:
+    """Return the number of ranks on this host: all, unless the launcher says otherwise. Raises LaunchError."""
+    if "LOCAL_WORLD_SIZE" not in environment:
+        return world_size
+    ranks = _integer(environment, "LOCAL_WORLD_SIZE")
+    if ranks < 1:
+        raise LaunchError(f"LOCAL_WORLD_SIZE={ranks} is below 1: start with torchrun, which sets it, or unset it")
+    return ranks
+
+
 def choose_device(choice: DeviceChoice, local_rank: int) -> torch.device:
     """Return the device of this rank, and make a GPU the current one. Raises LaunchError if it does not exist."""
     if choice == "cpu" or (choice == "auto" and not torch.cuda.is_available()):

@@ -21,6 +21,7 @@ from megapipe.config.load import build_parser, parse_given
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware, written
+from megapipe.parallel.groups import LaunchError
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.recompute import GIB, peak_bytes, resolved
 from megapipe.training.validation import validate
@@ -96,6 +97,9 @@ def test_what_cannot_be_planned_is_refused() -> None:
         planned(given(), "cpu", {}, 3)
     with pytest.raises(ConfigError, match=r"training.precision auto"):
         planned(given("--training.precision=auto"), "auto", {}, 2)
+    for value, rule in (("x", "='x' is not an integer"), ("0", "=0 is below 1")):
+        with pytest.raises(LaunchError, match=f"LOCAL_WORLD_SIZE{rule}"):
+            planned(given(), "auto", {"LOCAL_WORLD_SIZE": value}, 2)
     with pytest.raises(ConfigError, match=r"model.num_heads"):
         planned(given("--parallel.tensor=3"), "auto", {}, 3)
 
