@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from megapipe.config.files import MAX_YAML_CHARACTERS, decode_yaml, flat, read_bytes
+from megapipe.config.files import MAX_YAML_BYTES, decode_yaml, flat, read_bytes
 from megapipe.training.observe.metrics import (
     CONFIG,
     LARGEST,
@@ -324,7 +324,7 @@ def _read_config(run: Run) -> None:
     """Read config.yaml, because the metrics of a run without steps have no configuration."""
     path = run.folder / CONFIG
     try:
-        value = decode_yaml(read_bytes(path, ValueError, MAX_YAML_CHARACTERS).decode("utf-8"))
+        value = decode_yaml(read_bytes(path, ValueError, MAX_YAML_BYTES).decode("utf-8"))
     except OSError:
         run.problems.append(f"{path} does not exist, and {METRICS} has no configuration either")
     except (ValueError, yaml.YAMLError) as error:

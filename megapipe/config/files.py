@@ -23,6 +23,8 @@ MAX_DEPTH = 100
 MAX_JSON_BYTES = 1 << 28
 MAX_YAML_CHARACTERS = 1 << 20
 """Largest YAML text. PyYAML reads roughly 100,000 characters a second."""
+MAX_YAML_BYTES = 4 * MAX_YAML_CHARACTERS
+"""Largest YAML file: a character of UTF-8 has at most 4 bytes."""
 
 DECODING_ERRORS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 """Exceptions that code may raise on a decoded value with another structure than expected."""

@@ -29,7 +29,7 @@ from jsonargparse import ArgumentParser, Namespace, set_loader, set_parsing_sett
 from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.field_types import base_of, bound_problems, has_other_digits, in_words, outside, type_hints
-from megapipe.config.files import DECODING_ERRORS, MAX_YAML_CHARACTERS, compose_yaml, decode_yaml, read_text
+from megapipe.config.files import DECODING_ERRORS, MAX_YAML_BYTES, compose_yaml, decode_yaml, read_text
 from megapipe.config.help_format import (
     FieldHelpFormatter,
     HelpAll,
@@ -282,7 +282,7 @@ def _check_files(words: Sequence[str], flags: set[str]) -> None:
             raise ConfigError(f"{flag} is empty; name a YAML file, or leave the flag out")
         if not os.path.isfile(path):
             continue
-        read_text(Path(path), ConfigError, f"choose a YAML file for {flag}", MAX_YAML_CHARACTERS)
+        read_text(Path(path), ConfigError, f"choose a YAML file for {flag}", MAX_YAML_BYTES)
 
 
 def _check_digits(words: Sequence[str], hints: Mapping[str, Any]) -> None:
@@ -351,7 +351,7 @@ def _bert_only(values: Mapping[str, Any]) -> list[str]:
 def _fields_in(flag: str, file: str) -> dict[str, Any]:
     """Return the fields of the model and of the data in a file; none if it cannot be read."""
     try:
-        if not os.path.isfile(file) or os.path.getsize(file) > MAX_YAML_CHARACTERS:
+        if not os.path.isfile(file) or os.path.getsize(file) > MAX_YAML_BYTES:
             return {}
         content = decode_yaml(Path(file).read_text(encoding="utf-8"))
         groups = content if flag == "config" else {flag: content}

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
-from megapipe.config.load import build_parser, parse, parse_given, underscored
+from megapipe.config.load import build_parser, parse, parse_as, parse_given, underscored
 from megapipe.config.model import BLOCK_FIELDS, ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.spec.layers import tensor_problems
@@ -280,3 +280,12 @@ def test_rules_between_groups_look_at_every_kind() -> None:
     config = parse([*experts, "--training.compile", "true", "--model.num_heads", "3"])
     assert any("training.compile cannot be combined with model.num_experts 4" in each for each in config.problems())
     assert any("model.num_experts 4 is not divisible" in each for each in tensor_problems(config.model, 3))
+
+
+def test_the_limit_of_a_file_is_in_characters(tmp_path: Path) -> None:
+    file = tmp_path / "long.yaml"
+    file.write_text("# " + "\u00e9" * 600_000 + "\ntraining:\n  steps: 7\n", encoding="utf-8")
+    assert parse_as(PretrainConfig, ["--config", str(file)]).training.steps == 7
+    file.write_text("#" * 2_000_000 + "\n")
+    with pytest.raises(ConfigError, match="characters"):
+        parse_as(PretrainConfig, ["--config", str(file)])
