@@ -257,3 +257,23 @@ def test_times_must_be_finite_and_not_negative(capsys, flag, value):
         main(["simulate", flag, value])
     assert ended.value.code == 2
     assert f"{flag} is {value}, but must be a finite number of at least 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "needed"),
+    [
+        ("--prefetch 2", "--offload"),
+        ("--offload-time 1", "--offload"),
+        ("--gather-time 1", "--weight-buffers or --offload-weights"),
+        ("--snapshot-time 1", "--snapshot"),
+        ("--recompute-time 0", "--recompute"),
+    ],
+)
+def test_flags_that_would_change_nothing_are_refused(capsys, flags, needed):
+    assert main(["simulate", "--schedule", "1f1b", *flags.split()]) == 2
+    assert f"needs {needed}; pass both" in capsys.readouterr().err
+
+
+def test_list_marks_schedules_that_training_does_not_run(capsys):
+    marked = {row["name"] for row in report(capsys, "list") if row["summary"].startswith("(simulation only) ")}
+    assert marked == {"bitpipe", "chimera"}

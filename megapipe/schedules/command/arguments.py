@@ -38,6 +38,15 @@ LOWERING_FLAGS = {
     "offload_weights": 0, "snapshot": False,
 }  # fmt: skip
 """Flags that change what lowering adds to the compute actions, and their defaults."""
+TIMES_OF_ACTIONS: Final[dict[str, tuple[float | None, tuple[str, ...]]]] = {
+    "recompute_time": (None, ("recompute",)),
+    "vocabulary_time": (PASS_SECONDS, ("vocabulary",)),
+    "gather_time": (0.0, ("weight_buffers", "offload_weights")),
+    "offload_time": (0.0, ("offload",)),
+    "offload_state_time": (0.0, ("offload_state", "offload_weights")),
+    "snapshot_time": (0.0, ("snapshot",)),
+}
+"""Flags of the times of actions: their defaults, and the flags that add such actions to a named schedule."""
 HEADER_FLAGS = {"units": 1, "vocabulary": 0, "weight_buffers": 0, "whole_gradients": 0}
 """Flags that change the header of compute actions, and their defaults. A file for all sizes has no such header."""
 NAMED_FLAGS = {
@@ -224,6 +233,7 @@ def schedule_of(flags: argparse.Namespace, name: str) -> Schedule:
         schedule = file_of(flags, Path(name), load_file)
     else:
         check_ranks(name, flags.ranks)
+        _check_times_used(flags)
         arguments = _arguments(flags, name)
         stages = len(arguments["units_per_stage"])
         arguments |= {"recompute": _spans(flags, stages), "offload": _offload(flags, stages)}
@@ -303,6 +313,17 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
+def _check_times_used(flags: argparse.Namespace) -> None:
+    """Raise ScheduleError for the time of an action that no flag adds to a named schedule."""
+    for name, (default, adding) in TIMES_OF_ACTIONS.items():
+        value = getattr(flags, name, default)
+        if value != default and not any(getattr(flags, flag) for flag in adding):
+            needed = " or ".join(f"--{flag.replace('_', '-')}" for flag in adding)
+            raise ScheduleError(
+                f"--{name.replace('_', '-')} is {value:g}, but needs {needed}; pass both, or leave it out"
+            )
+
+
 def _num_shards(flags: argparse.Namespace) -> int:
     return 2 * flags.ranks if flags.vocabulary else 0
 
@@ -324,6 +345,8 @@ def _spans(flags: argparse.Namespace, num_stages: int) -> list[list[range]]:
 def _offload(flags: argparse.Namespace, num_stages: int) -> Offload:
     _check_positive(flags, "offload")
     shards = _num_shards(flags)
+    if flags.offload is None and flags.prefetch != 1:
+        raise ScheduleError(f"--prefetch is {flags.prefetch}, but needs --offload; pass both, or leave it out")
     moved: tuple[int, ...] = () if flags.offload is None else tuple(range(0, flags.units, flags.offload))
     units = () if flags.offload is None else (moved,) * (num_stages - shards) + ((),) * shards
     state = flags.offload_state or flags.offload_weights > 0

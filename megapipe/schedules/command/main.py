@@ -81,7 +81,8 @@ def _described(name: str) -> dict[str, str]:
     except ScheduleError as error:
         return {"name": name, "class": "-", "placement": "-", "summary": f"error: {error}"}
     placement = generator.placement.__name__
-    return {"name": name, "class": generator.numerical_class, "placement": placement, "summary": generator.summary}
+    summary = "(simulation only) " * (generator.search == "never") + generator.summary
+    return {"name": name, "class": generator.numerical_class, "placement": placement, "summary": summary}
 
 
 def _validate(flags: argparse.Namespace) -> None:
