@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from megapipe.checkpoint.manifest import check_files, read_manifest
+from megapipe.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from megapipe.checkpoint.storage import (
     DISK,
     CheckpointError,
@@ -219,6 +219,16 @@ def _holder(path: Path) -> str:
         return "another job"
 
 
+def check_new(path: Path) -> None:
+    """Raise CheckpointError if a conversion must not create a folder at `path`: it exists, or a checkpoint has it."""
+    path = path.absolute()
+    if path.exists() or path.is_symlink():
+        raise CheckpointError(f"{path} already exists; a conversion writes to a new folder: give another path")
+    checkpoint = next((parent for parent in path.parents if (parent / MANIFEST).is_file()), None)
+    if checkpoint is not None:
+        raise CheckpointError(f"{path} is inside the checkpoint {checkpoint}; give a path outside of it")
+
+
 class FreshFolder:
     """A new folder, written under a hidden name and renamed when it is complete.
 
@@ -229,8 +239,7 @@ class FreshFolder:
     def __init__(self, path: Path) -> None:
         path = Path(path).absolute()
         self.path, self.partial = path, path.with_name(f".{path.name}.partial")
-        if path.exists() or path.is_symlink():
-            raise CheckpointError(f"{path} already exists; a conversion writes to a new folder: give another path")
+        check_new(path)
         with writing(self.partial):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:

@@ -179,9 +179,11 @@ def _options(arguments: argparse.Namespace) -> TargetOptions:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
+    from megapipe.checkpoint.directory import check_new
     from megapipe.conversion.operations import contents_for, transfer
 
     options, target = _options(arguments), FORMATS[arguments.to]
+    check_new(Path(arguments.target))
     source = _open(arguments.source, arguments)
     contents = contents_for(source.contents, target, arguments.precision, arguments.weights_only)
     contents = _with_tokenizer(contents, arguments.tokenizer)
@@ -253,9 +255,11 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _average(arguments: argparse.Namespace) -> int:
+    from megapipe.checkpoint.directory import check_new
     from megapipe.conversion.operations import average, contents_for
 
     options, target = _options(arguments), FORMATS[arguments.to]
+    check_new(Path(arguments.output))
     sources = [_open(path, arguments) for path in arguments.sources]
     contents = contents_for(sources[-1].contents, target, arguments.precision, weights_only=True)
     contents = _with_tokenizer(contents, arguments.tokenizer)

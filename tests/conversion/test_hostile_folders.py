@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models
 from megapipe.checkpoint import storage
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE
 from megapipe.config.model import ModelConfig
+from megapipe.conversion.command import main
 from megapipe.conversion.formats import Contents, StoredTensor
 from megapipe.conversion.megapipe_format import MegapipeTarget
 from tests.conversion.test_command import convert, run, tensors, write
@@ -231,3 +232,13 @@ def test_nothing_is_overwritten(folder: Path) -> None:
     out.mkdir()
     assert f"{out} already exists" in refusal(folder)
     assert not list(out.iterdir())
+
+
+def test_targets_are_checked_before_the_source_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    step = tmp_path / "checkpoints/step-00000001"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    for target, message in ((step / "sub", f"is inside the checkpoint {step}"), (step, "already exists")):
+        assert main(["convert", str(tmp_path / "absent"), str(target), "--to", "hf"]) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in step.iterdir()] == ["manifest.json"]
