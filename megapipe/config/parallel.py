@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from math import inf
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -41,9 +42,13 @@ class MeshShape:
     """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
+        if not isinstance(sizes, Mapping):
+            raise ValueError(f"the mesh has sizes {sizes!r}; pass a mapping such as {{'pipeline': 2}}")
         for name, size in sizes.items():
             if name not in DIMENSIONS:
                 raise ValueError(f"unknown mesh dimension {name!r}: the dimensions are {', '.join(DIMENSIONS)}")
+            if not isinstance(size, Integral):
+                raise ValueError(f"mesh dimension {name} has size {size!r}; it must be a whole number")
             if size < 1:
                 raise ValueError(f"mesh dimension {name} has size {size}; it must be at least 1")
         self.sizes = MappingProxyType({name: sizes.get(name, 1) for name in DIMENSIONS})

@@ -195,6 +195,7 @@ def initialize(
     Raises:
         LaunchError: the environment is incomplete or wrong, the layout does not fit the world, there is no such
             device, or another rank did not start in time.
+        ValueError: `sizes` is not a mapping from dimensions to positive numbers of ranks.
 
     Example:
         >>> from megapipe import initialize

@@ -48,6 +48,9 @@ def test_unknown_dimension_and_bad_size_are_refused() -> None:
         MeshShape({"tensors": 2})
     with pytest.raises(ValueError, match="pipeline has size 0"):
         MeshShape({"pipeline": 0})
+    for sizes, message in (("pipeline", "pass a mapping"), ({"pipeline": "2"}, "has size '2'; it must be a whole")):
+        with pytest.raises(ValueError, match=message):
+            MeshShape(sizes)  # type: ignore[arg-type]
 
 
 def describe(mesh: Mesh) -> dict[str, object]:
