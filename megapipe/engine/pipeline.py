@@ -13,6 +13,7 @@
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Unpack, cast
 
@@ -471,6 +472,8 @@ def _schedule(
     options: Options,
 ) -> tuple[Schedule, tuple[range, ...]]:
     """Return the lowered schedule, and the layers of each stage."""
+    if not isinstance(microbatches, Integral):
+        raise PipelineError(f"microbatches is {microbatches!r}; it must be a whole number")
     ranks = mesh.size("pipeline")
     given = (
         read_file(Path(name), FileParameters(ranks, microbatches, dict(options))) if is_schedule_file(name) else None

@@ -76,6 +76,7 @@ LINEAR = nn.Linear(8, 8)
 WORDS, TOKENS = attention.Words(), (torch.zeros(2, 8, dtype=torch.int64),) * 2
 CONTEXT = {"context": 2, "sample": TOKENS}
 REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
+    ([LINEAR], {"microbatches": "4"}, "microbatches is '4'; it must be a whole number"),
     # Layers.
     ([nn.Linear(8, 4), nn.Linear(8, 4)], {}, r"layer 1 \(Linear\) fails for the output of layer 0, \[2, 4\] f"),
     ([nn.Linear(4, 4)], {}, r"layer 0 \(Linear\) fails for the sample, \[2, 8\] float32"),
