@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megapipe.config import ConfigError
 from megapipe.config.command_line import ProgressBar, exit_status, positive, tool_parser, with_hyphens
 from megapipe.config.field_types import real_number, whole_number
-from megapipe.inference.settings import SamplingSettings, all_prompts, stop_problems
+from megapipe.inference.settings import SamplingSettings, all_prompts, check_gaps, stop_problems
 
 if TYPE_CHECKING:
     from megapipe.config.parallel import ParallelConfig
@@ -216,6 +216,10 @@ def fill_mask_parser() -> argparse.ArgumentParser:
 
 
 def _fill_mask(arguments: argparse.Namespace) -> None:
+    for text in arguments.text:
+        check_gaps(text)
+
+    # Imported here because torch takes seconds, and a wrong text should not wait for it.
     import os
 
     from megapipe.config.parallel import ParallelConfig

@@ -18,7 +18,7 @@ from torch import Tensor
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.data import DataError
 from megapipe.data.tokenizers import Tokenizer
-from megapipe.inference.settings import PromptError, SamplingSettings, is_utf8
+from megapipe.inference.settings import MASK, PromptError, SamplingSettings, check_gaps
 from megapipe.inference.trained_model import LoadedModel, Passes
 from megapipe.layers.context import BertContext
 
@@ -271,8 +271,6 @@ class _Growth:
         self.report(pending)
 
 
-MASK = "[MASK]"
-"""Text of a gap in a prompt."""
 CONTINUATION = "##"
 
 
@@ -323,10 +321,7 @@ def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) ->
     cannot be encoded, or is longer than the samples that the model was trained on.
     """
     special, ends = tokenizer.special_tokens, ends_of(tokenizer)
-    if MASK not in text:
-        raise PromptError(f"{text!r} has no gap: write {MASK} where the model should fill in a token")
-    if not is_utf8(text):
-        raise PromptError(f"{text!r} is not UTF-8 text")
+    check_gaps(text)
     # In one call, because the token of a gap may include the space before it.
     tokens = [special[ends.begin], *tokenizer.encode(text.replace(MASK, ends.mask)), special[ends.end]]
     longest = config.data.sequence_length

@@ -47,6 +47,10 @@ class SamplingSettings:
         return problems
 
 
+MASK = "[MASK]"
+"""A gap in a text, for every tokenizer."""
+
+
 def stop_problems(strings: Sequence[str]) -> list[str]:
     """Return a message for each string that cannot end a text."""
     return [
@@ -70,6 +74,14 @@ def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
         if not is_utf8(prompt):
             raise PromptError(f"prompt {number} is not UTF-8 text")
     return prompts
+
+
+def check_gaps(text: str) -> None:
+    """Raise PromptError for a text that has no gap to fill in, or is not UTF-8."""
+    if MASK not in text:
+        raise PromptError(f"{text!r} has no gap: write {MASK} where the model should fill in a token")
+    if not is_utf8(text):
+        raise PromptError(f"{text!r} is not UTF-8 text")
 
 
 def _content(file: Path) -> str:
