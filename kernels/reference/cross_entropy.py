@@ -65,6 +65,9 @@ def cross_entropy_logit_gradient(
     """
     if share is not None:
         softmax.mul_(share.unsqueeze(1))
+        absent = share == 0  # all columns of this rank may be minus infinity; their softmax is NaN
+        if torch.compiler.is_compiling() or softmax.device.type != "cpu" or absent.any():
+            softmax.masked_fill_(absent.unsqueeze(1), 0.0)
     if softmax.shape[1]:
         # scatter_add_ copies the whole of a bf16 tensor on the CPU, which took longer than the softmax.
         rows = torch.arange(softmax.shape[0], device=softmax.device)

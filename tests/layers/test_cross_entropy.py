@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from megapipe.engine.stage import CompiledForward
 from megapipe.kernels.ops import OPS
+from megapipe.kernels.reference import cross_entropy as reference
 from megapipe.kernels.reference.cross_entropy import CHUNK_ROWS
 from megapipe.layers.cross_entropy import MaskedTokenHead, VocabParallelHead
 from megapipe.layers.split import SplitError, SplitTape
@@ -210,3 +211,25 @@ def test_compiled_heads_have_the_bits_of_eager_ones(fields: dict[str, object]) -
     eager = trained_head(lambda inputs, context: head.module(*inputs, context=context))
     for ours, expected in zip(trained_head(compiled), eager, strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_a_part_of_minus_infinity_has_no_gradient() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(3, 8, dtype=torch.float64)
+    logits[0, :4] = logits[1, 4:] = -torch.inf
+    targets = torch.tensor([6, 1, 2])
+    whole = logits.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(whole, targets, reduction="sum").backward()
+    parts, owned = logits.split(4, dim=1), (targets < 4, targets >= 4)
+    softmax = [torch.empty_like(part) for part in parts]
+    own = torch.stack(
+        [
+            reference.with_sums(*reference.cross_entropy_row_statistics(part, targets % 4, here, buffer))
+            for part, here, buffer in zip(parts, owned, softmax, strict=True)
+        ]
+    )
+    log_sum_exp, _ = reference.merged(own)
+    for buffer, here, statistics in zip(softmax, owned, own, strict=True):
+        reference.linear_cross_entropy_complete_gradient(buffer, targets % 4, here, 4, statistics, log_sum_exp)
+    assert whole.grad is not None
+    torch.testing.assert_close(torch.cat(softmax, dim=1), whole.grad)
