@@ -389,7 +389,12 @@ def _run(command: Callable[[argparse.Namespace], None], arguments: argparse.Name
             )
         command(arguments)
 
-    return exit_status(run)
+    try:
+        return exit_status(run)
+    except Exception as error:
+        from megapipe.training.resilience.failures import status_of  # with torch
+
+        return status_of(error)
 
 
 def _layout(arguments: argparse.Namespace) -> "ParallelConfig":

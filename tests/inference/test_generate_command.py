@@ -3,6 +3,7 @@
 import itertools
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -12,13 +13,16 @@ from pathlib import Path
 import pytest
 
 from megapipe.checkpoint import RunState, save
+from megapipe.cli import trained_models
 from megapipe.cli.trained_models import evaluate
 from megapipe.cli.trained_models import generate as main
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.preprocess.command import main as preprocess_main
+from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.launch import initialize
 from megapipe.training.loop.replica import Replica
+from megapipe.training.resilience.signals import ExitCode
 from tests.data.commands import Printed, preprocess, run_command
 from tests.support.launch import ROOT, environment
 
@@ -209,3 +213,15 @@ def test_a_tokenizer_that_is_gone_is_named(generate: Generate, tmp_path: Path) -
     assert str(here) in messages
     assert "--tokenizer" in messages
     generate("--prompt", "x", "--tokenizer", there, checkpoint=folder)
+
+
+def test_a_lost_peer_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lose(arguments: object) -> None:
+        raise CommunicationError("rank 1 does not answer")
+
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(trained_models, "_generate", lose)
+    assert trained_models.generate(["--checkpoint", str(tmp_path), "--prompt", "a"]) == ExitCode.PEER_LOST
+    assert capsys.readouterr().err == "rank 1 does not answer\n"
