@@ -192,6 +192,7 @@ def test_validate_reports_what_a_gpu_needs(capsys, tmp_path, text, key, value, w
 def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
     path = tmp_path / f"drawing{suffix}"
     assert "wrote" in output(capsys, "draw", "--output", str(path))
+    assert suffix != ".svg" or ">0 time units<" in path.read_text()
     assert path.stat().st_size > 1000
 
 
