@@ -273,6 +273,8 @@ def _sum_up(config: PretrainConfig, position: Position, checkpoint: Path | None,
     """Print how the run ended and where its files are."""
     directory = Path(config.training.directory)
     end = f"stopped by {signal.Signals(status - 128).name}" if status else "finished"
+    if status and checkpoint is not None and config.checkpoint.resume:
+        say("the same command continues this run from the checkpoint")
     loss = f"loss {position.losses[-1][1]:.4f} | " if position.losses else ""
     say(
         f"{end} after step {position.step}/{config.training.steps}, {loss}metrics {directory / METRICS} | "
