@@ -45,7 +45,11 @@ from megapipe.schedules.text import dumps
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY, needs_resident_kernels, validate
 
 OVERLAY_DRAWINGS = {".html": draw_overlay_html, ".svg": draw_overlay_svg, ".json": draw_overlay_trace}
-DRAWINGS = {".svg": partial(draw_svg, unit=" time units"), ".html": draw_html, ".json": draw_trace}
+DRAWINGS: dict[str, Callable[..., str]] = {
+    ".svg": partial(draw_svg, unit=" time units"),
+    ".html": draw_html,
+    ".json": draw_trace,
+}
 Draw = TypeVar("Draw", bound=Callable[..., str])
 COLUMNS = (
     ("schedule", 16), ("class", 5), ("bubble", 7), ("steps", 5), ("time/step", 9), ("activations", 11), ("weights", 7),
