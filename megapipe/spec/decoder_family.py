@@ -18,7 +18,7 @@ GATED = {
     "swish": "swiglu",
     "relu": "reglu",
     "relu2": "reglu_squared",
-    **{word: ours.replace("gelu", "geglu") for word, ours in GELU.items()},
+    **{word: name.replace("gelu", "geglu") for word, name in GELU.items()},
 }
 """transformers' words for the activation function of an MLP without a gate, and of an MLP with a gate -> our words."""
 SIZES = {
@@ -35,11 +35,11 @@ UNUSED_BIASES = ("rotary_emb.inv_freq", "e_score_correction_bias")
 every token uses all experts."""
 
 
-def gated_names(ours: str, theirs: str) -> dict[str, str | Tensors]:
+def gated_names(module: str, source: str) -> dict[str, str | Tensors]:
     """Return the names of an MLP with a gate, whose matrix is apart from that of `up`."""
     return {
-        f"{ours}.up": Tensors((f"{theirs}.gate_proj", f"{theirs}.up_proj"), ("stacked",)),
-        f"{ours}.down": f"{theirs}.down_proj",
+        f"{module}.up": Tensors((f"{source}.gate_proj", f"{source}.up_proj"), ("stacked",)),
+        f"{module}.down": f"{source}.down_proj",
     }
 
 
@@ -117,7 +117,7 @@ def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
     values = {**rope, "original_max_position_embeddings": first}
     if kind in ("longrope", "yarn") and rope.get("factor") is None:
         values["factor"] = longest / first
-    scaling = {f"rope_scaling.{ours}": values.get(key) for key, ours in ROPE_SCALING[kind].items()}
+    scaling = {f"rope_scaling.{field}": values.get(key) for key, field in ROPE_SCALING[kind].items()}
     missing = [key for key in ROPE_SCALING[kind] if key not in _OPTIONAL and values.get(key) is None]
     if missing:
         raise FamilyError(f"the rotary parameters of kind {kind} lack {missing[0]!r}")
@@ -132,7 +132,7 @@ def rope_scaling(model: ModelConfig) -> Fields | None:
     scaling = model.rope_scaling
     if scaling.kind == "none":
         return None
-    values = {key: getattr(scaling, ours) for key, ours in ROPE_SCALING[scaling.kind].items()}
+    values = {key: getattr(scaling, field) for key, field in ROPE_SCALING[scaling.kind].items()}
     if scaling.kind == "longrope" and scaling.factor == model.max_positions / scaling.original_length:
         del values["factor"]  # transformers computes this ratio
     usual = {key: getattr(RopeScaling(), ROPE_SCALING[scaling.kind][key]) for key in _OPTIONAL & values.keys()}

@@ -245,7 +245,7 @@ class Family:
     def _model_fields(self, config: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
         config = {self.aliases.get(key, key): value for key, value in config.items()}
         config = self._checked({_TIED: self.output not in tensors, **self.defaults, **config})
-        values = {ours: config[key] for key, ours in self.fields.items()}
+        values = {name: config[key] for key, name in self.fields.items()}
         self._check_bounds(config)
         values["activation"] = known_word(self.words, config[self.activation], f"{self.activation} ")
         heads = values["num_heads"]
@@ -264,29 +264,29 @@ class Family:
     def _check_bounds(self, config: Mapping[str, Any]) -> None:
         """Raise FamilyError for a number outside the bounds of our field, before it sizes a list."""
         hints = type_hints(BertModelConfig if self.kind == "bert" else ModelConfig)
-        for key, ours in self.fields.items():
-            for _, value, rule in outside(hints[ours], config[key], key):
+        for key, name in self.fields.items():
+            for _, value, rule in outside(hints[name], config[key], key):
                 raise FamilyError(f"{key} is {value}; it must be {rule}")
 
     def run_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the fields of a config.json that do not affect logits: dropout, initial weights, longest sequence."""
         return {
             "family": self.model_type,
-            **{ours: config[key] for key, ours in self.run_keys.items() if key in config},
+            **{name: config[key] for key, name in self.run_keys.items() if key in config},
         }
 
     @property
     def run_keys(self) -> dict[str, str]:
         """Keys of fields that do not affect logits -> our fields."""
-        return {key: ours for key, ours in self.writes.items() if isinstance(ours, str) and ours in _OF_A_RUN}
+        return {key: name for key, name in self.writes.items() if isinstance(name, str) and name in _OF_A_RUN}
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """Return a config.json for a model. The caller must compare its `model_fields` with the model, which may not
         fit."""
         values = model_values(model)
-        theirs = {ours: word for word, ours in reversed(list(self.words.items()))}
-        written = {key: values[ours] for key, ours in self.fields.items()}
-        written[self.activation] = theirs.get(model.activation, self.defaults.get(self.activation))
+        word_of = {name: word for word, name in reversed(list(self.words.items()))}
+        written = {key: values[name] for key, name in self.fields.items()}
+        written[self.activation] = word_of.get(model.activation, self.defaults.get(self.activation))
         for key, value in self.writes.items():
             value = values[value] if isinstance(value, str) and value in values else value
             written[key] = value(model) if callable(value) else value
@@ -366,17 +366,17 @@ class Family:
         names: dict[str, str] = {}
         origins: dict[str, str] = {}
         for name in stored:
-            theirs = name
+            canonical = name
             for old, new in self.old_ends.items():
-                theirs = theirs.removesuffix(old) + new if theirs.endswith(old) else theirs
-            theirs = self.body + theirs if bare and not theirs.startswith(self.heads) else theirs
-            if theirs in origins:
+                canonical = canonical.removesuffix(old) + new if canonical.endswith(old) else canonical
+            canonical = self.body + canonical if bare and not canonical.startswith(self.heads) else canonical
+            if canonical in origins:
                 raise FamilyError(
-                    f"the weights contain both {origins[theirs]!r} and {name!r}, two names of the same tensor; remove "
-                    "the wrong one"
+                    f"the weights contain both {origins[canonical]!r} and {name!r}, two names of the same tensor; "
+                    "remove the wrong one"
                 )
-            names[name] = theirs
-            origins[theirs] = name
+            names[name] = canonical
+            origins[canonical] = name
         for repeat, first in self.repeats.items():
             if first not in origins and repeat in names:
                 names[repeat] = first

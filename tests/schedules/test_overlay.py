@@ -171,7 +171,7 @@ def test_steps_that_a_rank_did_not_finish_are_omitted(tmp_path: Path) -> None:
         ({"coordinates": {"data": 0, "pipeline": 1, "tensor": 0}}, "have the same coordinates"),
         ({"layout": {"data": 1, "tensor": 1}}, "lacks 'pipeline'"),
         ({"layout": {"data": 10**12, "pipeline": 4, "tensor": 1}}, "different layouts"),
-        ({"rank": 1}, "is of rank 1"),
+        ({"rank": 1}, "was recorded by rank 1"),
     ],
 )
 def test_edited_traces_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:

@@ -135,19 +135,19 @@ class NothingFits(ConfigError):
         self.nearest = nearest
 
 
-def faster_or_slower(ours: Estimate, theirs: Estimate) -> str:
-    """Return the ratio of the speeds in words."""
-    change = ours.tokens_per_second / theirs.tokens_per_second - 1.0
+def faster_or_slower(candidate: Estimate, reference: Estimate) -> str:
+    """Return the ratio of the speeds of two layouts in words."""
+    change = candidate.tokens_per_second / reference.tokens_per_second - 1.0
     if abs(change) < 0.0005:
         return "as fast"
     return f"{abs(change):.1%} {'faster' if change > 0 else 'slower'} in tokens per second"
 
 
-def term_differences(ours: Estimate, theirs: Estimate) -> list[str]:
+def term_differences(candidate: Estimate, reference: Estimate) -> list[str]:
     """Return a phrase for each term of a step that differs much, the largest difference first."""
-    names = dict.fromkeys(term.name for estimate in (ours, theirs) for term in estimate.terms)
-    changes = {name: ours.seconds_of(name) - theirs.seconds_of(name) for name in names}
-    least = WORTH_NAMING * max(ours.step_seconds, theirs.step_seconds)
+    names = dict.fromkeys(term.name for estimate in (candidate, reference) for term in estimate.terms)
+    changes = {name: candidate.seconds_of(name) - reference.seconds_of(name) for name in names}
+    least = WORTH_NAMING * max(candidate.step_seconds, reference.step_seconds)
     large = sorted((name for name in changes if abs(changes[name]) >= least), key=lambda name: -abs(changes[name]))
     return [f"{name} {seconds(abs(changes[name]))} {'more' if changes[name] > 0 else 'less'}" for name in large]
 

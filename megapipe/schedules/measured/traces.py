@@ -172,7 +172,9 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
     traces = [read_rank(path) for path in files.values()]
     for (rank, path), trace in zip(files.items(), traces, strict=True):
         if trace.rank != rank:
-            raise ScheduleError(f"{path} is of rank {trace.rank}; give the files of a trace their names back")
+            raise ScheduleError(
+                f"{path} was recorded by rank {trace.rank}; restore the original names of the trace files"
+            )
     chosen = _pipeline(directory, traces, pipeline)
     schedule = read_file(directory / SCHEDULE_FILE)
     first = chosen[0]

@@ -67,8 +67,8 @@ def _head(config: Mapping[str, Any]) -> Fields:
 def _head_activation(model: ModelConfig) -> str:
     """Return transformers' word for the activation of the head."""
     assert isinstance(model, BertModelConfig)
-    ours = model.transform_activation or model.usual_transform_activation
-    return next(word for word, each in UNGATED.items() if each == ours)
+    activation = model.transform_activation or model.usual_transform_activation
+    return next(word for word, each in UNGATED.items() if each == activation)
 
 
 Family(

@@ -230,13 +230,13 @@ def locked_folder(directory: Path, rank: int, start: Start | None) -> Iterator[D
         if start is not None:
             host = os.uname().nodename
             mine = "" if lock is None else json.dumps([lock.lock_id, host, str(directory.absolute())])
-            lock_id, first_host, theirs = json.loads(start.exchange(mine, lambda answers: answers[0]))
+            lock_id, first_host, first_folder = json.loads(start.exchange(mine, lambda answers: answers[0]))
             deadline = time.monotonic() + (0.0 if host == first_host else PATIENCE_SECONDS)
             while read_lock_id(directory) != lock_id:
                 if time.monotonic() >= deadline:
                     raise ConfigError(
-                        f"training.directory {directory} is not the folder {theirs} of rank 0 on {first_host}; give "
-                        "all ranks the same folder, which all hosts must see"
+                        f"training.directory {directory} is not the folder {first_folder} of rank 0 on {first_host}; "
+                        "give all ranks the same folder, which all hosts must see"
                     )
                 time.sleep(0.2)
         yield lock
