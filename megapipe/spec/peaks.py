@@ -17,7 +17,8 @@ from megapipe.spec.parameters import ParameterSpec
 
 def peaks_within(ops: Sequence[Op], shape: MicrobatchShape) -> dict[BackwardPhase, int]:
     """Return the peak bytes of a layer's backward, and of each half of it, beyond those held before it."""
-    peaks = [*_weight_halves(ops, shape), *(each for op in ops for each in op.peaks())]
+    others = (each for op in ops for each in op.peaks() if each.phase != "weight half")
+    peaks = [*_weight_halves(ops, shape), *others]
     phases: tuple[BackwardPhase, ...] = "backward", "input half", "weight half"
     return {phase: max((each.bytes for each in peaks if each.phase == phase), default=0) for phase in phases}
 
@@ -26,7 +27,8 @@ def _weight_halves(ops: Sequence[Op], shape: MicrobatchShape) -> Iterator[Backwa
     """Yield the peak of each op's weight half, which frees the op's tensors before that of the previous op starts.
 
     It recomputes its input, gathers the tokens of all tensor ranks, and adds the gradient of one weight at a time to
-    its accumulator, without a cast. The gathered tokens are sorted by rank: those of several samples are copied.
+    its accumulator, without a cast. The gathered tokens are sorted by rank: those of several samples are copied. An op
+    that needs more declares so in its `peaks`.
     """
     held = weight_half_bytes(ops, shape.recompute)
     for number, op in enumerate(ops):
@@ -36,7 +38,9 @@ def _weight_halves(ops: Sequence[Op], shape: MicrobatchShape) -> Iterator[Backwa
         gathered = sum(each.elements * each.element_bytes for each in gathers)
         copied = gathered if shape.micro_size > 1 else 0
         largest = max((_elements(shape, spec) for spec in op.weights), default=0) * shape.width
-        yield BackwardPeak("weight half", recomputed + gathered + max(copied, largest) - freed)
+        needed = [each.bytes for each in op.peaks() if each.phase == "weight half"]
+        needed.append(recomputed + gathered + max(copied, largest))
+        yield BackwardPeak("weight half", max(needed) - freed)
 
 
 def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[BackwardPeak, ...]:

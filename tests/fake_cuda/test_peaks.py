@@ -88,6 +88,7 @@ SPLIT: dict[str, tuple[Any, Changes]] = {
         replace(LLAMA, num_experts=4),
         parallel("zb_h1", pipeline=2, tensor=2, sequence=True),
     ),
+    "llama, further tokens": (replace(LLAMA, mtp_layers=1), parallel("zb_h1", pipeline=2)),
 }
 OVERLAPPING: dict[str, tuple[Any, Changes]] = {
     "gpt, dualpipe_v": (GPT, parallel("dualpipe_v", pipeline=2, tensor=2)),
