@@ -56,6 +56,11 @@ class RunStart:
     last_step: int | None = None
     command: str = ""
 
+    @property
+    def seconds(self) -> float | None:
+        """Time from start to end; None if one of them is unknown."""
+        return None if self.started is None or self.ended is None else max(0.0, self.ended - self.started)
+
 
 @dataclass
 class Run:
@@ -100,11 +105,7 @@ class Run:
     @property
     def seconds(self) -> float:
         """Time of all starts together, without the time between them."""
-        return sum(
-            max(0.0, each.ended - each.started)
-            for each in self.starts
-            if each.started is not None and each.ended is not None
-        )
+        return sum(each.seconds or 0.0 for each in self.starts)
 
     @property
     def tokens(self) -> float:

@@ -137,7 +137,7 @@ def _show(options: argparse.Namespace) -> int:
         [
             str(each.id),
             _moment(each.started),
-            _span(each.started, each.ended),
+            NONE if each.seconds is None else _elapsed(each.seconds),
             f"steps {_number(each.first_step)} to {_number(each.last_step)}",
             each.status,
         ]
@@ -395,10 +395,6 @@ def _number(value: float | None, form: str = ",") -> str:
 
 def _moment(seconds: float | None) -> str:
     return NONE if seconds is None else time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
-
-
-def _span(started: float | None, ended: float | None) -> str:
-    return NONE if started is None or ended is None else _elapsed(max(0.0, ended - started))
 
 
 def _elapsed(seconds: float) -> str:
