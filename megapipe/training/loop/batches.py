@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +28,7 @@ from megapipe.training.loop.loader import Consumer, HeldTokens, Loader, runs_rin
 from megapipe.training.observe.metrics import References
 
 AnyBert = BertSamples | BlendedBertSamples
+Context = TypeVar("Context", bound=MicrobatchContext)
 
 
 class RankLoader(Loader):
@@ -45,6 +47,15 @@ class RankLoader(Loader):
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:
         return tensor_on(array, self._device)
+
+    def _new_context(self, kind: type[Context], ordinals: np.ndarray) -> Context:
+        """Return a context with the fields that every stage of every kind of model needs."""
+        return kind(
+            ordinals=tensor_on(ordinals, self._device, wide=True),
+            seed=self._seed,
+            training=self._training,
+            token_numbers=self._numbers,
+        )
 
 
 class BatchLoader(RankLoader):
@@ -112,12 +123,7 @@ class BatchLoader(RankLoader):
 
     def _context_without_tokens(self, ordinals: np.ndarray, document_starts: np.ndarray | None) -> MicrobatchContext:
         """Return the parts of the context that every stage needs."""
-        context = MicrobatchContext(
-            ordinals=tensor_on(ordinals, self._device, wide=True),
-            seed=self._seed,
-            training=self._training,
-            token_numbers=self._numbers,
-        )
+        context = self._new_context(MicrobatchContext, ordinals)
         if document_starts is None:
             return context
         context.document_starts = self._on_device(self._held.part(document_starts))
@@ -211,25 +217,17 @@ class BertLoader(RankLoader):
     ) -> None:
         super().__init__(config, mesh, consumer, plan, training)
         self._samples = samples
-        self._data_rank, self._data_size = mesh.coordinate("data"), mesh.size("data")
-        self._micro_size = config.batch.micro_size
+        self._ordinals = partial(
+            microbatch_ordinals,
+            data_rank=mesh.coordinate("data"),
+            data_size=mesh.size("data"),
+            micro_size=config.batch.micro_size,
+        )
         self._length = config.data.sequence_length
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[BertContext, Counts | None]:
-        ordinals = microbatch_ordinals(
-            consumed,
-            data_rank=self._data_rank,
-            data_size=self._data_size,
-            microbatch=index,
-            micro_size=self._micro_size,
-            num_microbatches=num_microbatches,
-        )
-        context = BertContext(
-            ordinals=tensor_on(ordinals, self._device, wide=True),
-            seed=self._seed,
-            training=self._training,
-            token_numbers=self._numbers,
-        )
+        ordinals = self._ordinals(consumed, microbatch=index, num_microbatches=num_microbatches)
+        context = self._new_context(BertContext, ordinals)
         if not (self._is_first or self._is_last):
             context.lengths = self._on_device(self._samples.lengths(ordinals))
             return context, None
