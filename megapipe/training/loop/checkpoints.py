@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -257,7 +258,7 @@ class Checkpointer:
             try:
                 return self._resume(self.path, replica)
             except DamagedCheckpointError as error:
-                self._set_aside(self.path, error)
+                on_first_rank(self.mesh.world, partial(quarantine, self.path, error, self.say))
                 self.path = self._newest()
         if self.config.init_from:
             self._initialize(Path(self.config.init_from), replica)
@@ -387,9 +388,6 @@ class Checkpointer:
                 "away to start from the beginning, or choose another training.directory"
             )
         return newest
-
-    def _set_aside(self, path: Path, error: DamagedCheckpointError) -> None:
-        on_first_rank(self.mesh.world, lambda: quarantine(path, error, self.say))
 
     def _resume(self, path: Path, replica: Replica) -> RunState:
         data = self._data_identity()

@@ -247,24 +247,6 @@ def step_scalars(record: StepRecord) -> dict[str, float]:
     }
 
 
-def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
-    """Return the values of an evaluation, by curve."""
-    return {
-        "validation/loss": record.loss,
-        "validation/perplexity": record.perplexity,
-        **{f"validation/{name}_loss": loss for name, loss in record.terms.items()},
-        **{f"validation/{name}_accuracy": share for name, share in record.accuracies.items()},
-    }
-
-
-def rank_scalars(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values of event `ranks`, by curve: the mean of each part of the step time, and each rank's memory."""
-    return {
-        **{f"step_time/{part}": fmean(fields[part]) for part in TIME_PARTS},
-        **{f"memory/rank_{rank}_peak_bytes": float(peak) for rank, peak in enumerate(fields["peak_bytes"])},
-    }
-
-
 class Tracker(Listener):
     """Turns records into named values for `log`. Trackers start in the background, so that a server that cannot be
     reached does not delay training."""
@@ -277,12 +259,20 @@ class Tracker(Listener):
         self.log(step_scalars(record), record.step)
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        self.log(evaluation_scalars(record), record.step)
+        scalars = {
+            "validation/loss": record.loss,
+            "validation/perplexity": record.perplexity,
+            **{f"validation/{name}_loss": loss for name, loss in record.terms.items()},
+            **{f"validation/{name}_accuracy": share for name, share in record.accuracies.items()},
+        }
+        self.log(scalars, record.step)
 
     def event(self, name: str, **fields: Any) -> None:
-        """Store the time and memory of all ranks; other events have no curves."""
+        """Store the mean of each part of the step time, and each rank's memory; other events have no curves."""
         if name == RANKS:
-            self.log(rank_scalars(fields), fields["step"])
+            times = {f"step_time/{part}": fmean(fields[part]) for part in TIME_PARTS}
+            memory = {f"memory/rank_{rank}_peak_bytes": float(peak) for rank, peak in enumerate(fields["peak_bytes"])}
+            self.log(times | memory, fields["step"])
 
 
 class TensorBoard(Tracker):
