@@ -137,11 +137,11 @@ FIXTURES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no object": (lambda path: config_is(path, "[]"), "does not contain a JSON object"),
     "a billion layers": (
         lambda path: edited(path, n_layer=10**9),
-        "num_layers is 1000000000; it must be from 1 to",
+        "n_layer is 1000000000; it must be from 1 to",
     ),
     "a billion columns": (
         lambda path: edited(path, n_embd=12 * 10**9),
-        "hidden_size is 12000000000; it must be from 1 to 1048576",
+        "n_embd is 12000000000; it must be from 1 to 1048576",
     ),
     "a field of another type": (lambda path: edited(path, n_positions="../x"), "cannot be used|n_positions"),
     "model_type of another type": (
