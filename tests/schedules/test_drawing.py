@@ -1,6 +1,7 @@
 """The drawings hold what was simulated, and the page shows it in a browser."""
 
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
@@ -131,13 +132,18 @@ def test_hovering_an_action_describes_it(tmp_path):
     path = tmp_path / "page.html"
     path.write_text(draw_html(run_of("zb_h1", link=Link(latency=0.1))), encoding="utf-8")
     with open_page(path, 1280, 720) as page:
+        page.evaluate(
+            """() => { window.drawn = []; const write = CanvasRenderingContext2D.prototype.fillText;
+            CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+              window.drawn.push(text); write.call(this, text, ...place); }; }"""
+        )
         wanted = "bars.find(bar => bar.rank === 2 && bar.text.startsWith('BACKWARD_WEIGHT') && bar.label === '3')"
         x, y = page.evaluate(
             f"""() => {{ const bar = {wanted}, box = timeline.getBoundingClientRect();
             return [box.left + (xOf(bar.start) + xOf(bar.end)) / 2, box.top + yOf(bar) + 8]; }}"""
         )
         page.mouse.move(x, y)
-        text = page.inner_text("#tooltip")
+        text, drawn = page.inner_text("#tooltip"), page.evaluate("window.drawn")
         names = page.inner_text("#ranks").split("rank ")[1:]
         page.mouse.wheel(0, -600)
         page.wait_for_function("view.to - view.from < data.finish * 0.9")
@@ -148,4 +154,6 @@ def test_hovering_an_action_describes_it(tmp_path):
     assert "backward, weight half" in text
     assert "BACKWARD_WEIGHT stage 2, micro-batch 3" in text
     assert "rank 2" in text
+    assert re.search(r"[\d.]+ to [\d.]+ time units", text)
+    assert "time units" in drawn, "the axis has a unit"
     assert "activations alive" in text

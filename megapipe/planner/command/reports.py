@@ -297,14 +297,14 @@ def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sect
     shown = [round(index * (ranks - 1) / max(1, count - 1)) for index in range(count)]
     line_of = {rank: index for index, rank in enumerate(shown)}
     curves = Curves(
-        "Live activations, in micro-batches of a whole rank's layers (the time line above is in seconds)",
+        "Live activations, in micro-batches of a whole rank's layers",
         "micro-batches of live activations",
         [curve if rank in line_of else [] for rank, curve in enumerate(activation_curves(simulation))],
         1.0,
     )
     lines = [Line(f"stage {rank}") for rank in shown]
     drawn = [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of]
-    page = html_page(title, figures, lines, drawn, simulation.finish, curves)
+    page = html_page(title, figures, lines, drawn, simulation.finish, curves, "s")
     return page.replace("</body>", f"{STYLE}\n{''.join(sections)}\n</body>")
 
 

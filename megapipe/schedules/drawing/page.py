@@ -150,6 +150,7 @@ function drawTimeline() {
   const context = prepare(timeline, bottom + 6);
   context.textAlign = "center";
   context.fillStyle = css("--soft");
+  context.fillText(data.unit, LEFT / 2, 10);
   for (const time of ticks()) context.fillText(String(time), xOf(time), 10);
   context.textAlign = "left";
   for (const line of data.lines) {
@@ -249,7 +250,7 @@ function hover(event) {
   hovered = barAt(x, y) || null;
   hoverTime = x >= LEFT ? timeOf(x) : null;
   if (hovered) {
-    const lines = [`rank ${hovered.rank}`, `${format(hovered.start)} to ${format(hovered.end)}`];
+    const lines = [`rank ${hovered.rank}`, `${format(hovered.start)} to ${format(hovered.end)} ${data.unit}`];
     if (hovered.step > 0) lines.push(`step ${hovered.step}`);
     if (hovered.critical) lines.push("on the critical path");
     tooltip.innerHTML = `<b>${data.kinds[hovered.kind]}</b>${hovered.text}<br><span>${lines.join(" · ")}<br>` +
@@ -326,14 +327,16 @@ def html_page(
     bars: Sequence[tuple[int, Bar, str]],
     finish: float,
     curves: Curves,
+    unit: str,
 ) -> str:
     """Return an HTML document. bars: the line of each, and a note that is shown when the pointer is on it; if it is
-    empty, the value of the curve is shown."""
+    empty, the value of the curve is shown. unit: of all times, such as "ms"."""
     rows, all_bars = [_row(*each) for each in bars], [bar for _, bar, _ in bars]
     kinds = sorted({bar.kind for bar in all_bars})
     data = {
         "lines": [vars(line) for line in lines],
         "finish": finish,
+        "unit": unit,
         "figures": figures,
         "kinds": {int(kind): NAMES[kind] for kind in kinds},
         "legend": [[NAMES[kind], colours] for kind, colours in shades(all_bars).items()],
@@ -390,4 +393,5 @@ def draw_html(simulation: Simulation) -> str:
             activation_curves(simulation),
             1.0,
         ),
+        "time units",
     )

@@ -391,7 +391,7 @@ def draw_overlay_html(overlay: Overlay) -> str:
     ]
     title = "Delay against the prediction in ms, one curve per rank"
     curves = Curves(title, "ms later than predicted", overlay.lag, 0.001)
-    return html_page(headline(overlay), figures, lines, bars, overlay.finish, curves)
+    return html_page(headline(overlay), figures, lines, bars, overlay.finish, curves, "ms")
 
 
 def _waited(bar: Bar) -> str:
