@@ -238,6 +238,11 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
             "--ranks is 3, but own.txt is for 2; leave it out, or write a file with",
         ),
         ("validate own.txt --microbatches 8", "--microbatches is 8, but own.txt is for 4"),
+        ("simulate --group-time 0.9", "--group-time is 0.9, but 1f1b overlaps no actions; leave it out, or"),
+        ("compare --group-time 0.9 --schedule 1f1b,own.txt", "but 1f1b,own.txt overlaps no actions"),
+        ("write --forward 3", "--forward is 3, but the order of 1f1b depends on no times; leave it out"),
+        ("write --latency 0.5 --lowered", "--latency is 0.5, but the order of 1f1b depends on no times"),
+        ("write --backward-weight 2 --schedule own.txt", "but the order of own.txt depends on no times"),
         ("simulate --units 1000000000", "the stages have 4,000,000,000 units (layers); the maximum is 4,000,000"),
     ],
 )

@@ -1,7 +1,7 @@
 """The flags of ``megapipe schedule``, and the schedules and costs that they select."""
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, cast
 
@@ -24,7 +24,7 @@ from megapipe.schedules.memory import Offload, with_snapshots
 from megapipe.schedules.parameters import OPTIONS, FileParameters
 from megapipe.schedules.registry import GENERATORS, Options, find_generator
 from megapipe.schedules.schedule import Header, Schedule
-from megapipe.schedules.simulation import Costs, Link, rank_costs
+from megapipe.schedules.simulation import Costs, Link, Simulation, rank_costs
 from megapipe.schedules.states import StateTable
 from megapipe.schedules.vocabulary import PASS_SECONDS
 
@@ -47,6 +47,14 @@ TIMES_OF_ACTIONS: Final[dict[str, tuple[float | None, tuple[str, ...]]]] = {
     "snapshot_time": (0.0, ("snapshot",)),
 }
 """Flags of the times of actions: their defaults, and the flags that add such actions to a named schedule."""
+ORDER_TIMES: Final[dict[str, tuple[float | None, str | None]]] = {
+    "forward": (1.0, None),
+    "backward": (None, "whole backward (default: the sum of its halves, or twice the forward)"),
+    "backward_input": (None, None),
+    "backward_weight": (None, None),
+    "latency": (0.0, "latency of a message between ranks"),
+}
+"""Flags of the times on which an order can depend, their defaults and help."""
 HEADER_FLAGS = {"units": 1, "vocabulary": 0, "weight_buffers": 0, "whole_gradients": 0}
 """Flags that change the header of compute actions, and their defaults. A file for all sizes has no such header."""
 NAMED_FLAGS = {
@@ -169,13 +177,10 @@ def _flags(command: argparse.ArgumentParser, *, simulated: bool = True) -> None:
 
 def _add_times(command: argparse.ArgumentParser, simulated: bool) -> None:
     """Add the flags of times. Without a simulation, only an order that depends on times uses some of them."""
-    what = "" if simulated else ", for zb_auto, v_auto and --two-bp"
+    what = "" if simulated else ", for zb_auto, v_min/v_half/v_auto and --two-bp"
     times = command.add_argument_group(f"times of one rank's share of the model, in any unit{what}")
-    _finite(times, "forward", default=1.0)
-    _finite(times, "backward", "whole backward (default: the sum of its halves, or twice the forward)")
-    _finite(times, "backward-input")
-    _finite(times, "backward-weight")
-    _finite(times, "latency", "latency of a message between ranks", 0.0)
+    for name, (default, text) in ORDER_TIMES.items():
+        _finite(times, name.replace("_", "-"), text, default)
     if not simulated:
         command.set_defaults(reduce_time=0.0)
         return
@@ -322,6 +327,25 @@ def _check_times_used(flags: argparse.Namespace) -> None:
             raise ScheduleError(
                 f"--{name.replace('_', '-')} is {value:g}, but needs {needed}; pass both, or leave it out"
             )
+
+
+def check_order_times(flags: argparse.Namespace, name: str) -> None:
+    """Raise ScheduleError for the time of an action if the order of the schedule depends on no times."""
+    if not is_schedule_file(name) and (flags.two_bp or "times" in find_generator(name).order_options):
+        return
+    for flag, (default, _) in ORDER_TIMES.items():
+        if (value := getattr(flags, flag)) != default:
+            shown = f"--{flag.replace('_', '-')}"
+            raise ScheduleError(f"{shown} is {value:g}, but the order of {name} depends on no times; leave it out")
+
+
+def check_group_time(flags: argparse.Namespace, simulations: Iterable[Simulation]) -> None:
+    """Raise ScheduleError for a time of overlapped actions if no simulation has any."""
+    if flags.group_time != 1.0 and not any((each.table.group >= 0).any() for each in simulations):
+        raise ScheduleError(
+            f"--group-time is {flags.group_time:g}, but {flags.schedule} overlaps no actions; leave it out, or choose "
+            "a schedule that does (docs/schedules.md)"
+        )
 
 
 def _num_shards(flags: argparse.Namespace) -> int:

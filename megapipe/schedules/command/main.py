@@ -17,6 +17,8 @@ from megapipe.schedules.actions import Kind
 from megapipe.schedules.build import is_for_all_sizes
 from megapipe.schedules.command.arguments import (
     STAGE_TIMES,
+    check_group_time,
+    check_order_times,
     costs_of,
     file_of,
     is_short,
@@ -139,6 +141,12 @@ def _run(flags: argparse.Namespace, name: str) -> tuple[Schedule, Simulation]:
     return schedule, simulate(schedule, costs_of(flags, schedule.header), steps_of(flags, schedule))
 
 
+def _run_one(flags: argparse.Namespace) -> tuple[Schedule, Simulation]:
+    schedule, simulation = _run(flags, flags.schedule)
+    check_group_time(flags, [simulation])
+    return schedule, simulation
+
+
 def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulation) -> dict[str, Any]:
     header = schedule.header
     costs = costs_of(flags, header)
@@ -165,7 +173,7 @@ def _figures(flags: argparse.Namespace, schedule: Schedule, simulation: Simulati
 
 
 def _simulate(flags: argparse.Namespace) -> None:
-    schedule, simulation = _run(flags, flags.schedule)
+    schedule, simulation = _run_one(flags)
     figures = _figures(flags, schedule, simulation)
     if flags.json:
         print(json.dumps(figures))
@@ -176,7 +184,7 @@ def _simulate(flags: argparse.Namespace) -> None:
 
 
 def _show(flags: argparse.Namespace) -> None:
-    _, simulation = _run(flags, flags.schedule)
+    _, simulation = _run_one(flags)
     if flags.json:
         print(draw_trace(simulation), end="")
         return
@@ -187,6 +195,7 @@ def _show(flags: argparse.Namespace) -> None:
 
 def _compare(flags: argparse.Namespace) -> None:
     rows: list[dict[str, Any]] = []
+    simulations: list[Simulation] = []
     names = flags.schedule.split(",")
     for name in names:
         if is_schedule_file(name):
@@ -205,8 +214,10 @@ def _compare(flags: argparse.Namespace) -> None:
                 rows.append({"schedule": name, "error": str(error)})
                 continue
             rows.append(_figures(wanted, schedule, simulation))
+            simulations.append(simulation)
     if all("error" in row for row in rows):
         raise ScheduleError(rows[0]["error"])
+    check_group_time(flags, simulations)
     if flags.json:
         print(json.dumps(rows))
         return
@@ -239,7 +250,7 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
 
 def _draw(flags: argparse.Namespace) -> None:
     draw = _chosen(DRAWINGS, flags.output)
-    schedule, simulation = _run(flags, flags.schedule)
+    schedule, simulation = _run_one(flags)
     _write_picture(flags.output, draw(simulation))
     if flags.json:
         print(json.dumps({"output": str(flags.output), **_figures(flags, schedule, simulation)}))
@@ -262,6 +273,7 @@ def _write_picture(path: Path, picture: str) -> None:
 
 
 def _write(flags: argparse.Namespace) -> None:
+    check_order_times(flags, flags.schedule)
     short = is_short(flags)
     text = dumps(schedule_of(flags, flags.schedule) if flags.lowered else order_of(flags, flags.schedule))
     text = (short and find_generator(flags.schedule).text) or text
