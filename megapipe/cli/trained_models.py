@@ -238,6 +238,11 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
     config = request.on_layout(bert, ParallelConfig(data=1, device=arguments.device))
     tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, bert.data.prefixes[0])
     texts = [(text, encoded_gaps(text, tokenizer, bert)) for text in arguments.text]
+    size = min(tokenizer.vocabulary_size, bert.model.vocabulary_size)
+    if arguments.top_k > size:
+        raise ConfigError(
+            f"--top-k is {arguments.top_k}; it must be at most {size}, the tokens of the vocabulary; choose fewer"
+        )
     with request.connected(config) as mesh:
         model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
         print(f"{trained}, tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)

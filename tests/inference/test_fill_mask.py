@@ -88,6 +88,7 @@ def test_several_texts_and_a_steps_folder(fill: Fill, folder: Path) -> None:
         (["[MASK]\udcff"], ["is not UTF-8"]),
         (["[MASK]", "--tokenizer", "bytes"], ["bytes has no [CLS], [SEP], [MASK]"]),
         (["[MASK]", "--tokenizer", "no-such-file"], ["no tokenizer 'no-such-file'"]),
+        (["[MASK]", "--top-k", "16"], ["--top-k is 16; it must be at most 15, the tokens of the vocabulary"]),
         (["while [MASK]", "--tokenizer", "bert-uncased:vocab.txt"], ["has token 15 but the model's vocabulary is 15"]),
     ],
 )
