@@ -1,21 +1,22 @@
 """Text to shards: the same bytes for any number of workers, the documents of the input, clear refusals."""
 
+import re
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megapipe.data.preprocess import run
+from megapipe.config import command_line
+from megapipe.data.preprocess import tokenize_part
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, cut_into_parts, find_inputs
 from megapipe.data.preprocess.tokenize_part import SeenDocuments, digest_of, split_sentences
 from megapipe.data.shards import IndexedDataset
 from megapipe.data.tokenizers import open_tokenizer
 from tests.checkpoint.disks import no_larger_files
-from tests.data.commands import TOOL, manifest_of, preprocess, texts_of, write_json_lines
+from tests.data.commands import TOOL, main, manifest_of, preprocess, run_command, texts_of, write_json_lines
 
 fresh_files = settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 lines = st.lists(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=12), max_size=12)
@@ -193,7 +194,7 @@ def test_duplicates_are_found_across_parts_and_crashes(
 
 
 def test_duplicates_are_left_out_of_every_field(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "cut_into_parts", partial(cut_into_parts, part_bytes=20_000))
+    monkeypatch.setattr(tokenize_part, "PART_BYTES", 20_000)
     write_json_lines(tmp_path / "in.jsonl", [{"a": str(n % 350), "b": "ab"[n % 2] + "x" * 40} for n in range(1400)])
     for workers in (1, 2):
         arguments = ["--input", tmp_path / "in.jsonl", "--json-keys", "a", "b", "--drop-duplicates"]
@@ -204,3 +205,15 @@ def test_duplicates_are_left_out_of_every_field(tmp_path: Path, monkeypatch: pyt
     for name in ("a_document.bin", "a_document.idx", "b_document.bin", "b_document.idx"):
         assert (tmp_path / f"o1_{name}").read_bytes() == (tmp_path / f"o2_{name}").read_bytes()
     assert manifest_of(tmp_path / "o1_a_document").num_duplicates == 1050
+
+
+def test_progress_appears_before_the_first_phase_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "LOG_EVERY", 0.0)
+    monkeypatch.setattr(tokenize_part, "PART_BYTES", 8000)
+    texts = [{"text": f"This is sentence {n}. And another one."} for n in range(100)]
+    options = ["--input", write_json_lines(tmp_path / "in.jsonl", texts)]
+    messages = preprocess(*options, "--split-sentences", "--output-prefix", tmp_path / "out").err
+    assert len(re.findall("^preprocessing: ", messages, re.MULTILINE)) > 4
+    words = [*options, "--type", "byte-level-bpe", "--vocabulary-size", 270, "--output", tmp_path / "t.json"]
+    messages = run_command(main, "train-tokenizer", *words).err
+    assert re.match("reading texts: .*\nlearning from 100 texts of 0.0 MB\n", messages)

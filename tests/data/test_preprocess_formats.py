@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data import DataError
-from megapipe.data.preprocess import inputs, run, tables
+from megapipe.data.preprocess import inputs, tables, tokenize_part
 from megapipe.data.preprocess.documents import read_documents
 from megapipe.data.preprocess.inputs import InputFile, cut_into_parts, find_inputs
 from megapipe.data.preprocess.tables import DatasetName
@@ -124,7 +124,7 @@ def test_every_format_and_worker_count_gives_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "cut_into_parts", partial(cut_into_parts, part_bytes=20_000))
+    monkeypatch.setattr(tokenize_part, "PART_BYTES", 20_000)
     (tmp_path / "plain.jsonl").write_bytes(json_lines())
     source = write(tmp_path)
     for name, file, workers in (("plain", "plain.jsonl", 1), ("out1", source, 1), ("out2", source, 2)):
@@ -152,7 +152,7 @@ def test_datasets_are_identified_by_their_fingerprint(tmp_path: Path, monkeypatc
 
 
 def test_idle_workers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "PART_BYTES", 1000)
+    monkeypatch.setattr(tokenize_part, "PART_BYTES", 1000)
     monkeypatch.chdir(tmp_path)
     command = ["--input", write_zstandard(tmp_path), "--output-prefix", "out"]
     assert "workers busy" not in preprocess(*command).err
@@ -160,12 +160,12 @@ def test_idle_workers_are_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (note,) = (line for line in messages.splitlines() if line.startswith("note"))
     assert "in.jsonl.zst keeps 1 of 2 workers busy" in note
     assert "several files" in note
-    large = 10 * inputs.PART_BYTES
+    large = 10_000
     whole = [InputFile(Path(f"{number}.txt"), large) for number in range(3)]
-    assert inputs.idle_workers(whole, 3) is None
-    assert "3 files keep 3 of 4 workers busy" in str(inputs.idle_workers(whole, 4))
-    assert inputs.idle_workers([InputFile(Path("a.jsonl"), large)], 8) is None
-    assert inputs.idle_workers([InputFile(Path("a.jsonl.gz"), 100)], 8) is None
+    assert inputs.idle_workers(whole, 3, 1000) is None
+    assert "3 files keep 3 of 4 workers busy" in str(inputs.idle_workers(whole, 4, 1000))
+    assert inputs.idle_workers([InputFile(Path("a.jsonl"), large)], 8, 1000) is None
+    assert inputs.idle_workers([InputFile(Path("a.jsonl.gz"), 100)], 8, 1000) is None
 
 
 def test_dataset_names_without_a_network_give_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

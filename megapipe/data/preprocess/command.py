@@ -225,7 +225,7 @@ def run(arguments: argparse.Namespace) -> None:
     settings = TokenizeSettings(**{name: value for name, value in vars(arguments).items() if name in names})
     if arguments.tokenizer_core == "auto":
         settings = with_fast_core(settings, files)
-    idle = idle_workers(files, arguments.workers)
+    idle = idle_workers(files, arguments.workers, settings.part_bytes)
     if idle is not None:
         print(f"note: {idle}", file=sys.stderr)
     progress = ProgressLine(total_bytes=sum(file.size for file in files))
@@ -297,13 +297,13 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
             f"to a merges.txt: name it {output.with_name(f'tokenizer{suffix}')}"
         )
     files = _inputs(arguments)
-    texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes)
+    texts = SampledTexts(files, arguments.json_keys, arguments.on_error, arguments.sample_bytes, "learning from")
     check_special_tokens(arguments.special_tokens)
     write_whole(output, train(texts, arguments.vocabulary_size, arguments.special_tokens))
     tokenizer = open_tokenizer(str(output))
     print(
         f"{output}: {arguments.type}, vocabulary {tokenizer.vocabulary_size:,}, end of document "
-        f"{tokenizer.end_of_document}, learned from {texts.num_texts:,} texts of {texts.num_bytes / 1e6:,.1f} MB"
+        f"{tokenizer.end_of_document}, learned from {texts}"
     )
 
 

@@ -8,12 +8,14 @@ import json
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Literal, Protocol, cast
 
 import numpy as np
 
+from megapipe.config.command_line import ProgressBar
 from megapipe.data import DataError
 from megapipe.data.preprocess.inputs import FileRange, InputFile, cut_into_parts
 from megapipe.data.preprocess.tables import arrow_batches, dataset_batches, parquet_batches, rows_of, type_in_words
@@ -207,7 +209,8 @@ class SampledTexts:
 
     The selection is the same in every run. on_error: effect of a document that cannot be read: "stop" raises
     DataError, "skip" omits it with a message on stderr, None omits it silently, for callers that report such
-    documents later. After the iteration, num_texts and num_bytes are the numbers of texts and bytes that were read.
+    documents later. task: if it is not empty, printed on stderr at the end of an iteration, with the numbers of texts
+    and bytes that were read.
     """
 
     def __init__(
@@ -216,24 +219,33 @@ class SampledTexts:
         json_keys: Sequence[str],
         on_error: Literal["stop", "skip"] | None,
         sample_bytes: int = SAMPLE_BYTES,
+        task: str = "",
     ) -> None:
         self._files = files
         self._keys = json_keys
         self._on_error = on_error
-        self._share = sample_bytes / max(1, sum(file.size for file in files))
+        self._size = max(1, sum(file.size for file in files))
+        self._share = sample_bytes / self._size
+        self._task = task
         self.num_texts = self.num_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
         self.num_texts = self.num_bytes = 0
         chance = np.random.Generator(np.random.Philox(0))
-        for part in cut_into_parts(self._files):
-            for piece in part.pieces:
+        with closing(ProgressBar("reading texts", self._size / 1e6, "MB", log=True)) as bar:
+            for piece in (piece for part in cut_into_parts(self._files) for piece in part.pieces):
                 try:
                     for document in read_documents(piece, self._keys):
                         if chance.random() < self._share:
                             yield from self._texts(document)
                 except DataError as error:
                     self._leave_out(error)
+                bar.advance(piece.size / 1e6)
+        if self._task:
+            print(f"{self._task} {self}", file=sys.stderr, flush=True)
+
+    def __str__(self) -> str:
+        return f"{self.num_texts:,} texts of {self.num_bytes / 1e6:,.1f} MB"
 
     def _texts(self, document: Document) -> list[str]:
         try:

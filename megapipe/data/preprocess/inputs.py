@@ -205,11 +205,11 @@ def cut_into_parts(files: Iterable[InputFile], part_bytes: int = PART_BYTES) -> 
         yield Part(tuple(pieces))
 
 
-def idle_workers(files: Sequence[InputFile], workers: int) -> str | None:
+def idle_workers(files: Sequence[InputFile], workers: int, part_bytes: int) -> str | None:
     """Return the reason why workers will be idle with a large input, and how to fix it; None if all have work."""
-    if sum(file.size for file in files) <= PART_BYTES or not all(file.is_whole for file in files):
+    if sum(file.size for file in files) <= part_bytes or not all(file.is_whole for file in files):
         return None
-    busy = sum(1 for _ in cut_into_parts(files, PART_BYTES))
+    busy = sum(1 for _ in cut_into_parts(files, part_bytes))
     if busy >= workers:
         return None
     subject = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"

@@ -23,7 +23,7 @@ from megapipe.config.command_line import end_with_parent
 from megapipe.config.files import DECODING_ERRORS, read_json, write_whole
 from megapipe.data import DataError
 from megapipe.data.manifest import ShardManifest, store_tokenizer
-from megapipe.data.preprocess.inputs import PART_BYTES, InputFile, SourceChecksums, cut_into_parts
+from megapipe.data.preprocess.inputs import InputFile, SourceChecksums, cut_into_parts
 from megapipe.data.preprocess.tokenize_part import (
     SeenDocuments,
     TokenizedPart,
@@ -73,7 +73,7 @@ def read_journal(path: Path, job: str) -> Journal | None:
 def job_identity(files: Sequence[InputFile], settings: TokenizeSettings, fingerprint: str) -> str:
     """Return a hash of everything that determines the output: names, sizes and modification times of the files, the
     settings, and the tokenizer."""
-    digest = hashlib.sha256(json.dumps([PART_BYTES, asdict(settings), fingerprint]).encode())
+    digest = hashlib.sha256(json.dumps([settings.part_bytes, asdict(settings), fingerprint]).encode())
     for file in files:
         changed = file.path.stat().st_mtime_ns if file.format != "dataset" else 0
         digest.update(f"{file.path}\0{file.size}\0{changed}\n".encode(errors="surrogateescape"))
@@ -181,7 +181,8 @@ def preprocess(
                 on_start(outputs.journal)
                 sources = SourceChecksums(files)
                 stack.callback(sources.stop)
-                parts = islice(enumerate(cut_into_parts(files)), outputs.journal.next_part, None)
+                numbered = enumerate(cut_into_parts(files, settings.part_bytes))
+                parts = islice(numbered, outputs.journal.next_part, None)
                 tasks = ((part, str(folder / f"{index:08d}"), settings) for index, part in parts)
                 for part in stack.enter_context(closing(map_in_order(tokenize_part, tasks, workers))):
                     outputs.add(part)

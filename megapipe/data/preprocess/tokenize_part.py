@@ -15,7 +15,7 @@ import xxhash
 
 from megapipe.data import DataError
 from megapipe.data.preprocess.documents import Document, read_documents
-from megapipe.data.preprocess.inputs import Part
+from megapipe.data.preprocess.inputs import PART_BYTES, Part
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import token_dtype
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
@@ -157,6 +157,12 @@ class TokenizeSettings:
         if self.fast_core:
             use_fast_core(tokenizer)
         return tokenizer
+
+    @property
+    def part_bytes(self) -> int:
+        """Approximate bytes of a part, a few seconds of work. Splitting sentences is several times slower than
+        tokenizing."""
+        return PART_BYTES // 8 if self.split_sentences else PART_BYTES
 
     def output_names(self) -> list[str]:
         """Return the suffixes that the names of the shards have after the prefix, as in Megatron-LM."""
