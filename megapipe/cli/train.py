@@ -104,6 +104,7 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
     Return the exit status of the first rank of this node that failed; 128 + N for a signal N to the rank or to this
     process.
     """
+    print_line(f"starting {job.ranks * job.nodes} ranks")
     # torch reads this when it is imported. At the default level, the agent prints the C++ stack of its last exchange
     # if the node that serves the store ends first. Ranks do not inherit the level.
     level = os.environ.get(_CPP_LOG_LEVEL)
@@ -246,6 +247,8 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
         parsed = error  # raised after connecting, because the other ranks wait for this one
 
     end_with_launcher()
+    if os.environ.get("RANK", "0") == "0":
+        print_line("loading torch")
 
     # Imported here because torch takes a second, and --help or a misspelt key should not wait for it.
     from megapipe.parallel.launch import LaunchEnvironment

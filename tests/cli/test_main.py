@@ -61,6 +61,20 @@ def test_a_single_process_refuses_a_wrong_configuration_without_torch() -> None:
     assert line.startswith("error: data.sequence_length 999 exceeds model.max_positions 256")
 
 
+@pytest.mark.parametrize(("words", "line"), [([], "loading torch\n"), (["-n", "2"], "starting 2 ranks\n")])
+def test_train_prints_a_line_before_it_imports_torch(words: list[str], line: str) -> None:
+    program = (
+        "import os, sys\nfrom megapipe.cli.main import main\n"
+        "class Torch:\n"
+        "    def find_spec(self, name, *more):\n"
+        "        if name == 'torch':\n"
+        "            os._exit(7)\n"
+        f"sys.meta_path.insert(0, Torch())\nmain(['train', *{words}, '--config', 'gpt_tiny', '--training.steps=1'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (done.returncode, done.stdout, done.stderr) == (7, line, "")
+
+
 def test_a_missing_command_fails_and_version_prints_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert capsys.readouterr() == ("", f"{overview()}\n")
