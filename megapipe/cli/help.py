@@ -17,6 +17,7 @@ from megapipe.config.files import decode_yaml
 from megapipe.config.help_format import as_yaml, file_of, invocation, packaged_files, type_of
 from megapipe.config.load import KINDS
 from megapipe.config.other_names import OTHER_NAMES, hint, split_target
+from megapipe.layout.hardware.description import PRESETS
 
 USAGE = """\
 usage: megapipe help [COMMAND | FIELD]
@@ -92,6 +93,8 @@ def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
             facts["default"] += f"; {other} for BERT runs"
         facts["set by"] = _listed(_packaged(name))
         facts["related"] = _listed(_related(name, action, bert, fields))
+    if name in ("plan", "recompute.hardware"):
+        facts["presets"] = f"{', '.join(PRESETS)}; docs/hardware.md lists them, and describes files"
     facts["variables"] = VARIABLES.get(name, "")
     facts["also called"] = _listed(_other_names(name))
     facts["pages"] = _listed(_pages(name if name in fields else f"--{name}"))

@@ -57,6 +57,8 @@ def test_help_of_fields_lists_values_default_setters_pages() -> None:
     assert facts("model.vocabulary_size")["default"] == "50257; 30522 for BERT runs"
     assert facts("data.pairs")["only for"] == "BERT runs"
     assert "llama3_8b" in facts("--model")["packaged"]
+    for name in ("recompute.hardware", "--plan"):
+        assert re.fullmatch("a100-40, .*; docs/hardware.md lists them, and describes files", facts(name)["presets"])
 
 
 @pytest.mark.slow

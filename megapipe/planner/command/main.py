@@ -99,8 +99,13 @@ def _flag(name: str, about: str, type: Any = str, **more: Any) -> Flag:
     return name, {**kind, "help": about, **more}
 
 
+_HARDWARE = _flag(
+    "--hardware",
+    f"YAML file of a machine (docs/hardware.md), or one of {', '.join(PRESETS)}",
+    metavar="FILE|PRESET",
+)
 _MACHINE = (
-    _flag("--hardware", f"hardware file, or one of {', '.join(PRESETS)}"),
+    _HARDWARE,
     _flag("--devices", "total number of ranks (default: the product of the sizes of the layout)", Devices),
     _flag(
         "--memory_reserve",
@@ -175,14 +180,14 @@ _PROFILE = (
     _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[Size], default=[1, 2, 4]),
 )
 _LINKS = (
-    _flag("--hardware", f"hardware file that describes a node, or one of {', '.join(PRESETS)}"),
+    _HARDWARE,
     _flag("--output", "hardware file to write, including the links", Path, required=True),
     _flag("--megabytes", "size of a message (default 64)", Megabytes, default=64.0),
 )
 _FIT = (
     _flag("--published", "name of a table of published rows"),
     _flag("--rows", "YAML file of your own measured runs (docs/cost_model.md)", metavar="FILE"),
-    _flag("--hardware", "with --rows: file or preset of the machine on which the runs were measured"),
+    _HARDWARE,
     _flag("--output", "hardware file to write, including the fitted efficiency", Path),
 )
 
