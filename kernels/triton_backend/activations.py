@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
-from megapipe.kernels.triton_backend.launch import Launch, Specimen, meta
+from megapipe.kernels.triton_backend.launch import Launch
 from megapipe.kernels.triton_backend.tiles import over_tiles, tile_indices
 
 _ROOT_HALF = tl.constexpr(0.7071067811865476)
@@ -117,22 +117,6 @@ def gelu(x: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
     return gelu_with_bias(x, None, approximate)
 
 
-def _gelu_specimens() -> list[Specimen]:
-    """Return launches for rows of a small and a large model."""
-    small, large = meta(8192, 3072), meta(8192, 16384, dtype=torch.bfloat16)
-    bias = meta(16384, dtype=torch.bfloat16)
-    return [
-        Specimen("gelu tanh fp32 3072", _gelu_forward_launch(small, None, small, "tanh"), loads=1, stores=1),
-        Specimen("bias gelu erf bf16 16384", _gelu_forward_launch(large, bias, large, "none"), loads=2, stores=1),
-        Specimen(
-            "gelu erf backward fp32", _gelu_backward_launch(small, small, None, small, "none"), loads=2, stores=1
-        ),
-        Specimen(
-            "bias gelu tanh backward", _gelu_backward_launch(large, large, bias, large, "tanh"), loads=3, stores=1
-        ),
-    ]
-
-
 def bias_gelu(x: Tensor, bias: Tensor, approximate: Literal["none", "tanh"]) -> Tensor:
     """Return the GELU of x [..., f] plus bias [f], in x's dtype, rounded once."""
     return gelu_with_bias(x, bias, approximate)
@@ -200,20 +184,3 @@ def swiglu(gate_up: Tensor) -> Tensor:
     gate_up, y = gate_up.contiguous(), _swiglu_fake(gate_up)
     _swiglu_forward_launch(gate_up, y).run()
     return y
-
-
-def _swiglu_specimens() -> list[Specimen]:
-    """Return launches for rows of a small and a large model."""
-    small, large = meta(8192, 2 * 2816), meta(8192, 2 * 14336, dtype=torch.bfloat16)
-    small_y, large_y = _swiglu_fake(small), _swiglu_fake(large)
-    return [
-        Specimen("swiglu fp32 2816", _swiglu_forward_launch(small, small_y), loads=2, stores=1),
-        Specimen("swiglu bf16 14336", _swiglu_forward_launch(large, large_y), loads=2, stores=1),
-        Specimen("swiglu backward fp32 2816", _swiglu_backward_launch(small_y, small, small), loads=3, stores=2),
-        Specimen("swiglu backward bf16 14336", _swiglu_backward_launch(large_y, large, large), loads=3, stores=2),
-    ]
-
-
-def specimens() -> list[Specimen]:
-    """Return launches of every kernel at real sizes."""
-    return [*_gelu_specimens(), *_swiglu_specimens()]

@@ -19,12 +19,8 @@ from megapipe.kernels.reference.attention import softmax_operators
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import (
-    RESIDENT,
-    RESIDENT_UNALIGNED,
     Launch,
-    Specimen,
     ceiling_division,
-    meta,
     over_rows,
     power_of_two,
 )
@@ -200,23 +196,6 @@ def softmax_gradient_launch(dy: Tensor, y: Tensor, dx: Tensor, scale: float) -> 
     return over_rows(resident_gradient_kernel, chunked_gradient_kernel, y, (dy, y, dx, y.shape[-1], scale), {})
 
 
-def _softmax_specimens() -> list[Specimen]:
-    """Return launches with every mask, for programs with several rows, with one row, with the longest resident row,
-    and with chunks."""
-    examples = []
-    shapes = [(512, False, True), (2048, True, False), (RESIDENT, True, True), (65536, True, True)]
-    for keys, causal, masked in [*shapes, (RESIDENT_UNALIGNED - 1, True, True)]:
-        scores = meta(1, 16, keys, keys, dtype=torch.bfloat16)
-        mask = meta(1, 1, 1, keys, dtype=torch.bool) if masked else None
-        launch = softmax_launch(scores, mask, scores, 0.125, causal, None)
-        name = f"softmax, {'causal ' if causal else ''}{'masked ' if masked else ''}forward, bf16 {keys}"
-        aligned = keys % 16 == 0
-        examples.append(Specimen(name, launch, loads=(1 + masked) * aligned, stores=int(aligned)))
-        backward = softmax_gradient_launch(scores, scores, scores, 0.125)
-        examples.append(Specimen(f"softmax, backward, bf16 {keys}", backward, 2 * aligned, int(aligned)))
-    return examples
-
-
 def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, window: int | None) -> Tensor:
     scores = scores.contiguous()
     y = torch.empty_like(scores)
@@ -328,27 +307,6 @@ def rotary(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     Pair i is channels i and i + d/2 (as in Llama and GPT-NeoX).
     """
     return rotated(x, cosine, sine, True)
-
-
-def _rotary_specimens() -> list[Specimen]:
-    """Return launches for queries of usual widths, which are views of a joint tensor, and two tables of angles."""
-    return [
-        _rotary_specimen(128, torch.bfloat16, forward=True),
-        _rotary_specimen(80, torch.bfloat16, forward=False),
-        _rotary_specimen(64, torch.float32, forward=True),
-    ]
-
-
-def _rotary_specimen(width: int, dtype: torch.dtype, *, forward: bool) -> Specimen:
-    joint, y = meta(2, 4096, 48, width, dtype=dtype), meta(2, 4096, 32, width, dtype=dtype)
-    angles = meta(4096, width // 2)
-    launch = _rotary_launch(joint[:, :, :32], angles, angles, y, forward)
-    return Specimen(f"rotary {dtype} {width}", launch, loads=4, stores=2)
-
-
-def specimens() -> list[Specimen]:
-    """Return launches of every kernel at real sizes."""
-    return [*_softmax_specimens(), *_rotary_specimens()]
 
 
 REFUSALS = {"rotary": rotary_refusal}

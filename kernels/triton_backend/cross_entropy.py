@@ -25,7 +25,7 @@ from megapipe.kernels.reference.cross_entropy import backward_by, projected
 from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient as cross_entropy_logit_gradient
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
-from megapipe.kernels.triton_backend.launch import Launch, Specimen, ceiling_division, meta, power_of_two
+from megapipe.kernels.triton_backend.launch import Launch, power_of_two
 from megapipe.kernels.triton_backend.tiles import over_tiles, tile_indices
 from megapipe.spec.linear import chunk_rows
 
@@ -371,30 +371,6 @@ def cross_entropy_row_statistics(
     if softmax is not None:
         _softmax(logits, log_sum_exp, softmax)
     return log_sum_exp, target
-
-
-def specimens() -> list[Specimen]:
-    """Return launches for a shard of GPT-2's vocabulary, the longest resident row, Llama 3's whole vocabulary, and
-    GPT-2's, whose size is not a multiple of 16 although its row stride is."""
-    return [
-        *_loss_specimens(50257, torch.bfloat16, "bf16", resident=False),
-        *_loss_specimens(12573, torch.bfloat16, "bf16", resident=True),
-        *_loss_specimens(12576, torch.float32, "fp32", resident=True),
-        *_loss_specimens(RESIDENT, torch.bfloat16, "bf16", resident=True),
-        *_loss_specimens(128256, torch.bfloat16, "bf16", resident=False),
-    ]
-
-
-def _loss_specimens(width: int, dtype: torch.dtype, name: str, resident: bool) -> list[Specimen]:
-    logits, rows = meta(8192, ceiling_division(width, 64) * 64, dtype=dtype)[:, :width], meta(8192)
-    columns, owned, result = meta(8192, dtype=torch.int64), meta(8192, dtype=torch.bool), meta(3, 8192)
-    gradient = _gradient_launch(logits, columns, owned, rows, rows, logits)
-    whole = _whole_row_launch(logits, columns, owned, result)
-    return [
-        Specimen(f"statistics {name} {width}", _statistics_launch(logits, columns, owned, result), loads=1, stores=0),
-        Specimen(f"whole rows {name} {width}", whole, loads=1 if resident else 2, stores=1),
-        Specimen(f"gradient {name} {width}", gradient, loads=1, stores=1),
-    ]
 
 
 @opaque(

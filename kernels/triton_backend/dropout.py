@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
-from megapipe.kernels.triton_backend.launch import Launch, Specimen, meta
+from megapipe.kernels.triton_backend.launch import Launch
 from megapipe.kernels.triton_backend.tiles import kept, over_tiles, signed_threshold, tile_indices
 
 
@@ -95,18 +95,6 @@ def dropout(x: Tensor, keys: Tensor, channels: Tensor, probability: float) -> Te
     return y
 
 
-def _dropout_specimens() -> list[Specimen]:
-    """Return launches for hidden states, and for attention weights of a model with long sequences."""
-    hidden, weights = meta(2, 4096, 4096), meta(2, 32, 4096, 4096, dtype=torch.bfloat16)
-    keys = meta(2, 4096, dtype=torch.int32)
-    channels, by_head = meta(4096, dtype=torch.int32), meta(32, 1, 4096, dtype=torch.int32)
-    launches = {
-        "hidden states fp32": _dropout_launch(hidden, keys.unsqueeze(-1), channels, hidden, 0.1),
-        "attention weights bf16": _dropout_launch(weights, keys[:, None, :, None], by_head, weights, 0.1),
-    }
-    return [Specimen(f"dropout of {name}", launch, loads=2, stores=1) for name, launch in launches.items()]
-
-
 @triton.jit
 def _bias_dropout_residual_kernel(
     x, bias, residual, keys, y, num_rows, width, threshold, scale, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -178,34 +166,3 @@ def bias_dropout_residual(
         x, None if bias is None else bias.contiguous(), residual, keys.contiguous(), y, probability
     ).run()
     return y
-
-
-def _bias_dropout_residual_specimens() -> list[Specimen]:
-    """Return launches for rows of a small and a large model, and for the backward."""
-    small, large = meta(8192, 768), meta(8192, 8192, dtype=torch.bfloat16)
-    bias, keys = meta(8192, dtype=torch.bfloat16), meta(8192, dtype=torch.int32)
-    return [
-        Specimen(
-            "dropout residual fp32 768",
-            _bias_dropout_residual_launch(small, None, small, keys, small, 0.1),
-            loads=2,
-            stores=1,
-        ),
-        Specimen(
-            "bias dropout residual bf16 8192",
-            _bias_dropout_residual_launch(large, bias, large, keys, large, 0.1),
-            loads=3,
-            stores=1,
-        ),
-        Specimen(
-            "dropout backward bf16 8192",
-            _bias_dropout_residual_launch(large, None, None, keys, large, 0.1),
-            loads=1,
-            stores=1,
-        ),
-    ]
-
-
-def specimens() -> list[Specimen]:
-    """Return launches of every kernel at real sizes."""
-    return [*_dropout_specimens(), *_bias_dropout_residual_specimens()]

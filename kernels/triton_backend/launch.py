@@ -1,9 +1,5 @@
 """Launches of kernels. A launch is data, so that the kernels compiled ahead of time are those that a GPU would run.
-
-Specimens are launches at real sizes, compiled without a GPU to inspect their machine code. Every module of kernels
-has a function `specimens()` that returns some for each of its kernels. Their tensors are on the meta device, so they
-may be as large as in training.
-"""
+`tests/kernels/specimens.py` has launches of every kernel at real sizes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,11 +26,6 @@ class Launch:
     values: tuple[Any, ...]
     constants: Mapping[str, Any]
     num_warps: int
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The values by name."""
-        return dict(zip(self.kernel.arg_names, self.values, strict=False))
 
     def run(self) -> None:
         """Launch on the device of the arguments, on its current stream. A grid without programs does nothing."""
@@ -93,71 +84,3 @@ def ceiling_division(number: int, divisor: int) -> int:
 def power_of_two(number: int) -> int:
     """Return the smallest power of two that is not below `number`, which is at least 1."""
     return 1 << (number - 1).bit_length()
-
-
-_ALIGNMENT = 16
-_TYPES = {
-    torch.float64: "fp64",
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-    torch.uint8: "u8",
-    torch.bool: "i1",
-}
-
-
-@dataclass(frozen=True)
-class Specimen:
-    """A launch and the properties that its machine code must have.
-
-    loads, stores: how many tensors are read and written by 128-bit instructions. Gathers, masks, statistics and
-    other short tensors do not count.
-    """
-
-    name: str
-    launch: Launch
-    loads: int
-    stores: int
-
-    def signature(self) -> dict[str, str]:
-        """Return argument name -> Triton type, `constexpr` for constants, as the just-in-time compiler has them."""
-        types = {name: _type(value) for name, value in self.launch.arguments.items()}
-        return {name: types.get(name, "constexpr") for name in self._names()}
-
-    def constants(self) -> dict[str, Any]:
-        """Return the values that the compiler knows: constants, absent tensors, and arguments that are 1."""
-        signature = self.signature()
-        values = {**self.launch.arguments, **self.launch.constants}
-        return {name: values[name] for name, kind in signature.items() if kind == "constexpr"}
-
-    def divisible(self) -> list[int]:
-        """Return the positions of arguments that are multiples of 16: aligned tensors, and such sizes."""
-        arguments = self.launch.arguments
-        return [index for index, name in enumerate(self._names()) if _divisible(arguments.get(name))]
-
-    def _names(self) -> list[str]:
-        return list(self.launch.kernel.arg_names)
-
-
-def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a tensor without memory, for the launch of a specimen."""
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"*{_TYPES[value.dtype]}"
-    if isinstance(value, float):
-        return "fp32"
-    if value is None or value == 1:
-        return "constexpr"
-    return "i32" if -(2**31) <= value < 2**31 else "i64"
-
-
-def _divisible(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return value.storage_offset() * value.itemsize % _ALIGNMENT == 0
-    return type(value) is int and value != 1 and value % _ALIGNMENT == 0

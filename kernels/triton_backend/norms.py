@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapipe.kernels.reference.norms import norm_functions, statistic_of, unit_offset, without_bias
 from megapipe.kernels.registry import refusal as refusal
-from megapipe.kernels.triton_backend.launch import RESIDENT, RESIDENT_UNALIGNED, Launch, Specimen, meta, over_rows
+from megapipe.kernels.triton_backend.launch import Launch, over_rows
 from megapipe.kernels.triton_backend.norms_backward import norm_gradients
 from megapipe.kernels.triton_backend.tiles import product
 
@@ -138,40 +138,6 @@ def forward_launch(
     values = (x, residual, weight, bias, y, total, mean, rstd, x.shape[-1], epsilon)
     constants = {"CENTER": mean is not None, "ADD": residual is not None}
     return over_rows(_resident_kernel, _chunked_kernel, x, values, constants)
-
-
-def specimens() -> list[Specimen]:
-    """Return launches for rows of a small and a typical model, the longest rows that stay in registers, and chunks."""
-    return [_specimen(width, center, add) for width, center, add in _SHAPES]
-
-
-_SHAPES = [
-    (768, True, True),
-    (4096, True, False),
-    (4096, False, True),
-    (RESIDENT, True, True),
-    (2 * RESIDENT, True, True),
-    (RESIDENT_UNALIGNED - 1, True, True),
-]
-
-
-def _specimen(width: int, center: bool, add: bool) -> Specimen:
-    x, weight, statistic = meta(8192, width, dtype=torch.bfloat16), meta(width), meta(8192, 1)
-    launch = forward_launch(
-        x,
-        x if add else None,
-        weight,
-        weight if center else None,
-        x,
-        x if add else None,
-        statistic if center else None,
-        statistic,
-        1e-5,
-    )
-    name = f"{'add and ' if add else ''}{'layer' if center else 'rms'} norm, forward, bf16 {width}"
-    if width % 16:
-        return Specimen(name, launch, loads=0, stores=0)
-    return Specimen(name, launch, loads=2 + center + add, stores=1 + add)
 
 
 def _forward(

@@ -19,9 +19,7 @@ from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import (
     Launch,
-    Specimen,
     ceiling_division,
-    meta,
     power_of_two,
     stays_on_chip,
 )
@@ -314,38 +312,3 @@ def add_parts_launch(parts: Tensor, gradients: Sequence[Tensor]) -> Launch:
     values = (parts, *(*gradients, None)[:2], num_parts, width)
     constants = {"CENTER": num_gradients > 1, "PARTS": _PARTS, "COLUMNS": _COLUMNS}
     return Launch(add_parts_kernel, (ceiling_division(width, _COLUMNS), num_gradients), values, constants, 8)
-
-
-def specimens() -> list[Specimen]:
-    """Return launches of both norms at sizes of a small and a typical model, for the longest rows that stay in
-    registers, and for chunks."""
-    typical, long = _operands(4096, center=True, residual=True), _operands(2 * RESIDENT, center=True, residual=True)
-    parts, weight = meta(2, 256, 4096), meta(4096, dtype=torch.bfloat16)
-    (inputs,), (weights,) = launches(typical, typical.x, None), launches(typical, None, parts)
-    long_inputs, long_weights = launches(long, long.x, meta(2, 256, 16384))
-    return [
-        _whole(768, center=True, residual=True),
-        _whole(4096, center=True, residual=False),
-        _whole(4096, center=False, residual=True),
-        _whole(RESIDENT, center=True, residual=True),
-        _whole(RESIDENT_UNALIGNED - 1, center=True, residual=True),
-        Specimen("layer norm, dx alone, bf16 4096", inputs, loads=4, stores=1),
-        Specimen("layer norm, weights alone, bf16 4096", weights, loads=2, stores=2),
-        Specimen("layer norm, dx alone, bf16 16384", long_inputs, loads=4, stores=1),
-        Specimen("layer norm, weights alone, bf16 16384", long_weights, loads=2, stores=2),
-        Specimen("layer norm, sum of parts, 4096", add_parts_launch(parts, [weight, weight]), loads=1, stores=0),
-    ]
-
-
-def _operands(width: int, center: bool, residual: bool) -> Operands:
-    x, statistic = meta(8192, width, dtype=torch.bfloat16), meta(8192, 1)
-    return Operands(x, x, x if residual else None, meta(width), statistic if center else None, statistic)
-
-
-def _whole(width: int, center: bool, residual: bool) -> Specimen:
-    operands = _operands(width, center, residual)
-    (launch,) = launches(operands, operands.x, meta(1 + center, 256, width))
-    name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
-    if width % 16:
-        return Specimen(name, launch, loads=0, stores=0)
-    return Specimen(name, launch, loads=3 + residual, stores=2 + center)

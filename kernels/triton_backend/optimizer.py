@@ -19,7 +19,7 @@ from megapipe.kernels.reference.optimizer import (
 )
 from megapipe.kernels.registry import opaque, refused_dtype, refused_master
 from megapipe.kernels.registry import refusal as refusal
-from megapipe.kernels.triton_backend.launch import Launch, Specimen, ceiling_division, meta
+from megapipe.kernels.triton_backend.launch import Launch, ceiling_division
 from megapipe.kernels.triton_backend.tiles import finalize
 from megapipe.random.bits import CHANNEL, TOKEN
 
@@ -78,22 +78,6 @@ def _adamw_launch(buffers: Buffers, coefficients: Coefficients) -> Launch:
 adamw_step = adamw_operator(lambda buffers, coefficients: _adamw_launch(buffers, coefficients).run())
 
 
-def _adamw_specimens() -> list[Specimen]:
-    """Return launches for a large layer: all in fp32, and with moments and parameters in bf16."""
-    coefficients = Coefficients(step=2, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
-    count = 1 << 26
-
-    def launch(moments: torch.dtype, parameter: Tensor | None) -> Launch:
-        flat, half = meta(count), meta(count, dtype=moments)
-        return _adamw_launch(Buffers(flat, flat, half, half, parameter, meta(1), meta(1)), coefficients)
-
-    mixed = launch(torch.bfloat16, meta(count, dtype=torch.bfloat16))
-    return [
-        Specimen("adamw fp32", launch(torch.float32, None), loads=4, stores=3),
-        Specimen("adamw bf16 moments and parameters", mixed, loads=4, stores=4),
-    ]
-
-
 _PIECE = 4096
 _GRADIENT_NORM_NUM_WARPS = 8
 
@@ -126,15 +110,6 @@ def gradient_norm(values: Tensor) -> Tensor:
     sums = values.new_empty(ceiling_division(values.numel(), BLOCK), dtype=torch.float64)
     _gradient_norm_launch(values, sums).run()
     return sums.sum()
-
-
-def _gradient_norm_specimens() -> list[Specimen]:
-    """Return launches for gradients of a large layer, in the accumulation dtype and in bf16."""
-    sums = meta(1 << 10, dtype=torch.float64)
-    launches = {
-        dtype: _gradient_norm_launch(meta(1 << 26, dtype=dtype), sums) for dtype in (torch.float32, torch.bfloat16)
-    }
-    return [Specimen(f"squared norm {dtype}", launch, loads=1, stores=0) for dtype, launch in launches.items()]
 
 
 _ROUNDING_BLOCK = 1024
@@ -177,29 +152,6 @@ def _stochastic_rounding_launch(target: Tensor, source: Tensor, key: int, elemen
     values = (target.view(torch.int16), source, key, *place, count)
     grid, constants = (ceiling_division(count, _ROUNDING_BLOCK),), {"BLOCK": _ROUNDING_BLOCK}
     return Launch(_stochastic_rounding_kernel, grid, values, constants, _ROUNDING_NUM_WARPS)
-
-
-def _stochastic_rounding_specimens() -> list[Specimen]:
-    """Return launches for a large matrix, and for a tensor rank's shard of its columns."""
-    count = 1 << 26
-    source, target = meta(count), meta(count, dtype=torch.bfloat16)
-    whole, share = Elements(0, 1 << 26, 1 << 26), Elements(1 << 12, 1 << 12, 1 << 15)
-    return [
-        Specimen(
-            "stochastic rounding", _stochastic_rounding_launch(target, source, 0x9E3779B9, whole), loads=1, stores=1
-        ),
-        Specimen(
-            "stochastic rounding of columns",
-            _stochastic_rounding_launch(target, source, 0x1E3779B9, share),
-            loads=1,
-            stores=1,
-        ),
-    ]
-
-
-def specimens() -> list[Specimen]:
-    """Return launches of every kernel at real sizes."""
-    return [*_adamw_specimens(), *_gradient_norm_specimens(), *_stochastic_rounding_specimens()]
 
 
 REFUSALS = {"adamw": refused_master, "stochastic_rounding": refused_source}

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megapipe.kernels import registry
 from megapipe.kernels.triton_backend.launch import Launch
 from tests.fake_cuda.mode import Watch
+from tests.kernels.launches import arguments
 
 STORES = {"store", "atomic_add", "atomic_max", "atomic_min", "atomic_cas", "atomic_xchg"}
 
@@ -21,7 +22,7 @@ def install(watch: Watch) -> None:
 
     def run(launch: Launch) -> None:
         stored, loaded = touched_arguments(launch.kernel, frozenset(launch.constants.items()))
-        tensors = {name: each for name, each in launch.arguments.items() if isinstance(each, Tensor)}
+        tensors = {name: each for name, each in arguments(launch).items() if isinstance(each, Tensor)}
         reads = [each for name, each in tensors.items() if name in loaded]
         writes = [each for name, each in tensors.items() if name in stored]
         module, name = launch.kernel.fn.__module__.rpartition(".")[2], launch.kernel.fn.__name__.lstrip("_")

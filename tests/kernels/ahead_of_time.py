@@ -1,4 +1,4 @@
-"""Compile a module's specimens for GPUs that need not be there, and look at the machine code.
+"""Compile the specimens of a module's kernels for GPUs that need not be there, and look at the machine code.
 
 `python -m tests.kernels.ahead_of_time MODULE` prints one line per specimen and architecture and exits with 1 if one
 spills registers, asks for more than a GPU has, or reads or writes a tensor in short pieces. It runs in a process of
@@ -6,7 +6,6 @@ its own: an interpreted kernel cannot be compiled.
 """
 
 import argparse
-import importlib
 import re
 import subprocess
 import sys
@@ -21,7 +20,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from megapipe.kernels.triton_backend.launch import OPTIONS, Specimen
+from megapipe.kernels.triton_backend.launch import OPTIONS, Launch
+from tests.kernels.launches import constants, divisible, signature
+from tests.kernels.specimens import Specimen, specimens
 
 ARCHITECTURES = (80, 90, 100)
 _SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -44,16 +45,16 @@ class MachineCode:
     wide_stores: int
 
 
-def compile_for(specimen: Specimen, architecture: int) -> Any:
-    """Triton's kernel of a specimen for `architecture`, 80 for sm_80 and so on."""
-    attributes = {(index,): [["tt.divisibility", 16]] for index in specimen.divisible()}
-    source = ASTSource(specimen.launch.kernel, specimen.signature(), specimen.constants(), attributes)
-    options = {"num_warps": specimen.launch.num_warps, **OPTIONS}
+def compile_for(launch: Launch, architecture: int) -> Any:
+    """Triton's kernel of a launch for `architecture`, 80 for sm_80 and so on."""
+    attributes = {(index,): [["tt.divisibility", 16]] for index in divisible(launch)}
+    source = ASTSource(launch.kernel, signature(launch), constants(launch), attributes)
+    options = {"num_warps": launch.num_warps, **OPTIONS}
     return triton.compile(source, GPUTarget("cuda", architecture, 32), options)
 
 
-def machine_code(specimen: Specimen, architecture: int) -> MachineCode:
-    kernel = compile_for(specimen, architecture)
+def machine_code(launch: Launch, architecture: int) -> MachineCode:
+    kernel = compile_for(launch, architecture)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(kernel.asm["cubin"])
@@ -93,10 +94,15 @@ def problems(specimen: Specimen, code: MachineCode, architecture: int) -> list[s
 def check(case: tuple[Specimen, int]) -> tuple[bool, str]:
     """(whether all is well, a line about it)."""
     specimen, architecture = case
-    code = machine_code(specimen, architecture)
+    code = machine_code(specimen.launch, architecture)
     wrong = problems(specimen, code, architecture)
     line = f"{specimen.name} sm_{architecture}: {code.registers} registers, {specimen.launch.num_warps} warps"
     return not wrong, f"{line}: {'; '.join(wrong) or 'good'}"
+
+
+def module_of(specimen: Specimen) -> str:
+    """Return the file name of its kernel, without .py."""
+    return str(specimen.launch.kernel.fn.__module__.rpartition(".")[2])
 
 
 def main() -> int:
@@ -104,9 +110,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("module", help="file name within kernels/triton_backend, without .py")
     name = parser.parse_args().module
-    specimens = importlib.import_module(f"megapipe.kernels.triton_backend.{name}").specimens()
+    chosen = [specimen for specimen in specimens() if module_of(specimen) == name]
     with ThreadPoolExecutor(2) as pool:
-        results = list(pool.map(check, product(specimens, ARCHITECTURES)))
+        results = list(pool.map(check, product(chosen, ARCHITECTURES)))
     print("\n".join(line for _, line in results))
     return 0 if all(good for good, _ in results) else 1
 

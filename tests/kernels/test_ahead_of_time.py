@@ -1,6 +1,5 @@
 """Kernels compile for three generations of GPUs without spills and move their tensors in 128-bit pieces."""
 
-import importlib
 import os
 import re
 import subprocess
@@ -16,7 +15,10 @@ pytestmark = needs_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = sorted(Path(triton_backend.__file__).parent.glob("*.py"))
-MODULES = [file.stem for file in FILES if "def specimens(" in file.read_text()]
+KERNELS = [
+    (file.stem, name) for file in FILES for name in re.findall(r"@triton\.jit\ndef (\w*kernel)\(", file.read_text())
+]
+MODULES = sorted({module for module, _ in KERNELS})
 EACH_MODULE = [
     pytest.param(name, marks=pytest.mark.slow if name == "dropout" else pytest.mark.exhaustive) for name in MODULES
 ]
@@ -37,27 +39,26 @@ def test_machine_code_of_every_specimen(module: str) -> None:
 
 
 def test_every_kernel_has_a_specimen() -> None:
-    modules = [importlib.import_module(f"megapipe.kernels.triton_backend.{name}") for name in MODULES]
-    kernels = {specimen.launch.kernel.fn for module in modules for specimen in module.specimens()}
-    launched = {f"{kernel.__module__.rpartition('.')[2]} {kernel.__name__}" for kernel in kernels}
-    pattern = r"@triton\.jit\ndef (\w*kernel)\("
-    written = {f"{file.stem} {name}" for file in FILES for name in re.findall(pattern, file.read_text())}
-    assert written
-    assert launched == written
+    from tests.kernels.specimens import specimens
+
+    kernels = {specimen.launch.kernel.fn for specimen in specimens()}
+    launched = {(kernel.__module__.rpartition(".")[2], kernel.__name__) for kernel in kernels}
+    assert KERNELS
+    assert launched == set(KERNELS)
 
 
 @pytest.mark.slow
 def test_bad_machine_code_is_reported() -> None:
     """Rows of odd length are read piecemeal; rows too long for registers ask for too many warps, or spill."""
     code = (
-        "from megapipe.kernels.triton_backend import launch, norms\n"
+        "from megapipe.kernels.triton_backend import launch\n"
         "from tests.kernels.ahead_of_time import check\n"
+        "from tests.kernels.specimens import Specimen, norm\n"
         "launch.RESIDENT = 1 << 16\n"
-        "from dataclasses import replace\n"
-        "print(check((replace(norms._specimen(4095, True, True), loads=4, stores=2), 90)))\n"
-        "print(check((norms._specimen(1 << 16, True, True), 90)))\n"
+        "print(check((Specimen('odd', norm(64, 4095, True, True), loads=4, stores=2), 90)))\n"
+        "print(check((Specimen('long', norm(64, 1 << 16, True, True), loads=4, stores=2), 90)))\n"
         "launch.ELEMENTS_PER_WARP = 2048\n"
-        "print(check((norms._specimen(1 << 16, True, True), 90)))\n"
+        "print(check((Specimen('long', norm(64, 1 << 16, True, True), loads=4, stores=2), 90)))\n"
     )
     done = run("-c", code)
     assert done.returncode == 0, done.stderr

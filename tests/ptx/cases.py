@@ -2,9 +2,9 @@
 others at odd sizes. Each has its results in float64 and the bytes that it has to move."""
 
 import math
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -16,25 +16,16 @@ from benchmarks.kernel_speed_contest.cases import CASES as RACES
 from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import dropout as reference_dropout
 from megapipe.kernels.reference import optimizer as reference_optimizer
-from megapipe.kernels.reference.optimizer import BLOCK, Buffers, Coefficients, Elements
-from megapipe.kernels.triton_backend import activations as triton_activations
-from megapipe.kernels.triton_backend import attention as triton_attention
+from megapipe.kernels.reference.optimizer import BLOCK, Elements
 from megapipe.kernels.triton_backend import cross_entropy as triton_cross_entropy
-from megapipe.kernels.triton_backend import dropout as triton_dropout
-from megapipe.kernels.triton_backend import norms as triton_norms
 from megapipe.kernels.triton_backend import norms_backward as triton_norms_backward
-from megapipe.kernels.triton_backend import optimizer as triton_optimizer
-from megapipe.kernels.triton_backend.launch import (
-    RESIDENT,
-    RESIDENT_UNALIGNED,
-    Launch,
-    ceiling_division,
-    stays_on_chip,
-)
-from megapipe.kernels.triton_backend.norms_backward import Operands
+from megapipe.kernels.triton_backend.launch import RESIDENT, RESIDENT_UNALIGNED, Launch, stays_on_chip
 from megapipe.kernels.triton_backend.tiles import tile_of
+from tests.kernels import specimens
+from tests.kernels.specimens import BF16, FP32, UPDATE
 
-BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+FP16 = torch.float16
+ROWS = 16
 
 Pairs = dict[str, tuple[Tensor, Tensor]]
 Results = Callable[[SimpleNamespace, SimpleNamespace], Pairs]
@@ -70,12 +61,6 @@ class Case:
     slack: float = 2e-6
 
 
-def draw(*shape: int, dtype: torch.dtype = FP32, seed: str = "") -> Tensor:
-    """Normal numbers, the same ones for the same shape and seed."""
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{shape}{seed}".encode()))
-    return torch.randn(shape, generator=generator, dtype=FP32).to(dtype)
-
-
 def declared(race: str, rows: int, width: int, dtype: torch.dtype, backward: bool = False) -> int:
     """Bytes of an op by the kernel benchmark: of its forward, or of what the backward adds."""
     (case,) = (case for case in RACES if case.name == race)
@@ -97,15 +82,6 @@ def _tensors(
 def _norm_forward(
     name: str, rows: int, width: int, center: bool, add: bool, dtype: torch.dtype, parameters: torch.dtype
 ) -> Case:
-    def launch() -> Launch:
-        x, residual = (draw(rows, width, dtype=dtype, seed=seed) for seed in "xr")
-        weight, bias = (draw(width, dtype=parameters, seed=seed) for seed in "wb")
-        y, total = torch.empty_like(x), torch.empty_like(x)
-        mean, rstd = torch.empty(rows, 1), torch.empty(rows, 1)
-        operands = x, residual if add else None, weight, bias if center else None
-        results = y, total if add else None, mean if center else None, rstd
-        return triton_norms.forward_launch(*operands, *results, 1e-5)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         x = before.x
         pairs: Pairs = {}
@@ -126,36 +102,21 @@ def _norm_forward(
     work = declared(race, rows, width, dtype)
     moved = _tensors(rows, width, dtype, 2 * (1 + add), work, again * (1 + add))
     large = ("x", "residual", "y", "total") if add else ("x", "y")
+    launch = partial(specimens.norm, rows, width, center, add, dtype, parameters)
     return Case(name, launch, ("y", "total", "mean", "rstd"), results, large, moved)
 
 
-def _norm_operands(rows: int, width: int, center: bool, residual: bool, dtype: torch.dtype) -> Operands:
-    dy, x, other = (draw(rows, width, dtype=dtype, seed=seed) for seed in ("dy", "x", "residual"))
-    mean = x.float().mean(1, keepdim=True)
-    spread = x.float() - mean if center else x.float()
-    rstd = (spread.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    weight = draw(width, seed="w")
-    return Operands(dy, x, other if residual else None, weight, mean if center else None, rstd)
-
-
 def _norm_backward(
-    name: str, rows: int, width: int, center: bool, residual: bool, kind: str, dtype: torch.dtype, **numbers: int
+    name: str,
+    rows: int,
+    width: int,
+    center: bool,
+    residual: bool,
+    kind: str,
+    dtype: torch.dtype,
+    group: int | None = None,
 ) -> Case:
-    """kind: which gradients, of `whole`, `dx`, `weights`. numbers: arguments that a small tensor cannot have."""
-
-    def launch() -> Launch:
-        operands = _norm_operands(rows, width, center, residual, dtype)
-        dx = torch.empty_like(operands.x)
-        group = numbers.get("group", triton_norms_backward.RowTiling.of(operands.x).group)
-        groups = ceiling_division(rows, group)
-        # The bias's parts start at a multiple of 16 bytes, as they do after the weight's of a large tensor.
-        parts = torch.empty(1 + center, 4 * groups, width)[:, :groups]
-        wanted = None if kind == "weights" else dx, None if kind == "dx" else parts
-        (made,) = triton_norms_backward.launches(operands, *wanted)
-        if "group" not in made.arguments:
-            return made
-        values = tuple({**made.arguments, **numbers}.values())
-        return replace(made, values=values, grid=(parts.shape[1], *made.grid[1:]))
+    """kind, group: as in `specimens.norm_gradients`."""
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         dy, x = before.dy, before.x
@@ -185,19 +146,17 @@ def _norm_backward(
     work = declared(race, rows, width, dtype, backward=True) if kind == "whole" else None
     moved = _tensors(rows, width, dtype, count, work, again)
     large = ("dy", "x") + (("dx",) + ("dx_residual",) * residual) * (kind != "weights")
+    launch = partial(specimens.norm_gradients, rows, width, center, residual, kind, dtype, group)
     return Case(name, launch, ("dx", "weight_parts", "bias_parts"), results, large, moved)
 
 
 def _sum_of_parts(name: str, num_parts: int, width: int, dtype: torch.dtype) -> Case:
-    def launch() -> Launch:
-        gradients = [torch.empty(width, dtype=dtype) for _ in range(2)]
-        return triton_norms_backward.add_parts_launch(draw(2, num_parts, width), gradients)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         exact = before.parts.sum(1)
         return {"weight": (after.weight_gradient, exact[0]), "bias": (after.bias_gradient, exact[1])}
 
     moved = _tensors(2 * num_parts, width, FP32, 1)
+    launch = partial(specimens.sum_of_parts, num_parts, width, dtype)
     return Case(name, launch, ("weight_gradient", "bias_gradient"), results, ("parts",), moved)
 
 
@@ -217,18 +176,6 @@ def _softmax_forward(
 ) -> Case:
     """The first rows of heads with half as many queries as keys."""
     queries = queries or keys // 2
-
-    def launch() -> Launch:
-        shape = (1, heads, queries, keys)
-        mask = (torch.arange(keys) % 7 != 3).view(1, 1, 1, keys) if masked else None
-        # The launch reads shapes and strides alone.
-        scores = torch.empty(1, dtype=dtype).expand(shape)
-        made = triton_attention.softmax_launch(scores, mask, scores, 0.125, causal, window)
-        scores, y = draw(rows, keys, dtype=dtype) * 8, torch.empty(rows, keys, dtype=dtype)
-        # The first rows of a launch over more rows than there is memory for.
-        numbers = {"num_rows": rows} if "num_rows" in made.arguments else {}
-        values = tuple({**made.arguments, "scores": scores, "y": y, **numbers}.values())
-        return replace(made, grid=(ceiling_division(rows, made.constants.get("ROWS", 1)),), values=values)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         visible = seen & (before.mask[0, 0, 0] != 0) if masked else seen
@@ -250,6 +197,7 @@ def _softmax_forward(
         # Half of the scores; on the diagonal, 16 keys at a time.
         work, beyond = declared("softmax, causal", rows, keys, dtype), rows * 16 // 2 * dtype.itemsize
     moved = Bytes(read + written, (1 if resident else 2) * read + written, work, beyond)
+    launch = partial(specimens.softmax, rows, keys, causal, masked, dtype, window, queries, heads)
     return Case(name, launch, ("y",), results, ("scores", "y"), moved)
 
 
@@ -266,12 +214,6 @@ def _seen(rows: int, queries: int, keys: int, causal: bool, window: int | None) 
 
 
 def _softmax_backward(name: str, rows: int, keys: int, dtype: torch.dtype) -> Case:
-    def launch() -> Launch:
-        y = torch.softmax(draw(1, 1, rows, keys, seed="y") * 2, -1).to(dtype)
-        return triton_attention.softmax_gradient_launch(
-            draw(1, 1, rows, keys, dtype=dtype, seed="dy"), y, torch.empty_like(y), 0.125
-        )
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         y, dy = before.y, before.dy
         return {"dx": (after.dx, 0.125 * y * (dy - (y * dy).sum(-1, keepdim=True)))}
@@ -279,6 +221,7 @@ def _softmax_backward(name: str, rows: int, keys: int, dtype: torch.dtype) -> Ca
     resident = stays_on_chip(keys, RESIDENT, RESIDENT_UNALIGNED)
     work = declared("softmax, plain", rows, keys, dtype, backward=True)
     moved = _tensors(rows, keys, dtype, 3, work, 0 if resident else 2)
+    launch = partial(specimens.softmax_gradient, rows, keys, dtype)
     return Case(name, launch, ("dx",), results, ("dy", "y", "dx"), moved)
 
 
@@ -289,19 +232,8 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
     """The first `rows` of `stored` rows. kind: `statistics`, `whole rows`, or `gradient`."""
 
     def launch() -> Launch:
-        logits = (draw(stored, ceiling_division(width, 64) * 64) * 3).to(dtype)[:, :width]
-        columns = torch.arange(stored) * 7919 % width
-        columns[1] = width - 1
-        owned = torch.arange(stored) % 3 != 2
-        result = torch.empty(3, stored)
-        if kind == "gradient":
-            total = torch.logsumexp(logits.float(), 1)
-            scale = draw(stored, seed="scale")
-            made = triton_cross_entropy._gradient_launch(logits, columns, owned, total, scale, logits)
-            return replace(made, grid=tile_of(width, dtype).grid(rows, width))
-        whole = kind == "whole rows"
-        function = triton_cross_entropy._whole_row_launch if whole else triton_cross_entropy._statistics_launch
-        return replace(function(logits, columns, owned, result), grid=(rows,))
+        grid = tile_of(width, dtype).grid(rows, width) if kind == "gradient" else (rows,)
+        return replace(specimens.loss(kind, stored, width, dtype), grid=grid)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         logits = before.logits[:rows]
@@ -342,14 +274,6 @@ def _cross_entropy(name: str, kind: str, rows: int, width: int, dtype: torch.dty
 def _dropout_residual(name: str, rows: int, width: int, form: str, dtype: torch.dtype) -> Case:
     """form: `plain`, `bias`, or `backward`."""
 
-    def launch() -> Launch:
-        x, residual = (draw(rows, width, dtype=dtype, seed=seed) for seed in "xr")
-        bias = draw(width, dtype=dtype, seed="b") if form == "bias" else None
-        keys = torch.arange(rows, dtype=torch.int32) * 77_777_777
-        y = torch.empty_like(x)
-        other = None if form == "backward" else residual
-        return triton_dropout._bias_dropout_residual_launch(x, bias, other, keys, y, 0.1)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         channels = torch.arange(width, dtype=torch.int32)
         keep = reference_dropout.keep_mask(before.keys[:, None], channels, 0.1)
@@ -361,6 +285,7 @@ def _dropout_residual(name: str, rows: int, width: int, form: str, dtype: torch.
     work = declared("bias_dropout_residual", rows, width, dtype, backward=backward)
     moved = _tensors(rows, width, dtype, 2 if backward else 3, work)
     large = ("x", "y") if backward else ("x", "residual", "y")
+    launch = partial(specimens.dropout_residual, rows, width, form, dtype)
     return Case(name, launch, ("y",), results, large, moved)
 
 
@@ -368,13 +293,7 @@ def _dropout(name: str, shape: tuple[int, ...], dtype: torch.dtype, programs: in
     """[b, s, h] like hidden states, or [b, heads, q, k] like attention weights; `programs` of it."""
 
     def launch() -> Launch:
-        x = draw(*shape, dtype=dtype)
-        batch, heads, tokens, width = shape if len(shape) == 4 else (shape[0], 1, *shape[1:])
-        keys = torch.arange(batch * tokens, dtype=torch.int32).view(batch, 1, tokens, 1) * 7_654_321
-        channels = torch.arange(heads * width, dtype=torch.int32).view(heads, 1, width)
-        if len(shape) == 3:
-            keys, channels = keys[:, 0], channels[0, 0]
-        made = triton_dropout._dropout_launch(x, keys, channels, torch.empty_like(x), 0.1)
+        made = specimens.dropouts(shape, dtype)
         return made if programs is None else replace(made, grid=(programs,))
 
     width = shape[-1]
@@ -390,13 +309,6 @@ def _dropout(name: str, shape: tuple[int, ...], dtype: torch.dtype, programs: in
 
 
 def _gelu(name: str, rows: int, width: int, approximate: str, bias: bool, backward: bool, dtype: torch.dtype) -> Case:
-    def launch() -> Launch:
-        x, dy = (draw(rows, width, dtype=dtype, seed=seed) * 2 for seed in ("x", "dy"))
-        added = draw(width, dtype=dtype, seed="b") if bias else None
-        if backward:
-            return triton_activations._gelu_backward_launch(dy, x, added, torch.empty_like(x), approximate)
-        return triton_activations._gelu_forward_launch(x, added, torch.empty_like(x), approximate)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         x = before.x + (before.bias if bias else 0)
         x.requires_grad_()
@@ -409,16 +321,11 @@ def _gelu(name: str, rows: int, width: int, approximate: str, bias: bool, backwa
     race = "bias_gelu" if bias else "gelu"
     work = declared(race, rows, width, dtype, backward=backward)
     moved = _tensors(rows, width, dtype, 2 + backward, work)
+    launch = partial(specimens.gelu, rows, width, approximate, bias, backward, dtype)
     return Case(name, launch, ("y", "dx"), results, ("dy", "x", "dx") if backward else ("x", "y"), moved)
 
 
 def _swiglu(name: str, rows: int, width: int, backward: bool, dtype: torch.dtype) -> Case:
-    def launch() -> Launch:
-        gate_up, dy = draw(rows, 2 * width, dtype=dtype), draw(rows, width, dtype=dtype, seed="dy")
-        if backward:
-            return triton_activations._swiglu_backward_launch(dy, gate_up, torch.empty_like(gate_up))
-        return triton_activations._swiglu_forward_launch(gate_up, torch.empty_like(dy))
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         both = before.gate_up.requires_grad_()
         gate, up = both.chunk(2, -1)
@@ -431,17 +338,12 @@ def _swiglu(name: str, rows: int, width: int, backward: bool, dtype: torch.dtype
     work = declared("swiglu", rows, width, dtype, backward=backward)
     moved = _tensors(rows, width, dtype, 5 if backward else 3, work)
     large = ("dy", "gate_up", "dgate_up") if backward else ("gate_up", "y")
+    launch = partial(specimens.swiglu, rows, width, backward, dtype)
     return Case(name, launch, ("y", "dgate_up"), results, large, moved)
 
 
 def _rotary(name: str, tokens: int, heads: int, width: int, forward: bool, dtype: torch.dtype) -> Case:
     """Queries as a view of a joint tensor of half as many heads more."""
-
-    def launch() -> Launch:
-        x = draw(2, tokens, heads * 3 // 2, width, dtype=dtype)[:, :, :heads]
-        angles = draw(tokens, width // 2, seed="angles") * 3
-        y = torch.empty(2, tokens, heads, width, dtype=dtype)
-        return triton_attention._rotary_launch(x, angles.cos(), angles.sin(), y, forward)
 
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         sine = before.sine * (1 if forward else -1)
@@ -452,27 +354,14 @@ def _rotary(name: str, tokens: int, heads: int, width: int, forward: bool, dtype
     rows = 2 * tokens
     work = declared("rotary", rows, heads * width, dtype, backward=not forward)
     moved = _tensors(rows, heads * width, dtype, 2, work)
+    launch = partial(specimens.rotary, tokens, heads, width, forward, dtype)
     return Case(name, launch, ("y",), results, ("x", "y"), moved)
 
 
 # Flat buffers
 
-UPDATE = Coefficients(step=2, learning_rate=1e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
-
 
 def _adamw(name: str, count: int, moments: torch.dtype, parameter: torch.dtype | None, flags: bool) -> Case:
-    def launch() -> Launch:
-        tensors: dict[str, Tensor | None] = {
-            "master": draw(count),
-            "gradient": draw(count, seed="g"),
-            "parameter": None if parameter is None else torch.empty(count, dtype=parameter),
-            "first": draw(count, seed="m").to(moments) * 0.1,
-            "second": draw(count, seed="v").abs().to(moments) * 0.1,
-            "gradient_scale": torch.tensor([0.5]) if flags else None,
-            "skip": torch.zeros(1) if flags else None,
-        }
-        return triton_optimizer._adamw_launch(Buffers(**tensors), UPDATE)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         # The kernel gets its numbers in fp32.
         factors = [UPDATE.decay, UPDATE.beta2, 1 - UPDATE.beta1, 1 - UPDATE.beta2]
@@ -492,87 +381,71 @@ def _adamw(name: str, count: int, moments: torch.dtype, parameter: torch.dtype |
     # The benchmark's update has moments in fp32, each read and written, and a copy in bf16.
     work = declared("adamw, fp32, bf16 copy", 1, count, FP32) - count * (2 * 2 * (4 - moments.itemsize) + 2 - copy)
     large = ("master", "gradient", "first", "second", "parameter")
+    launch = partial(specimens.adamw, count, moments, parameter, flags)
     return Case(name, launch, ("parameter",), results, large, Bytes(size, size, work))
 
 
 def _gradient_norm(name: str, count: int, dtype: torch.dtype) -> Case:
-    def launch() -> Launch:
-        sums = torch.empty(ceiling_division(count, BLOCK), dtype=torch.float64)
-        return triton_optimizer._gradient_norm_launch(draw(count, dtype=dtype), sums)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         squares = before.values.square()
         return {"sums": (after.sums, torch.stack([part.sum() for part in squares.split(BLOCK)]))}
 
     work = declared("gradient_norm, fp32", 1, count, FP32) * dtype.itemsize // FP32.itemsize
     moved = _tensors(1, count, dtype, 1, work)
+    launch = partial(specimens.gradient_norm, count, dtype)
     return Case(name, launch, ("sums",), results, ("values",), moved, slack=1e-14)
 
 
 def _rounding(name: str, count: int, key: int, elements: Elements) -> Case:
-    def launch() -> Launch:
-        return triton_optimizer._stochastic_rounding_launch(torch.empty(count, dtype=BF16), draw(count), key, elements)
-
     def results(before: SimpleNamespace, after: SimpleNamespace) -> Pairs:
         exact = torch.empty(count, dtype=BF16)
         reference_optimizer.stochastic_rounding(exact, before.source.float(), key, elements)
         return {"target": (after.target.view(BF16), exact.double())}
 
     work = declared("stochastic_rounding, fp32 to bf16", 1, count, FP32)
+    launch = partial(specimens.rounding, count, key, elements)
     return Case(name, launch, ("target",), results, ("source", "target"), Bytes(6 * count, 6 * count, work), slack=0.0)
 
 
 def _specimen_cases() -> list[Case]:
     """Return cases of each specimen's machine code at a small size."""
-    rows = 16
     cases = []
-    for width, center, add in triton_norms._SHAPES:
-        name = f"{'add and ' if add else ''}{'layer' if center else 'rms'} norm, forward, bf16 {width}"
-        cases.append(_norm_forward(name, rows, width, center, add, BF16, FP32))
-    group = {"group": 16}
-    norms = [(768, True, True), (4096, True, False), (4096, False, True), (8192, True, True), (2047, True, True)]
-    for width, center, residual in norms:
-        name = f"{'layer' if center else 'rms'} norm, backward, bf16 {width}"
-        cases.append(_norm_backward(name, 2 * rows, width, center, residual, "whole", BF16, **group))
-    for width in (4096, 16384):
-        for kind in ("dx", "weights"):
-            name = f"layer norm, {kind} alone, bf16 {width}"
-            cases.append(_norm_backward(name, 2 * rows, width, True, True, kind, BF16, **group))
+    for name, (width, center, add) in specimens.NORMS.items():
+        cases.append(_norm_forward(name, ROWS, width, center, add, BF16, FP32))
+    for name, (width, center, residual) in specimens.WHOLE_GRADIENTS.items():
+        cases.append(_norm_backward(name, 2 * ROWS, width, center, residual, "whole", BF16, group=16))
+    for name, (width, kind) in specimens.PARTIAL_GRADIENTS.items():
+        cases.append(_norm_backward(name, 2 * ROWS, width, True, True, kind, BF16, group=16))
     cases.append(_sum_of_parts("layer norm, sum of parts, 4096", 80, 4096, BF16))
-    lengths = [(512, False, True), (2048, True, False), (16384, True, True), (65536, True, True), (8191, True, True)]
-    for keys, causal, masked in lengths:
-        name = f"softmax, {'causal ' if causal else ''}{'masked ' if masked else ''}forward, bf16 {keys}"
-        cases.append(_softmax_forward(name, rows if keys <= 16384 else 3, keys, causal, masked, BF16))
-        cases.append(_softmax_backward(f"softmax, backward, bf16 {keys}", rows if keys <= 16384 else 3, keys, BF16))
-    for width, dtype in ((50257, BF16), (12573, BF16), (12576, FP32), (16384, BF16), (128256, BF16)):
-        for kind in ("statistics", "whole rows", "gradient"):
-            label = "bf16" if dtype == BF16 else "fp32"
-            cases.append(_cross_entropy(f"{kind} {label} {width}", kind, 3, width, dtype))
-    cases += [
-        _dropout_residual("dropout residual fp32 768", rows, 768, "plain", FP32),
-        _dropout_residual("bias dropout residual bf16 8192", rows, 8192, "bias", BF16),
-        _dropout_residual("dropout backward bf16 8192", rows, 8192, "backward", BF16),
-        _dropout("dropout of hidden states fp32", (2, 16, 4096), FP32),
-        _dropout("dropout of attention weights bf16", (1, 32, 16, 4096), BF16, programs=24),
-        _gelu("gelu tanh fp32 3072", rows, 3072, "tanh", False, False, FP32),
-        _gelu("bias gelu erf bf16 16384", rows, 16384, "none", True, False, BF16),
-        _gelu("gelu erf backward fp32", rows, 3072, "none", False, True, FP32),
-        _gelu("bias gelu tanh backward", rows, 16384, "tanh", True, True, BF16),
-        _swiglu("swiglu fp32 2816", rows, 2816, False, FP32),
-        _swiglu("swiglu bf16 14336", rows, 14336, False, BF16),
-        _swiglu("swiglu backward fp32 2816", rows, 2816, True, FP32),
-        _swiglu("swiglu backward bf16 14336", rows, 14336, True, BF16),
-        _rotary("rotary torch.bfloat16 128", 16, 32, 128, True, BF16),
-        _rotary("rotary torch.bfloat16 80", 16, 32, 80, False, BF16),
-        _rotary("rotary torch.float32 64", 16, 32, 64, True, FP32),
-        _adamw("adamw fp32", 5008, FP32, None, True),
-        _adamw("adamw bf16 moments and parameters", 5008, BF16, BF16, True),
-        _gradient_norm("squared norm torch.float32", 69_648, FP32),
-        _gradient_norm("squared norm torch.bfloat16", 69_648, BF16),
-        _rounding("stochastic rounding", 4144, 0x9E3779B9, Elements(0, 1 << 26, 1 << 26)),
-        _rounding("stochastic rounding of columns", 12_304, 0x1E3779B9, Elements(1 << 12, 1 << 12, 1 << 15)),
-    ]
-    return cases
+    for keys, causal, masked in specimens.SOFTMAXES:
+        rows = ROWS if keys <= 16384 else 3
+        cases.append(_softmax_forward(specimens.softmax_name(keys, causal, masked), rows, keys, causal, masked, BF16))
+        cases.append(_softmax_backward(f"softmax, backward, bf16 {keys}", rows, keys, BF16))
+    for name, (kind, width, dtype) in specimens.LOSSES.items():
+        cases.append(_cross_entropy(name, kind, 3, width, dtype))
+    return [*cases, *_elementwise_cases(), *_flat_cases()]
+
+
+def _elementwise_cases() -> Iterator[Case]:
+    for name, (width, form, dtype) in specimens.RESIDUALS.items():
+        yield _dropout_residual(name, ROWS, width, form, dtype)
+    yield _dropout("dropout of hidden states fp32", (2, 16, 4096), FP32)
+    yield _dropout("dropout of attention weights bf16", (1, 32, 16, 4096), BF16, programs=24)
+    for name, (width, approximate, bias, backward, dtype) in specimens.GELUS.items():
+        yield _gelu(name, ROWS, width, approximate, bias, backward, dtype)
+    for name, (width, backward, dtype) in specimens.SWIGLUS.items():
+        yield _swiglu(name, ROWS, width, backward, dtype)
+    for name, (width, forward, dtype) in specimens.ROTARIES.items():
+        yield _rotary(name, 16, 32, width, forward, dtype)
+
+
+def _flat_cases() -> Iterator[Case]:
+    for name, (moments, parameter) in specimens.ADAMWS.items():
+        yield _adamw(name, 5008, moments, parameter, True)
+    for dtype in (FP32, BF16):
+        yield _gradient_norm(f"squared norm {dtype}", 69_648, dtype)
+    for (name, (key, elements)), count in zip(specimens.ROUNDINGS.items(), (4144, 12_304), strict=True):
+        yield _rounding(name, count, key, elements)
 
 
 def _odd_cases() -> list[Case]:

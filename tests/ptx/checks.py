@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch
+from tests.kernels.launches import arguments
 from tests.ptx.cases import Case
 from tests.ptx.execution import Compiled, Executed, execute
 
@@ -29,8 +30,8 @@ class Outcome:
 
 def errors(case: Case, launch: Launch) -> tuple[float, float]:
     """(error, excess) of a launch that ran, as `Outcome` has them."""
-    before = SimpleNamespace(**{name: _exact(value) for name, value in case.launch().arguments.items()})
-    after = SimpleNamespace(**launch.arguments)
+    before = SimpleNamespace(**{name: _exact(value) for name, value in arguments(case.launch()).items()})
+    after = SimpleNamespace(**arguments(launch))
     error = excess = 0.0
     for actual, exact in case.results(before, after).values():
         assert actual.shape == exact.shape

@@ -7,21 +7,22 @@ import json
 import sys
 from typing import Any
 
-from megapipe.kernels.triton_backend.launch import Specimen
+from megapipe.kernels.triton_backend.launch import Launch
 from tests.kernels.ahead_of_time import compile_for
+from tests.kernels.launches import signature
 from tests.ptx.cases import CASES
 
 
-def compiled(specimen: Specimen) -> dict[str, Any]:
+def compiled(launch: Launch) -> dict[str, Any]:
     """The fields of `Compiled`."""
-    kernel = compile_for(specimen, 90)
-    arguments = [name for name, kind in specimen.signature().items() if kind != "constexpr"]
+    kernel = compile_for(launch, 90)
+    arguments = [name for name, kind in signature(launch).items() if kind != "constexpr"]
     return {"ptx": kernel.asm["ptx"], "arguments": arguments, "shared": kernel.metadata.shared}
 
 
 def main() -> None:
     """Compile the cases that the command line names."""
-    print(json.dumps({name: compiled(Specimen(name, CASES[name].launch(), 0, 0)) for name in sys.argv[1:]}))
+    print(json.dumps({name: compiled(CASES[name].launch()) for name in sys.argv[1:]}))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch
+from tests.kernels.launches import arguments
 from tests.ptx.machine import GLOBAL_BASE, Machine, granule_of
 from tests.ptx.memory import Memory
 from tests.ptx.program import parse
@@ -72,18 +73,19 @@ def execute(
     """
     program = parse(change(compiled.ptx))
     memory = Memory("global memory", GLOBAL_BASE, granule_of(program))
-    tensors = {name: value for name, value in launch.arguments.items() if isinstance(value, Tensor)}
+    values = arguments(launch)
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     places, numbers = _registered(memory, tensors, set(outputs))
-    arguments: list[float] = []
+    parameters: list[float] = []
     for name in compiled.arguments:
-        value = launch.arguments[name]
+        value = values[name]
         if isinstance(value, Tensor):
-            arguments.append(places[name] + value.storage_offset() * value.itemsize)
+            parameters.append(places[name] + value.storage_offset() * value.itemsize)
         else:
-            arguments.append(value)
+            parameters.append(value)
     # The compiler adds pointers to scratch memory, which no kernel here uses.
-    arguments += [0] * (len(program.parameters) - len(arguments))
-    machine = Machine(program, memory, arguments, compiled.shared)
+    parameters += [0] * (len(program.parameters) - len(parameters))
+    machine = Machine(program, memory, parameters, compiled.shared)
     x, y, z = (*launch.grid, 1, 1)[:3]
     machine.run((x, y, z))
     for name, tensor in tensors.items():

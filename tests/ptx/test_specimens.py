@@ -1,7 +1,5 @@
 """Kernels run from their sm_90 PTX: exact up to rounding, in bounds, without races, with the declared bytes."""
 
-import importlib
-import pkgutil
 from typing import Any
 
 import pytest
@@ -12,7 +10,9 @@ from tests.kernels.cases import needs_triton
 pytestmark = needs_triton
 
 if triton_backend.installed():
-    from megapipe.kernels.triton_backend.launch import Specimen
+    from megapipe.kernels.triton_backend.launch import Launch
+    from tests.kernels.launches import constants, divisible, signature
+    from tests.kernels.specimens import specimens
     from tests.ptx.cases import CASES, ODD_CASES, SPECIMEN_CASES
     from tests.ptx.checks import problems, run
     from tests.ptx.execution import compile_cases
@@ -48,21 +48,16 @@ def test_every_specimen() -> None:
     check(list(SPECIMEN_CASES))
 
 
-def machine_code(specimen: "Specimen") -> tuple[Any, ...]:
+def machine_code(launch: "Launch") -> tuple[Any, ...]:
     """All that the compiler sees of a launch."""
-    launch = specimen.launch
     kernel = launch.kernel.fn
     name = kernel.__module__, kernel.__name__
-    return name, specimen.signature(), specimen.constants(), specimen.divisible(), launch.num_warps
+    return name, signature(launch), constants(launch), divisible(launch), launch.num_warps
 
 
 @pytest.mark.slow
 def test_every_specimen_has_a_case_with_its_machine_code() -> None:
-    specimens = {}
-    for module in pkgutil.iter_modules(triton_backend.__path__):
-        kernels = importlib.import_module(f"{triton_backend.__name__}.{module.name}")
-        if module.name != "specimens" and hasattr(kernels, "specimens"):
-            specimens |= {specimen.name: specimen for specimen in kernels.specimens()}
-    assert specimens.keys() == SPECIMEN_CASES.keys()
+    launches = {specimen.name: specimen.launch for specimen in specimens()}
+    assert launches.keys() == SPECIMEN_CASES.keys()
     for name, case in SPECIMEN_CASES.items():
-        assert machine_code(Specimen(name, case.launch(), 0, 0)) == machine_code(specimens[name])
+        assert machine_code(case.launch()) == machine_code(launches[name])
