@@ -9,7 +9,7 @@ plain products if there is no kernel: masks on a GPU, fp32 on a GPU, dropout.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -138,6 +138,35 @@ def piece_backward(
             scale=how.scale,
         )
     return gradients[0], gradients[1], gradients[2]
+
+
+Part = tuple[range, Tensor, Tensor, Seen, Weighing]
+"""A piece: numbers of queries, keys and values [b, kv heads, columns, d], which of them are seen, and how weights are
+computed from scores."""
+
+
+def merged_pieces(query: Tensor, sinks: Tensor | None, parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
+    """Return outputs [b, heads, s, d] and log-sums [b, heads, s] of all pieces of the queries [b, heads, s, d]."""
+    wide = torch.promote_types(query.dtype, torch.float32)
+    # The memory layout that the output projection needs: tokens before heads.
+    mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
+    mixed = mixed.transpose(1, 2)
+    log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
+    for queries, key, value, seen, weighing in parts:
+        rows = slice(queries.start, queries.stop)
+        _merge(mixed[:, :, rows], log_sum[:, :, rows], *piece_forward(query[:, :, rows], key, value, seen, weighing))
+    if sinks is not None:
+        mixed, log_sum = with_sinks(mixed, log_sum, sinks)
+    return mixed.to(query.dtype), log_sum
+
+
+def _merge(mixed: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor) -> None:
+    """Merge a piece into the outputs [b, heads, rows, d] and log-sums [b, heads, rows] so far, in place."""
+    merged = torch.logaddexp(log_sum, part_log_sum)
+    finite = merged.masked_fill(merged == -math.inf, 0.0)
+    mixed.mul_((log_sum - finite).exp_().unsqueeze(-1))
+    mixed.add_(part * (part_log_sum - finite).exp_().unsqueeze(-1))
+    log_sum.copy_(merged)
 
 
 def with_sinks(mixed: Tensor, log_sum: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,14 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.layers.attention import Attention, narrowed, widened
-from megapipe.layers.attention_pieces import (
-    Seen,
-    Weighing,
-    piece_backward,
-    piece_forward,
-    sink_gradient,
-    with_sinks,
-)
+from megapipe.layers.attention_pieces import Part, Seen, Weighing, merged_pieces, piece_backward, sink_gradient
 from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.parallel.collectives import all_to_all
 from megapipe.parallel.groups import Group, SoloGroup, Work
@@ -133,19 +126,7 @@ class _Ring(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: "Pass | WholeSamples"
     ) -> Tensor:
-        # The memory layout that the output projection needs: tokens before heads.
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-        mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
-        mixed = mixed.transpose(1, 2)
-        log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
-        for key_rank, (keys, values) in _blocks_in_turn(key, value, once.group):
-            for piece, seen, weighing in once.work(key_rank, query.device):
-                rows, columns = _slice(piece.queries), _slice(piece.keys)
-                part = piece_forward(query[:, :, rows], keys[:, :, columns], values[:, :, columns], seen, weighing)
-                merge(mixed[:, :, rows], log_sum[:, :, rows], *part)
-        if sinks is not None:
-            mixed, log_sum = with_sinks(mixed, log_sum, sinks)
-        mixed = mixed.to(query.dtype)
+        mixed, log_sum = merged_pieces(query, sinks, _pieces_in_turn(key, value, once))
         # Kernels need finite values, also for queries that have seen no key.
         ctx.save_for_backward(query, key, value, sinks, mixed, log_sum.masked_fill_(log_sum == -math.inf, 0.0))
         ctx.once = once
@@ -164,16 +145,8 @@ class _Ring(torch.autograd.Function):
             partial = own if key_rank == group.rank else torch.zeros_like(own)
             for piece, seen, weighing in once.work(key_rank, query.device):
                 rows, columns = _slice(piece.queries), _slice(piece.keys)
-                part = piece_backward(
-                    gradient[:, :, rows],
-                    query[:, :, rows],
-                    keys[:, :, columns],
-                    values[:, :, columns],
-                    mixed[:, :, rows],
-                    log_sum[:, :, rows],
-                    seen,
-                    weighing,
-                )
+                dy, q, y, sums = (each[:, :, rows] for each in (gradient, query, mixed, log_sum))
+                part = piece_backward(dy, q, keys[:, :, columns], values[:, :, columns], y, sums, seen, weighing)
                 dquery[:, :, rows] += part[0]
                 partial[0][:, :, columns] += part[1]
                 partial[1][:, :, columns] += part[2]
@@ -189,6 +162,14 @@ class _Ring(torch.autograd.Function):
         dkey, dvalue = own.to(key.dtype)
         dsinks = None if sinks is None else sink_gradient(gradient, mixed, log_sum, sinks)
         return dquery.to(query.dtype), dkey, dvalue, dsinks, None
+
+
+def _pieces_in_turn(key: Tensor, value: Tensor, once: "Pass | WholeSamples") -> Iterator[Part]:
+    """Yield the pieces with the keys and values of every rank."""
+    for key_rank, (keys, values) in _blocks_in_turn(key, value, once.group):
+        for piece, seen, weighing in once.work(key_rank, key.device):
+            columns = _slice(piece.keys)
+            yield piece.queries, keys[:, :, columns], values[:, :, columns], seen, weighing
 
 
 def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[int, Sequence[Tensor]]]:
@@ -209,15 +190,6 @@ def _blocks_in_turn(key: Tensor, value: Tensor, group: Group) -> Iterator[tuple[
         if work is not None:
             work.wait()
         block = following
-
-
-def merge(mixed: Tensor, log_sum: Tensor, part: Tensor, part_log_sum: Tensor) -> None:
-    """Merge a piece into the outputs [b, heads, rows, d] and log-sums [b, heads, rows] so far, in place."""
-    merged = torch.logaddexp(log_sum, part_log_sum)
-    finite = merged.masked_fill(merged == -math.inf, 0.0)
-    mixed.mul_((log_sum - finite).exp_().unsqueeze(-1))
-    mixed.add_(part * (part_log_sum - finite).exp_().unsqueeze(-1))
-    log_sum.copy_(merged)
 
 
 def _slice(of: range) -> slice:

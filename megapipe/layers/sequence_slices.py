@@ -7,7 +7,6 @@ fp32, and uses those that later slices have added for its own keys and values. P
 (`layers.context_parallel`).
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,10 +15,10 @@ import torch
 from torch import Tensor
 
 from megapipe.layers.attention import Attention
-from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, piece_forward, sink_gradient, with_sinks
+from megapipe.layers.attention_pieces import Seen, Weighing, merged_pieces, piece_backward, sink_gradient
 from megapipe.layers.context import MicrobatchContext
-from megapipe.layers.context_parallel import merge, seen_and_weighed
-from megapipe.spec.token_order import Piece, Visibility, slice_pieces
+from megapipe.layers.context_parallel import seen_and_weighed
+from megapipe.spec.token_order import Visibility, slice_pieces
 
 
 @dataclass
@@ -81,9 +80,9 @@ class SlicePass:
     attention: Attention
     context: MicrobatchContext
 
-    def work(self, block: Tensor) -> Iterator[tuple[int, Tensor, Piece, Seen, Weighing]]:
-        """Yield the pieces: the number of a slice, its keys and values, which of them are seen, and how weights are
-        computed.
+    def work(self, block: Tensor) -> Iterator[tuple[int, Tensor, range, Seen, Weighing]]:
+        """Yield the pieces: the number of a slice, its keys and values, the numbers of queries that see some of
+        them, which ones these are, and how weights are computed.
 
         block: keys and values of this slice.
         """
@@ -96,7 +95,7 @@ class SlicePass:
             for piece in slice_pieces(visibility, own.places, places):
                 queries = torch.arange(piece.queries.start, piece.queries.stop, device=device) + own.places.start
                 how = seen_and_weighed(attention, self.context, piece, queries, keys, own.whole)
-                yield number, block if number == own.number else earlier[number], piece, *how
+                yield number, block if number == own.number else earlier[number], piece.queries, *how
 
     def keep(self, block: Tensor) -> None:
         """Save this slice's keys and values for later slices."""
@@ -122,22 +121,11 @@ class SlicePass:
 class _Sliced(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: SlicePass) -> Tensor:
-        wide = torch.float64 if query.dtype == torch.float64 else torch.float32
         block = torch.stack([key, value])
         if query.untyped_storage().nbytes() > query.numel() * query.element_size():
             query = query.clone(memory_format=torch.contiguous_format)  # a view, which would keep the projection alive
-        # The memory layout that the output projection needs: tokens before heads.
-        mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
-        mixed = mixed.transpose(1, 2)
-        log_sum = torch.full(query.shape[:3], -math.inf, dtype=wide, device=query.device)
-        for _, (keys, values), piece, seen, weighing in once.work(block):
-            rows = slice(piece.queries.start, piece.queries.stop)
-            merge(
-                mixed[:, :, rows], log_sum[:, :, rows], *piece_forward(query[:, :, rows], keys, values, seen, weighing)
-            )
-        if sinks is not None:
-            mixed, log_sum = with_sinks(mixed, log_sum, sinks)
-        mixed = mixed.to(query.dtype)
+        parts = ((rows, *both, seen, weighing) for _, both, rows, seen, weighing in once.work(block))
+        mixed, log_sum = merged_pieces(query, sinks, parts)
         once.keep(block)
         ctx.save_for_backward(query, block, sinks, mixed, log_sum)
         ctx.once = once
@@ -150,10 +138,10 @@ class _Sliced(torch.autograd.Function):
         dquery = torch.zeros_like(query, dtype=log_sum.dtype)
         pieces = list(once.work(block))
         by_slice = once.gradients(block, log_sum.dtype)
-        for number, (keys, values), piece, seen, weighing in pieces:
-            rows = slice(piece.queries.start, piece.queries.stop)
-            parts = [each[:, :, rows] for each in (gradient, query, mixed, log_sum)]
-            part = piece_backward(parts[0], parts[1], keys, values, parts[2], parts[3], seen, weighing)
+        for number, (keys, values), queries, seen, weighing in pieces:
+            rows = slice(queries.start, queries.stop)
+            dy, q, y, sums = (each[:, :, rows] for each in (gradient, query, mixed, log_sum))
+            part = piece_backward(dy, q, keys, values, y, sums, seen, weighing)
             dquery[:, :, rows] += part[0]
             by_slice[number][0] += part[1]
             by_slice[number][1] += part[2]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megapipe.layers import context_parallel
+from megapipe.layers import attention_pieces, context_parallel
 from megapipe.layers.attention_pieces import Seen
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import ThreadGroup
@@ -89,9 +89,8 @@ def note_pieces(monkeypatch: pytest.MonkeyPatch, note: Callable[..., None]) -> N
 
         return call
 
-    for what in ("forward", "backward"):
-        function = getattr(context_parallel, f"piece_{what}")
-        monkeypatch.setattr(context_parallel, f"piece_{what}", noted(what, function))
+    for module, what in ((attention_pieces, "forward"), (context_parallel, "backward")):
+        monkeypatch.setattr(module, f"piece_{what}", noted(what, getattr(module, f"piece_{what}")))
 
 
 def test_ranks_run_what_was_planned(monkeypatch: pytest.MonkeyPatch) -> None:
