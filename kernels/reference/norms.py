@@ -36,16 +36,6 @@ def layer_norm_forward(x: Tensor, weight: Tensor, bias: Tensor, epsilon: float) 
     return torch.native_layer_norm(x, x.shape[-1:], weight, bias, epsilon)
 
 
-def layer_norm_add_forward(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, epsilon: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the normalised sum, and the sum, of x and residual in the dtype of x; mean and reciprocal deviation of
-    the sum."""
-    total = x + residual
-    y, mean, rstd = layer_norm_forward(total, weight, bias, epsilon)
-    return y, total, mean, rstd
-
-
 def layer_norm_input_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
 ) -> Tensor:
@@ -79,15 +69,6 @@ def layer_norm_weight_gradient(
     return dweight.to(weight.dtype), dbias.to(weight.dtype)
 
 
-def layer_norm_backward(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight and bias, with the bits of `input_gradient` and `weight_gradient`."""
-    return layer_norm_input_gradient(dy, x, mean, rstd, weight, dx), *layer_norm_weight_gradient(
-        dy, x, mean, rstd, weight
-    )
-
-
 def _statistics_dtype(x: Tensor, weight: Tensor) -> Tensor:
     """Return the weight, in fp32 if needed: on the CPU, torch saves mean and deviation in its dtype, and bf16 would
     lose half of their digits."""
@@ -99,14 +80,6 @@ def rms_norm_forward(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor,
     x_wide = wide(x)
     rstd = torch.rsqrt(torch.linalg.vector_norm(x_wide, dim=-1, keepdim=True).square() / x.shape[-1] + epsilon)
     return to_dtype(x_wide * rstd * weight, x.dtype), rstd
-
-
-def rms_norm_add_forward(x: Tensor, residual: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised sum, and the sum, of x and residual in the dtype of x; reciprocal root of the sum's mean
-    square."""
-    total = x + residual
-    y, rstd = rms_norm_forward(total, weight, epsilon)
-    return y, total, rstd
 
 
 def rms_norm_input_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None) -> Tensor:
@@ -126,13 +99,6 @@ def rms_norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor
     return (to_dtype(_rms_norm_weight_gradient(dy, x, rstd), weight.dtype),)
 
 
-def rms_norm_backward(
-    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, dx: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return the gradients of x and weight, with the bits of `input_gradient` and `weight_gradient`."""
-    return rms_norm_input_gradient(dy, x, rstd, weight, dx), *rms_norm_weight_gradient(dy, x, rstd, weight)
-
-
 @opaque(
     "rms_norm_weight_gradient(Tensor dy, Tensor x, Tensor rstd) -> Tensor",
     lambda dy, x, rstd: rstd.new_empty(x.shape[-1]),
@@ -141,20 +107,36 @@ def _rms_norm_weight_gradient(dy: Tensor, x: Tensor, rstd: Tensor) -> Tensor:
     return (wide(x) * rstd).mul_(dy).flatten(0, -2).sum(0)
 
 
-layer_norm = Implementation(
-    forward=layer_norm_forward,
-    add_forward=layer_norm_add_forward,
-    input_gradient=layer_norm_input_gradient,
-    weight_gradient=layer_norm_weight_gradient,
-    backward=layer_norm_backward,
-)
-rms_norm = Implementation(
-    forward=rms_norm_forward,
-    add_forward=rms_norm_add_forward,
-    input_gradient=rms_norm_input_gradient,
-    weight_gradient=rms_norm_weight_gradient,
-    backward=rms_norm_backward,
-)
+def _from_halves(
+    forward: Callable[..., tuple[Tensor, ...]],
+    input_gradient: Callable[..., Tensor],
+    weight_gradient: Callable[..., tuple[Tensor, ...]],
+    num_statistics: int,
+) -> Implementation:
+    """Return a norm from its forward and the two halves of its backward."""
+
+    def add_forward(x: Tensor, residual: Tensor, *operands: Any) -> tuple[Tensor, ...]:
+        """Return the normalised sum, and the sum, of x and residual in the dtype of x; the statistics of the sum."""
+        total = x + residual
+        y, *statistics = forward(total, *operands)
+        return y, total, *statistics
+
+    def backward(dy: Tensor, x: Tensor, *operands: Tensor | None) -> tuple[Tensor, ...]:
+        """Return the gradients of x, weight and bias, with the bits of the halves. operands: of `input_gradient`."""
+        dx = input_gradient(dy, x, *operands)
+        return dx, *weight_gradient(dy, x, *operands[: num_statistics + 1])
+
+    return Implementation(
+        forward=forward,
+        add_forward=add_forward,
+        input_gradient=input_gradient,
+        weight_gradient=weight_gradient,
+        backward=backward,
+    )
+
+
+layer_norm = _from_halves(layer_norm_forward, layer_norm_input_gradient, layer_norm_weight_gradient, num_statistics=2)
+rms_norm = _from_halves(rms_norm_forward, rms_norm_input_gradient, rms_norm_weight_gradient, num_statistics=1)
 
 
 def unit_offset(norm: Implementation) -> Implementation:

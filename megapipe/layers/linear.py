@@ -179,12 +179,6 @@ def use_products(layer: nn.Module, products: Products) -> None:
             module.products = products  # type: ignore[assignment]
 
 
-def fused_product(x: Tensor, weight: Tensor, bias: Tensor | None, products: Products) -> Tensor:
-    """Return x W^T + b [..., out] of x [..., in], multiplied by `products` forward and backward."""
-    output: Tensor = FusedLinear.apply(x, weight, bias, bias is not None, None, products)
-    return output
-
-
 class FusedLinear(torch.autograd.Function):
     """The forward and the whole backward of x W^T + b. The bias gets its gradient here even if it is added later."""
 
@@ -427,7 +421,7 @@ class SplitFeatures(nn.Linear):
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.products is PLAIN:
             return functional.linear(x, self.weight, bias)
-        return fused_product(x, self.weight, bias, self.products)
+        return FusedLinear.apply(x, self.weight, bias, bias is not None, None, self.products)
 
 
 class ColumnLinear(SplitFeatures):

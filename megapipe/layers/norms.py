@@ -19,13 +19,11 @@ class _FusedNorm(torch.autograd.Function):
     also returned."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, residual: Tensor | None, norm: "Norm", *parameters: Tensor
-    ) -> Tensor | tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, norm: "Norm", *parameters: Tensor) -> tuple[Tensor, ...]:
         y, total, statistics = norm.run(x, residual, *parameters)
         ctx.save_for_backward(x if total is None else total, *statistics, parameters[0])
         ctx.norm = norm
-        return y if total is None else (y, total)
+        return (y,) if total is None else (y, total)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, dtotal: Tensor | None = None) -> tuple[Tensor | None, ...]:
@@ -89,24 +87,27 @@ class Norm(SplitModule, OnShards):
 
     def forward(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """Map [..., h] to [..., h]."""
-        parameters = self._parameters_in_order()
-        if tape is None:
-            return _FusedNorm.apply(x, None, self, *parameters)
-        record = tape.record(self, x.shape, x)
-        detached = [parameter.detach() for parameter in parameters]
-        y, *statistics = _ProbedNorm.apply(x, None, record.probe, self, *detached)
-        record.saved = (x.detach(), *statistics)
+        (y,) = self._normalised(x, None, tape)
         return y
 
     def add(self, x: Tensor, residual: Tensor, tape: SplitTape | None) -> tuple[Tensor, Tensor]:
         """Return the normalised sum, and the sum, of x and residual [..., h]; in one pass if the backend supports
         it."""
+        y, total = self._normalised(x, residual, tape)
+        return y, total
+
+    def _normalised(self, x: Tensor, residual: Tensor | None, tape: SplitTape | None) -> tuple[Tensor, ...]:
+        """Return the normalised tensor and, if there is a residual, the sum."""
         parameters = self._parameters_in_order()
         if tape is None:
             return _FusedNorm.apply(x, residual, self, *parameters)
         record = tape.record(self, x.shape, x)
         detached = [parameter.detach() for parameter in parameters]
-        y, total, *statistics = _ProbedNorm.apply(x, residual, record.probe, self, *detached)
+        y, *others = _ProbedNorm.apply(x, residual, record.probe, self, *detached)
+        if residual is None:
+            record.saved = (x.detach(), *others)
+            return (y,)
+        total, *statistics = others
         record.saved = (total.detach(), *statistics)
         return y, total
 

@@ -97,8 +97,8 @@ def _norm(call: Call) -> list[Tensor]:
     parameters = _parameters(call)
     _same_dtype(call.input, *parameters)
     with_bias = len(parameters) == 2
-    forward: Any = reference_norms.layer_norm_forward if with_bias else reference_norms.rms_norm_forward
-    y, *statistics = forward(call.input, *parameters, call.epsilon)
+    norm = reference_norms.layer_norm if with_bias else reference_norms.rms_norm
+    y, *statistics = norm.forward(call.input, *parameters, call.epsilon)
     return [y, *(statistic.flatten() for statistic in statistics)]
 
 
@@ -108,8 +108,8 @@ def _norm_backward(call: Call) -> list[Tensor]:
     _same_dtype(call.dout, call.input, *parameters)
     if len(parameters) == 2:
         statistics = _rows(call.input, call.mean, call.invvar)
-        return list(reference_norms.layer_norm_backward(call.dout, call.input, *statistics, call.gamma))
-    return list(reference_norms.rms_norm_backward(call.dout, call.input, *_rows(call.input, call.invvar), call.gamma))
+        return list(reference_norms.layer_norm.backward(call.dout, call.input, *statistics, call.gamma))
+    return list(reference_norms.rms_norm.backward(call.dout, call.input, *_rows(call.input, call.invvar), call.gamma))
 
 
 def _parameters(call: Call) -> list[Tensor]:
