@@ -4,7 +4,7 @@ The oracle of 2BW is its recursion W(t+1) = W(t) - lr * g(W(t-1)) (arXiv 2006.09
 computes the gradient at the older weights with a schedule that flushes, and another updates the newer ones.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -95,9 +95,8 @@ class GradientKeeper:
             state.begin_update(version)
 
 
-def recursion(mesh: Mesh, config: PretrainConfig, poisoned: bool = False) -> RankRun:
+def recursion(mesh: Mesh, config: PretrainConfig, poisoned: bool) -> RankRun:
     """2BW by hand in one process: `older` computes gradients, which update `newest`."""
-    config = replace(config, schedule=replace(config.schedule, name="1f1b", update=None))
     older, newest = (Replica(config, mesh) for _ in range(2))
     keeper = GradientKeeper()
     older.assembly.optimizer = keeper  # type: ignore[assignment]
@@ -119,6 +118,22 @@ def recursion(mesh: Mesh, config: PretrainConfig, poisoned: bool = False) -> Ran
     return RankRun(results, [], shards(states, [state.master for state in states]))
 
 
+@pytest.fixture(scope="module")
+def by_hand(make: Make) -> Callable[..., RankRun]:
+    """Return a function that trains a model by 2BW's recursion, which no option of its schedule changes; each run
+    is trained once."""
+    runs: dict[str, RankRun] = {}
+
+    def trained(model: str, run: Groups, poisoned: bool = False) -> RankRun:
+        fields = {**run, **schedule("1f1b")}
+        key = repr((model, fields, poisoned))
+        if key not in runs:
+            (runs[key],) = run_threads(ONE, recursion, make(model, ONE, fields), poisoned)
+        return runs[key]
+
+    return trained
+
+
 def losses(run: RankRun) -> list[float]:
     return [result.loss for result in run.results]
 
@@ -138,11 +153,13 @@ def check_equal(ranks: list[RankRun], expected: list[RankRun], *, norms: bool = 
 @pytest.mark.parametrize("model", ["gpt2-untied-dropout", "gpt2", "llama", "bert-pre-dropout"])
 @pytest.mark.parametrize("update", ["lazy", "eager"])
 @pytest.mark.parametrize(("sizes", "microbatches"), [(P2, 2), (P2, 3), (P4, 4), (P4, 8)], ids=str)
-def test_2bw_is_its_recursion(make: Make, model: str, update: str, sizes: dict[str, int], microbatches: int) -> None:
+def test_2bw_is_its_recursion(
+    make: Make, by_hand: Callable[..., RankRun], model: str, update: str, sizes: dict[str, int], microbatches: int
+) -> None:
     """Processes, whose sums hide alongside the actions of the next step."""
     batch: Groups = {"batch": {"global_size": microbatches}}
     run = {**schedule("2bw", update=update), **batch, **CLIPPED}
-    (expected,) = run_threads(ONE, recursion, make(model, ONE, run))
+    expected = by_hand(model, run)
     assert min(result.gradient_norm for result in expected.results) > 0.3, "nothing was clipped"
     check_equal(run_mesh(sizes, trained, make(model, sizes, run)), [expected])
 
@@ -159,10 +176,15 @@ def test_2bw_is_its_recursion(make: Make, model: str, update: str, sizes: dict[s
     ],
 )
 def test_2bw_is_its_recursion_through_drains_and_skipped_steps(
-    make: Make, update: str, option: Groups, drained: tuple[int, ...], poisoned: bool
+    make: Make,
+    by_hand: Callable[..., RankRun],
+    update: str,
+    option: Groups,
+    drained: tuple[int, ...],
+    poisoned: bool,
 ) -> None:
     run = {**schedule("2bw", update=update), **option}
-    (expected,) = run_threads(ONE, recursion, make("gpt2", ONE, run), poisoned)
+    expected = by_hand("gpt2", run, poisoned)
     assert [result.skipped for result in expected.results] == [poisoned and step == POISONED for step in range(STEPS)]
     check_equal(run_threads(P2, trained, make("gpt2", P2, run), drained, poisoned), [expected])
 
@@ -185,9 +207,11 @@ def test_pipedream_does_not_depend_on_layout_and_drains(make: Make) -> None:
     ],
     ids=str,
 )
-def test_2bw_with_replicas_and_shards_is_its_recursion(make: Make, sizes: dict[str, int], option: Groups) -> None:
+def test_2bw_with_replicas_and_shards_is_its_recursion(
+    make: Make, by_hand: Callable[..., RankRun], sizes: dict[str, int], option: Groups
+) -> None:
     model, run = "gpt2-untied-dropout", schedule("2bw")
-    (expected,) = run_threads(ONE, recursion, make(model, ONE, run))
+    expected = by_hand(model, run)
     for rank in run_threads(sizes, trained, make(model, sizes, run, option), (2,)):
         assert losses(rank) == pytest.approx(losses(expected), rel=1e-5, abs=1e-6)
 

@@ -98,15 +98,28 @@ def cases(draw: Any, names: Sequence[tuple[str, Options]], optimizers: dict[str,
     )
 
 
+HISTORIES: dict[str, History] = {}
+
+
 def serial(case: Case, steps: int, replicas: int = 1) -> History:
-    """The serial recursion of a case; PipeDream's updates each take one micro-batch of every replica."""
+    """Return the serial recursion of a case, computed once for all cases that differ in schedule or drains alone.
+    PipeDream's updates each take one micro-batch of every replica."""
+    delays = [case.delay(stage) for stage, layers in enumerate(case.layers_per_stage) for _ in range(layers)]
+    key = repr(
+        (case.chain, case.num_microbatches, case.updates, case.optimizer, case.poisoned, delays, steps, replicas)
+    )
+    if key not in HISTORIES:
+        HISTORIES[key] = computed(case, steps, replicas, delays)
+    return HISTORIES[key]
+
+
+def computed(case: Case, steps: int, replicas: int, delays: list[int]) -> History:
     batches: list[Sequence[Microbatch]] = []
     rates = []
     for step in range(steps):
         batch = case.batch(step, replicas)
         batches += [batch[index :: case.updates] for index in range(case.updates)]
         rates += [learning_rate(step)] * case.updates
-    delays = [case.delay(stage) for stage, layers in enumerate(case.layers_per_stage) for _ in range(layers)]
     return recursion(case.chain, batches, rates, delays, partial(torchs, case.optimizer), case.optimizer.clip_norm)
 
 
