@@ -19,7 +19,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware, written
 from megapipe.layout.validation import run_problems
-from megapipe.planner.command.main import NO_DATA, Request
+from megapipe.planner.command.main import NO_DATA, Request, with_name
 from megapipe.planner.command.planning import (
     config_yaml,
     figures_cells,
@@ -110,6 +110,8 @@ def _print_head(answer: Estimate, hardware: Hardware, remarks: Sequence[str]) ->
 
 def run_compare(request: Request) -> None:
     """Print several configurations side by side, the fastest that fits first."""
+    if not request.flags["files"]:
+        raise ConfigError("FILE is missing; name one configuration for each layout to compare")
     hardware = request.hardware()
     rows: list[tuple[str, Estimate]] = []
     problems: list[str] = []
@@ -117,13 +119,15 @@ def run_compare(request: Request) -> None:
         try:
             rows.append((file, _predict(request.for_file(file), hardware)[0].estimate))
         except ConfigError as error:
-            problems += [problem if file in problem else f"{file}: {problem}" for problem in error.problems]
+            problems += with_name(file, error.problems)
     if problems:
         raise ConfigError(problems)
     rows.sort(key=lambda row: (not row[1].fits, -row[1].config.batch.global_size / row[1].step_seconds))
     if request.flags["json"]:
         print(json.dumps([{"file": name} | each.as_json() for name, each in rows], indent=2))
         return
+    if any(each.config.model != rows[0][1].config.model for _, each in rows):
+        print("note: the models differ, so the differences are not those of layouts alone")
     print_cells([{"file": name} | layout_cells(each.config) | figures_cells(each) for name, each in rows])
     terms = list(dict.fromkeys(term.name for _, each in rows for term in each.terms))
     print()

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
@@ -76,10 +76,21 @@ class Request:
         return parallel.data * parallel.pipeline * parallel.context * parallel.tensor
 
     def for_file(self, file: str) -> "Request":
-        """Return the same request for the configuration of a file; flags override fields of the file."""
-        parser = _parser(self.command, self.kind)
-        given = parse_given(parser, self.kind, ["--config", file, *self.arguments])
-        return replace(self, config=given.config, given=given.fields)
+        """Return the same request for the configuration of a file; flags override fields of the file.
+
+        Raises ConfigError, in which each problem names the file.
+        """
+        words = ["--config", file, *self.arguments]
+        try:
+            kind = _kind(words)
+            given = parse_given(_parser(self.command, kind), kind, words)
+        except ConfigError as error:
+            if _is_hardware(file):
+                raise ConfigError(
+                    f"{file} is a hardware file; write --hardware {file}, and name a configuration"
+                ) from None
+            raise ConfigError(with_name(file, error.problems)) from None
+        return replace(self, kind=kind, config=given.config, given=given.fields)
 
 
 Flag = tuple[str, dict[str, Any]]
@@ -167,7 +178,7 @@ _TRAIN_TIME = (
     _flag("--parameters", "number of parameters of the model (default: those of --model)", Amount),
     _flag("--least_efficiency", "with --bounds: minimum share of peak FLOP/s (default 0.5)", Probability, default=0.5),
 )
-_FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="+")
+_FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="*")
 _DRY_RUN = (
     _flag("file", "configuration file; without it, only flags describe the run", nargs="?"),
     _flag("--write_layout", "configuration file to write, with the stages and the strategy of each layer", Path),
@@ -243,7 +254,7 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     known = packaged_files("config")
     # `dry-run` and `compare` have files as positional arguments.
     files = [f"--config={word}" for word in arguments if word in known or os.path.isfile(word)]
-    kind = BertPretrainConfig if "--bert" in arguments else kind_of([*arguments, *files])
+    kind = _kind([*arguments, *files])
     parser = _parser(command, kind, documented=asks_for_help(arguments))
     given: Given[PretrainConfig] = parse_given(parser, kind, arguments)
     problems = [
@@ -255,6 +266,23 @@ def parse_request(command: str, arguments: Sequence[str]) -> Request:
     if problems:
         raise ConfigError(problems)
     return Request(command, tuple(arguments), kind, given.config, given.fields, given.flags)
+
+
+def _kind(arguments: Sequence[str]) -> type[PretrainConfig]:
+    return BertPretrainConfig if "--bert" in arguments else kind_of(arguments)
+
+
+def with_name(file: str, problems: Iterable[str]) -> list[str]:
+    """Return the problems of a file, each of which names it."""
+    return [problem if file in problem else f"{file}: {problem}" for problem in problems]
+
+
+def _is_hardware(file: str) -> bool:
+    try:
+        load_hardware(file)
+    except ConfigError:
+        return False
+    return True
 
 
 def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = False) -> ArgumentParser:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapipe.config.load import parse
-from megapipe.layout.hardware.description import load_hardware
+from megapipe.layout.hardware.description import load_hardware, written
 from megapipe.planner.command.planning import lost_share, save_interval
 from megapipe.planner.cost.model import predict
 from tests.planner.command.plan import LAYOUT, MODEL, json_of, output, refusal, without
@@ -115,6 +115,25 @@ def test_a_wrong_file_of_several_is_named(tmp_path):
     lines = refusal("compare", *files, *flags)
     assert len(lines) == 1
     assert lines[0].startswith(f"{files[1]}: batch.global_size 30 is not divisible")
+
+
+def test_compare_refuses_what_is_no_configuration(tmp_path):
+    machine = tmp_path / "machine.yaml"
+    machine.write_text(written(load_hardware("h100")))
+    flags = ["--hardware=h100", "--devices=4"]
+    assert refusal("compare", str(machine), "gpt_tiny", *flags) == [
+        f"{machine} is a hardware file; write --hardware {machine}, and name a configuration"
+    ]
+    assert refusal("compare", *flags) == ["FILE is missing; name one configuration for each layout to compare"]
+
+
+def test_compare_keeps_the_kind_of_each_file():
+    flags = ["--hardware=h100", "--devices=2"]
+    alone = json_of("compare", "gpt_tiny", *flags)[0]
+    mixed = json_of("compare", "gpt_tiny", "bert_quickstart", *flags)
+    assert alone in mixed
+    assert output("compare", "gpt_tiny", "bert_quickstart", *flags).startswith("note: the models differ, ")
+    assert "note: " not in output("compare", "gpt_tiny", "gpt_tiny", *flags)
 
 
 def test_a_bert_is_planned_too():
