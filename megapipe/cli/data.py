@@ -72,14 +72,12 @@ def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
 
 def stalls_parser() -> OneLineParser:
     """Return the parser of `megapipe data stalls`; options of the training run are parsed separately."""
+    from megapipe.cli.train import add_kind  # the other commands do not need its imports
+
     parser = tool_parser("megapipe data stalls", STALLS_DESCRIPTION, STALLS_EXAMPLES)
     parser.usage = "megapipe data stalls --config FILE [options] [--group.field VALUE ...]"
     parser.add_argument("--config", metavar="FILE", help="YAML file, as for megapipe train")
-    parser.add_argument(
-        "--kind",
-        choices=["gpt", "bert"],
-        help="kind of run (default: bert if a field that only BERT runs have is set, otherwise gpt)",
-    )
+    add_kind(parser)
     parser.add_argument(
         "--steps", type=positive, default=20, metavar="N", help="steps to measure in each run (default 20)"
     )

@@ -315,14 +315,19 @@ A BERT reads a shard that is split into sentences (megapipe preprocess --split-s
 HINT = f"usage: megapipe train [-n RANKS] --config FILE [--group.field VALUE ...]\n\n{EXAMPLES}"
 
 
-def _add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that only the launcher reads. Without -n, this process is one rank: the only one, or the one that
-    is set by variables of torchrun or Slurm."""
+def add_kind(parser: argparse.ArgumentParser) -> None:
+    """Add the flag --kind."""
     parser.add_argument(
         "--kind",
         choices=tuple(KINDS),
         help="kind of model (default: bert if a field that only BERT runs have is set, otherwise gpt)",
     )
+
+
+def _add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that only the launcher reads. Without -n, this process is one rank: the only one, or the one that
+    is set by variables of torchrun or Slurm."""
+    add_kind(parser)
     parser.add_argument(
         "-n",
         "--ranks",

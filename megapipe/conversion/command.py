@@ -41,11 +41,10 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
 
     convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")
-    convert.add_argument(
-        "source", metavar="PATH", help="folder of a checkpoint, or of a run (its newest complete checkpoint)"
-    )
+    about = "folder of a checkpoint, or of a run (its newest complete checkpoint)"
+    convert.add_argument("sources", metavar="PATH", nargs=1, help=about)
     convert.add_argument("target", metavar="TARGET", help="folder to write, which must not exist")
-    _add_reading(convert, _convert)
+    _add_reading(convert, _write)
     _add_writing(convert)
     convert.add_argument("--to", choices=list(FORMATS), required=True, help=_formats())
     convert.add_argument(
@@ -74,8 +73,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     average = commands.add_parser("average", help="average the weights of several checkpoints in float64")
     average.add_argument("sources", metavar="PATH", nargs="+")
-    average.add_argument("--output", required=True, metavar="TARGET", help="folder to write, which must not exist")
-    _add_reading(average, _average)
+    about = "folder to write, which must not exist"
+    average.add_argument("--output", dest="target", required=True, metavar="TARGET", help=about)
+    average.set_defaults(weights_only=True)
+    _add_reading(average, _write)
     _add_writing(average)
     average.add_argument("--to", choices=list(FORMATS), default="megapipe", help=_formats() + " (megapipe)")
     return parser
@@ -178,19 +179,25 @@ def _options(arguments: argparse.Namespace) -> TargetOptions:
     return TargetOptions(**{each.name: getattr(arguments, each.name) for each in fields(TargetOptions)})
 
 
-def _convert(arguments: argparse.Namespace) -> int:
+def _write(arguments: argparse.Namespace) -> int:
+    """Convert one checkpoint, or average the weights of several."""
     from megapipe.checkpoint.directory import check_new
-    from megapipe.conversion.operations import contents_for, transfer
+    from megapipe.conversion.operations import average, contents_for, transfer
 
-    options, target = _options(arguments), FORMATS[arguments.to]
-    check_new(Path(arguments.target))
-    source = _open(arguments.source, arguments)
-    contents = contents_for(source.contents, target, arguments.precision, arguments.weights_only)
+    options, target, path = _options(arguments), FORMATS[arguments.to], Path(arguments.target)
+    check_new(path)
+    sources = [_open(each, arguments) for each in arguments.sources]
+    given = sources[-1].contents
+    contents = contents_for(given, target, arguments.precision, arguments.weights_only)
     contents = _with_tokenizer(contents, arguments.tokenizer)
-    writer = target.open_target(Path(arguments.target), contents, options)
-    notes = transfer(source, contents, writer)
-    left_out = [kind for kind in source.contents.kinds if kind not in contents.kinds]
-    print(f"{arguments.target}: {target.title}, {_counted(len(contents.tensors))}")
+    mean, left_out = "", []
+    if arguments.command == "average":
+        notes = average(sources, contents, lambda: target.open_target(path, contents, options))
+        mean = f"mean of {len(sources)} checkpoints, "
+    else:
+        notes = transfer(sources[0], contents, target.open_target(path, contents, options))
+        left_out = [kind for kind in given.kinds if kind not in contents.kinds]
+    print(f"{arguments.target}: {target.title}, {mean}{_counted(len(contents.tensors))}")
     if left_out:
         print(f"left out: {', '.join(left_out)}")
     for note in notes:
@@ -252,22 +259,6 @@ def _diff(arguments: argparse.Namespace) -> int:
     if not differences:
         print(f"equal: {_counted(compared)}" + (" of weights" if weights_only else ""))
     return 1 if differences else 0
-
-
-def _average(arguments: argparse.Namespace) -> int:
-    from megapipe.checkpoint.directory import check_new
-    from megapipe.conversion.operations import average, contents_for
-
-    options, target = _options(arguments), FORMATS[arguments.to]
-    check_new(Path(arguments.output))
-    sources = [_open(path, arguments) for path in arguments.sources]
-    contents = contents_for(sources[-1].contents, target, arguments.precision, weights_only=True)
-    contents = _with_tokenizer(contents, arguments.tokenizer)
-    notes = average(sources, contents, lambda: target.open_target(Path(arguments.output), contents, options))
-    print(f"{arguments.output}: {target.title}, mean of {len(sources)} checkpoints, {_counted(len(contents.tensors))}")
-    for note in notes:
-        print(note)
-    return 0
 
 
 def _counted(tensors: int) -> str:
