@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from megapipe.config.parallel import ParallelConfig
     from megapipe.config.run import PretrainConfig
     from megapipe.data.samples import SplitName
+    from megapipe.data.tokenizers import Tokenizer
+    from megapipe.inference.trained_model import TrainedModel
     from megapipe.training.loop.batches import Samples
 
 GENERATE_DESCRIPTION = """\
@@ -163,11 +165,7 @@ def _generate(arguments: argparse.Namespace) -> None:
     from megapipe.inference.generation import Limits, StopStrings, generate
     from megapipe.inference.trained_model import LoadedModel
 
-    parallel = _layout(arguments)
-    trained = request.read_trained(arguments.checkpoint)
-    request.check_is_gpt(trained)
-    config = request.on_layout(trained.config, parallel)
-    tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
+    trained, config, tokenizer = _gpt(arguments)
     tokens = request.encoded(prompts, tokenizer, config.model)
     limits = Limits(
         max_new_tokens=arguments.max_new_tokens,
@@ -363,11 +361,7 @@ def _evaluate_tasks(arguments: argparse.Namespace) -> None:
     from megapipe.inference.evaluation import Tasks
     from megapipe.inference.trained_model import LoadedModel
 
-    parallel = _layout(arguments)
-    trained = request.read_trained(arguments.checkpoint)
-    request.check_is_gpt(trained)
-    config = request.on_layout(trained.config, parallel)
-    tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
+    trained, config, tokenizer = _gpt(arguments)
     tasks = Tasks(arguments.tasks.split(","), folder)
     with request.connected(config) as mesh:
         model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
@@ -400,6 +394,21 @@ def _run(command: Callable[[argparse.Namespace], None], arguments: argparse.Name
         from megapipe.training.resilience.failures import status_of  # with torch
 
         return status_of(error)
+
+
+def _gpt(arguments: argparse.Namespace) -> "tuple[TrainedModel, PretrainConfig, Tokenizer]":
+    """Return the model of --checkpoint, its configuration on the layout of the flags, and its tokenizer.
+
+    Raises ConfigError for a BERT.
+    """
+    from megapipe.inference import trained_model as request
+
+    parallel = _layout(arguments)
+    trained = request.read_trained(arguments.checkpoint)
+    request.check_is_gpt(trained)
+    config = request.on_layout(trained.config, parallel)
+    tokenizer = request.find_tokenizer(arguments.tokenizer or trained.tokenizer, config.data.prefixes[0])
+    return trained, config, tokenizer
 
 
 def _layout(arguments: argparse.Namespace) -> "ParallelConfig":
