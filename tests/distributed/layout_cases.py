@@ -147,15 +147,17 @@ def fp8(recipe: str, **training: Any) -> Groups:
 
 
 CURVES = [
-    Case("gpt2", P2),
     Case("gpt2-untied-dropout", P4, schedule("gpipe")),
     Case("llama-tied-dropout", T2),
     Case("llama", DP),
 ]
 MORE_CURVES = [
-    Case(model, sizes)
-    for model in ("gpt2", "gpt2-untied-dropout", "llama", "llama-tied-dropout")
-    for sizes in (T2, D2, TP, DP)
+    Case("gpt2", P2),
+    *(
+        Case(model, sizes)
+        for model in ("gpt2", "gpt2-untied-dropout", "llama", "llama-tied-dropout")
+        for sizes in (T2, D2, TP, DP)
+    ),
 ]
 LINKS = [Case("gpt2", P2, parallel(links=kind)) for kind in ("gloo", "shared_memory")]
 

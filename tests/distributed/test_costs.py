@@ -1,9 +1,8 @@
-"""Costs that the covering array does not show: peaks of whole steps, sums of a step, what auto decides, traces."""
+"""Costs that the covering array does not show: peaks of whole steps, sums of a step, what auto decides."""
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from megapipe.layout.prediction import predict_rank
 from megapipe.layout.walk import ACTING
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import KIND, Kind, kind_mask
-from megapipe.schedules.command.main import main
 from megapipe.spec.layers import model_layers
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
@@ -41,7 +39,6 @@ from tests.spec.sizes import message_bytes, predicted_bytes
 from tests.support.counting_groups import Place, Traffic, counted
 from tests.support.equality import check_bits
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, make_config, run_gpt
-from tests.support.launch import launch
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_mesh, run_threads
@@ -174,26 +171,3 @@ def test_auto_moves_and_recomputes_without_changing_a_bit(corpus: str) -> None:
     (actual,), (expected,) = (run_threads(ONE, run_and_plan, each) for each in (mixed, plain))
     assert "2 keep, 2 move, 2 recompute (rmrmkk)" in actual[1]
     check_bits([actual[0]], expected[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "printed", "compared"),
-    [
-        (
-            ["activations=auto", "memory=1", "optimizer=true", "weights=true"],
-            "offload auto: stage 1: of ",
-            "predicted",
-        ),
-        pytest.param([], "", "recompute", marks=EXHAUSTIVE),
-    ],
-)
-def test_a_trace_is_compared_with_the_simulation(
-    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str], options: list[str], printed: str, compared: str
-) -> None:
-    arguments = [f"--offload.{option}" for option in options] or ["--recompute.method=full"]
-    run = ["--parallel.pipeline=2", "--training.steps=6", "--profile.trace=trace"]
-    done = launch(2, f"--data.prefix={corpus}", *arguments, *run, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert printed in done.stdout
-    assert main(["overlay", str(tmp_path / "trace"), "-o", str(tmp_path / "overlay.html")]) == 0
-    assert compared in capsys.readouterr().out

@@ -20,7 +20,7 @@ def records(folder: Path) -> list[dict[str, object]]:
     ("num_processes", "layout"),
     [
         pytest.param(1, [], id="plain", marks=pytest.mark.exhaustive),
-        pytest.param(2, ["--parallel.pipeline", "2"], id="pipeline"),
+        pytest.param(2, ["--parallel.pipeline=2", "--offload.activations=auto", "--offload.memory=1"], id="pipeline"),
         pytest.param(2, ["--parallel.tensor", "2"], id="tensor", marks=pytest.mark.exhaustive),
     ],
 )
@@ -29,6 +29,7 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
     finished = launch_with_torchrun(num_processes, *arguments, folder=tmp_path)
     assert finished.returncode == 0, finished.stderr
     assert "step 4/4 | loss" in finished.stdout
+    assert ("offload auto: stage 1: of " in finished.stdout) == ("--offload.activations=auto" in layout)
     start, *steps, waited, saved, end = records(tmp_path)
     assert [(each["event"], each["step"]) for each in (waited, saved)] == [("save_wait", 4), ("checkpoint", 4)]
     assert start["event"] == "start"

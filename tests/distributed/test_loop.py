@@ -26,33 +26,12 @@ def metrics(folder: Path) -> list[tuple[object, ...]]:
     ]
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
-def test_pipelines_ramp_evaluate_and_resume_like_one_process(tmp_path: Path, corpus: str, schedule: str) -> None:
-    alone, split = tmp_path / "alone", tmp_path / "split"
-    for folder in (alone, split):
-        folder.mkdir()
-    run = [*RUN, f"--schedule.name={schedule}"]
-    first = launch(1, f"--data.prefix={corpus}", *run, folder=alone)
-    assert first.returncode == 0, first.stderr
-    layout = ["--parallel.pipeline=2"]
-    started = launch(2, f"--data.prefix={corpus}", *run, *layout, "--training.stop_at=4", folder=split)
-    assert started.returncode == 0, started.stderr
-    assert started.stdout.count("losses to beat") == 1
-    ended = launch(1, f"--data.prefix={corpus}", *run, folder=split)
-    assert "resumed from" in ended.stdout
-    expected = metrics(alone)
-    assert [entry[3] for entry in expected if entry[0] is None] == [2, 2, 4, 6, 8, 8]
-    # The first part also evaluates where it stops.
-    assert [entry for entry in metrics(split) if entry[:2] != ("evaluation", 4)] == expected
-    assert list((split / "runs/default/tensorboard").glob("events.*"))
-
-
-def test_terminals_get_a_bar_and_their_cursor_back(tmp_path: Path, corpus: str) -> None:
+def run_on_a_terminal(folder: Path, *arguments: str) -> str:
+    """Run one process to its end on a terminal, and return what it has written there."""
     ours, theirs = pty.openpty()
-    arguments = [f"--data.prefix={corpus}", *RUN, "--training.steps=3"]
     process = subprocess.Popen(
         command(1, *arguments),
-        cwd=tmp_path,
+        cwd=folder,
         env=environment(TERM="xterm-256color", COLUMNS="120", LINES="40"),
         stdin=theirs,
         stdout=theirs,
@@ -71,8 +50,33 @@ def test_terminals_get_a_bar_and_their_cursor_back(tmp_path: Path, corpus: str) 
     _, errors = process.communicate(timeout=60)
     os.close(ours)
     assert process.returncode == 0, errors.decode()
-    text = seen.decode()
-    for part in ("step 3/3", "tokens/s | MFU", "after step 3: validation loss", "finished after step 3/3"):
+    return seen.decode()
+
+
+def check_bar(text: str) -> None:
+    """A terminal shows progress and losses, and gets its cursor back."""
+    for part in ("step 6/6", "tokens/s | MFU", "after step 3: validation loss", "finished after step 6/6"):
         assert part in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")
-    assert "step 3/3 | loss" in text, "losses stay in the scrollback"
+    assert "step 6/6 | loss" in text, "losses stay in the scrollback"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
+def test_pipelines_ramp_evaluate_and_resume_like_one_process(tmp_path: Path, corpus: str, schedule: str) -> None:
+    """The one process runs on a terminal, where it shows a bar."""
+    alone, split = tmp_path / "alone", tmp_path / "split"
+    for folder in (alone, split):
+        folder.mkdir()
+    run = [*RUN, f"--schedule.name={schedule}"]
+    check_bar(run_on_a_terminal(alone, f"--data.prefix={corpus}", *run))
+    layout = ["--parallel.pipeline=2"]
+    started = launch(2, f"--data.prefix={corpus}", *run, *layout, "--training.stop_at=4", folder=split)
+    assert started.returncode == 0, started.stderr
+    assert started.stdout.count("losses to beat") == 1
+    ended = launch(1, f"--data.prefix={corpus}", *run, folder=split)
+    assert "resumed from" in ended.stdout
+    expected = metrics(alone)
+    assert [entry[3] for entry in expected if entry[0] is None] == [2, 2, 4, 6, 8, 8]
+    # The first part also evaluates where it stops.
+    assert [entry for entry in metrics(split) if entry[:2] != ("evaluation", 4)] == expected
+    assert list((split / "runs/default/tensorboard").glob("events.*"))

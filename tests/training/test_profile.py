@@ -42,12 +42,14 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_after: int) ->
 
 
 def traced(folder: Path, corpus: str, sizes: dict[str, int], name: str, **how: Any) -> list[tuple[list[str], Any]]:
+    """groups: other groups of the configuration."""
     config = make_config(
         corpus,
         replace(GPT2_SHAPE, num_layers=3),
         batch={"global_size": 4 * sizes.get("data", 1)},
         schedule={"name": name},
         profile={"trace": str(folder), **how.pop("profile", {})},
+        **how.pop("groups", {}),
     )
     return run_threads(sizes, trained, config, how.get("steps", 6), how.get("drain_after", -1))
 
@@ -102,6 +104,24 @@ def test_every_replica_of_the_pipeline_can_be_shown(
         assert len(json.loads(capsys.readouterr().out)["ranks"]) == 2
     assert main(["overlay", str(tmp_path), "--pipeline", "2"]) == 2
     assert "the run had 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        {"offload": {"activations": "auto", "memory": 1.0, "optimizer": True, "weights": True}},
+        pytest.param({"recompute": {"method": "full"}}, marks=pytest.mark.exhaustive),
+    ],
+    ids=lambda groups: next(iter(groups)),
+)
+def test_traces_of_moved_and_recomputed_blocks_are_laid_over(
+    tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str], groups: dict[str, Any]
+) -> None:
+    traced(tmp_path, corpus, {"pipeline": 2}, "1f1b", groups=groups)
+    assert main(["overlay", str(tmp_path), "-o", str(tmp_path / "overlay.html")]) == 0
+    output = capsys.readouterr().out
+    assert ": measured over predicted" in output
+    assert ("recompute" in output) == ("recompute" in groups)
 
 
 def test_runs_that_end_early_keep_what_was_traced(tmp_path: Path, corpus: str) -> None:

@@ -87,4 +87,4 @@ for _name in TABLES:
     table(PAGE, f"published rows {_name}")(partial(rows_lines, _name))
     table(PAGE, f"rows of {_name} left out", "exhaustive")(lambda name=_name: [left_out_line(fitted(name))])
 table(PAGE, "other findings")(findings_lines)
-table(PAGE, "vocabularies of 4B models")(vocabulary_lines)
+table(PAGE, "vocabularies of 4B models", "slow")(vocabulary_lines)
