@@ -197,6 +197,14 @@ def test_models_of_no_family_are_refused_with_their_fields(name: str, changes: d
         exported_config(replace(case_of(name).model, **{"family": "", **changes}), "F32")
 
 
+def test_the_usual_activation_of_a_head_may_be_named() -> None:
+    model = BertModelConfig()
+    named = replace(model, transform_activation=model.usual_transform_activation)
+    assert exported_config(named, "F32") == exported_config(model, "F32")
+    with pytest.raises(CheckpointError, match=r"set model\.transform_activation to None"):
+        exported_config(replace(model, transform_activation="silu"), "F32")
+
+
 def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
     """With Mixtral's random weights and random biases of the experts."""
     theirs_of("mixtral").save_pretrained(tmp_path / "theirs")

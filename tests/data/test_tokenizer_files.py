@@ -235,6 +235,13 @@ def test_impossible_vocabularies_are_refused(tmp_path: Path, kind: str, output: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("names", [["<pad>", "<pad>"], [" "], ["[MASK]"]])
+def test_special_tokens_need_names_of_their_own(tmp_path: Path, names: list[str]) -> None:
+    error = train("byte-level-bpe", tmp_path / "out.json", "--special-tokens", *names, status=2)
+    assert f"--special-tokens {names[0]!r}: name each special token once" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", list(TRAINERS))
 def test_broken_and_empty_input_is_refused(tmp_path: Path, kind: str) -> None:
     lines = [json.dumps({"text": f"line {number} of some text"}) for number in range(300)]
