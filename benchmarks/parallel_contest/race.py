@@ -92,9 +92,10 @@ class World:
 
     def end(self) -> None:
         """Ask the ranks to end, and kill those that do not."""
-        for pipe, rank in zip(self._pipes, self._ranks, strict=True):
+        for pipe in self._pipes:  # all of them first: each rank waits for the others before it ends
             with suppress(BrokenPipeError):
                 pipe.send(None)
+        for rank in self._ranks:
             rank.join(timeout=60.0)
             rank.kill()
 
