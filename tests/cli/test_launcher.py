@@ -253,5 +253,6 @@ def test_two_nodes_meet(folder: Path, argument: str, status: int) -> None:
         assert sum(line.startswith("finished after step 3/3") for line in lines) == 1
         assert saved_steps(folder / "runs/default") == [3]
     else:
-        assert len(lines) == 1, "the rank that reports first says it for all"
-        assert lines[0].startswith(WRONG[argument])
+        (error,) = set(lines) - {"starting 2 ranks", "loading torch"}  # the rank that reports first says it for all
+        assert error.startswith(WRONG[argument])
+        assert lines.count(error) == 1
