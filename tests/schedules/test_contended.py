@@ -49,7 +49,9 @@ def test_independent_ranks_are_simulated_as_without_contention(
     expected = simulate(schedule, costs, 2)
     simulation = simulate_contended(schedule, costs, alone, steps=2)
     work = expected.table.is_kind(*COMPUTE_STREAM, Kind.UPDATE)
+    assert simulation.start[work] == pytest.approx(expected.start[work])
     assert simulation.end[work] == pytest.approx(expected.end[work])
+    assert (simulation.start <= simulation.end).all()
     if name != "pipedream":  # no action awaits its last sum of scalars, so it has no end there
         assert simulation.finish == pytest.approx(expected.finish)
 
