@@ -19,6 +19,7 @@ GPU.
 import re
 from collections.abc import Sequence
 from enum import IntEnum
+from functools import cache
 from itertools import groupby
 from typing import Final, NamedTuple, Self
 
@@ -111,7 +112,8 @@ def rows_of(
 ) -> Rows:
     """Return rows made from columns; numbers and arrays broadcast against each other. Shape [..., len(COLUMNS)]."""
     columns = (kind, stage, unit, microbatch, version, -1, -1)
-    rows = np.empty((*np.broadcast_shapes((1,), *map(np.shape, columns)), len(COLUMNS)), dtype=np.int32)
+    shape = np.broadcast(kind, stage, unit, microbatch, version).shape or (1,)
+    rows = np.empty((*shape, len(COLUMNS)), dtype=np.int32)
     for number, column in enumerate(columns):
         rows[..., number] = column
     return rows
@@ -130,9 +132,15 @@ def empty_rows() -> Rows:
 
 def kind_mask(kinds: Rows, *wanted: Kind) -> Mask:
     """Return which entries of a kind column are one of ``wanted``, in the shape of the column."""
-    table = np.zeros(len(Kind), dtype=np.bool_)
-    table[list(wanted)] = True
-    return table[kinds]
+    return _members(wanted).take(kinds)
+
+
+@cache
+def _members(wanted: tuple[Kind, ...]) -> Mask:
+    """Return for each kind whether it is one of ``wanted``."""
+    members = np.zeros(len(Kind), dtype=np.bool_)
+    members[list(wanted)] = True
+    return members
 
 
 _KINDS: Final = {kind.letters: kind for kind in Kind}

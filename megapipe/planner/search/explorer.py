@@ -260,22 +260,22 @@ class Explorer:
             best = candidate if best is None else min(best, candidate, key=size)
         return best
 
-    def front(self, slowest: float, tolerance: float) -> list[Estimate]:
+    def front(self, slowest: float, tolerance: float, known: Iterable[Estimate] = ()) -> list[Estimate]:
         """Return the Pareto front of step time and memory, the fastest layout first.
 
         For each layout that fits and takes at most `slowest` seconds a step, the front has a layout that exceeds
-        neither its time nor its memory by more than the fraction `tolerance`.
+        neither its time nor its memory by more than the fraction `tolerance`. known: layouts that fit, to start from.
         """
-        front: list[Estimate] = []
+        front, more = pareto(known), 1.0 + tolerance
 
-        def covered(seconds: float, num_bytes: float, more: float = 1.0 + tolerance) -> bool:
+        def covered(seconds: float, num_bytes: float) -> bool:
             """Return whether a layout is fast enough, but one of the front needs at most `more` times its seconds and
             bytes. Among the layouts that are as fast, the slowest one needs the least memory."""
             as_fast = bisect_right(front, seconds * more, key=attrgetter("step_seconds"))
             return seconds <= slowest and as_fast > 0 and front[as_fast - 1].peak_bytes <= num_bytes * more
 
         def useless(seconds: float, num_bytes: float) -> bool:
-            return seconds > slowest or covered(seconds, num_bytes, 1.0)
+            return seconds > slowest or covered(seconds, num_bytes)
 
         near = (each for each in self._in_order("seconds", useless=covered) if not covered(*each[:2]))
         for seconds, num_bytes, layout in self._that_fit(near, useless):

@@ -127,7 +127,8 @@ def search_speed(
     if not ranked:
         # At least one layout exists, so `nearest` returns one.
         raise NothingFits(cast(Estimate, explorer.nearest()), hardware, devices)
-    front = explorer.front(effort.slowest * fastest[0].step_seconds, effort.tolerance) if effort.slowest else []
+    slowest = effort.slowest * fastest[0].step_seconds
+    front = explorer.front(slowest, effort.tolerance, known=fastest[:1]) if effort.slowest else []
     others = alternatives(explorer, hardware, fastest[0]) if effort.alternatives else ()
     report(0.9)
 
