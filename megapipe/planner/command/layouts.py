@@ -40,7 +40,7 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
 from megapipe.planner.fitting import FitResult, find_table, fit_rows, fit_table, report_lines
 from megapipe.planner.papers.galvatron import per_layer
-from megapipe.planner.papers.pipedream import two_buffered_plan
+from megapipe.planner.papers.pipedream import partition_plan, two_buffered_plan
 from megapipe.planner.recompute import limited, resolved
 from megapipe.planner.search.findings import Findings, PlannedLayout
 from megapipe.planner.search.plan import Effort, search
@@ -162,8 +162,12 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
 
 OUTPUT_NAME = "plan.yaml"
 """File name in the printed command if no file was written."""
-PUBLISHED = {"per_layer": per_layer, "two_buffered": two_buffered_plan}
-"""Published planners by their flags."""
+PUBLISHED = {
+    "per_layer": ("Galvatron's planner", per_layer),
+    "two_buffered": ("PipeDream-2BW's planner", two_buffered_plan),
+    "partition": ("PipeDream's partitioner", partition_plan),
+}
+"""Published planners and their names, by flag."""
 
 
 @contextmanager
@@ -209,7 +213,11 @@ def run_search(request: Request) -> None:
         write_search(request, hardware, prediction, findings, command, [*remarks, *lines])
     if flags["write_config"] is not None:
         write_text(flags["write_config"], _config_text(hardware, best, command))
-    advice = {name: plan(best.config, hardware, devices) for name, plan in PUBLISHED.items() if flags[name]}
+    advice = {}
+    for flag, (name, plan) in PUBLISHED.items():
+        if flags[flag]:
+            with progress_bar(f"asking {name}") as report:
+                advice[flag] = plan(best.config, hardware, devices, report)
     if flags["json"]:
         additions = {"advice": advice, "launch": command, **facts, "remarks": remarks}
         print(json.dumps(best.as_json() | additions | {"search": findings.as_json()}, indent=2))
@@ -362,6 +370,16 @@ def print_advice(advice: Mapping[str, Any]) -> None:
             f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} per step by its model\n"
             f"  {settings}"
         )
+    if "partition" in advice:
+        plan = advice["partition"]
+        print(
+            f"\n{plan['source']}: {plan['tokens_per_s']:,.0f} tokens/s with {plan['in_flight']} micro-batches in "
+            "flight, by its model; megapipe can train it only if all stages have the same number of replicas"
+        )
+        for number, stage in enumerate(plan["stages"]):
+            first, last = stage["layers"]
+            layers = first if first == last else f"{first} to {last}"
+            print(f"  stage {number}: {layers}, {stage['replicas']} replicas")
 
 
 def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

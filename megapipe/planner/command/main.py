@@ -168,6 +168,7 @@ _SEARCH = (
     ),
     _flag("--per_layer", "also print the per-layer plan of Galvatron, which megapipe cannot always train", bool),
     _flag("--two_buffered", "also print the plan of PipeDream-2BW's planner", bool),
+    _flag("--partition", "also print the stages of PipeDream's partitioner", bool),
     _flag("--top", "number of layouts to list (default 5)", PositiveInt, default=5),
     _flag("--write_config", "write the best layout as a configuration to train", Path, metavar="FILE"),
 )

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config import ConfigError
+from megapipe.config.command_line import Report
 from megapipe.config.parallel import ScheduleConfig, ZeroConfig, layer_is_fp8
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
@@ -143,12 +144,13 @@ class Plan:
         return self.batch_size / self.seconds
 
 
-def search(costs: "OpCosts", batch_size: int, *, units: int = 512) -> Plan:
+def search(costs: "OpCosts", batch_size: int, *, units: int = 512, report: Report = lambda share: None) -> Plan:
     """Return the fastest plan over all pipeline degrees and numbers of micro-batches; on a tie the first plan. Shapes
     whose lower bound is too slow are skipped.
 
-    units: number of parts into which the dynamic programming divides the memory. The numbers of micro-batches are
-    powers of 2. Raises ValueError if the number of devices is not a power of 2, or no plan fits.
+    units: number of parts into which the dynamic programming divides the memory. report: receives the fraction of the
+    work that is done. The numbers of micro-batches are powers of 2. Raises ValueError if the number of devices is not
+    a power of 2, or no plan fits.
     """
     if costs.devices & (costs.devices - 1):
         raise ValueError(f"devices must be a power of 2, got {costs.devices}")
@@ -161,9 +163,10 @@ def search(costs: "OpCosts", batch_size: int, *, units: int = 512) -> Plan:
         if (options := _options(costs, depth, batch_size // microbatches))
     ]
     best, seconds, place = None, inf, len(shapes)
-    for bound, at in sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes)):
+    for number, (bound, at) in enumerate(sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes))):
         if bound > seconds:
             break
+        report(number / len(shapes))
         plan = shapes[at].plan(units, seconds)
         if plan is not None and (plan.seconds, at) < (seconds, place):
             best, seconds, place = plan, plan.seconds, at
@@ -371,16 +374,18 @@ ADVICE = (
 )
 
 
-def per_layer(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
+def per_layer(
+    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = lambda share: None
+) -> dict[str, Any]:
     """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
 
-    Times of layers are the roofline of the first group's device. Raises ConfigError if the number of devices is not a
-    power of 2, the precision is auto, the device has no peak for it, or nothing fits.
+    report: as in `search`. Times of layers are the roofline of the first group's device. Raises ConfigError if the
+    number of devices is not a power of 2, the precision is auto, the device has no peak for it, or nothing fits.
     """
     times = shared(slowest_roofline([hardware.groups[0].device], config.training.precision))
     costs = OpCosts(config, hardware, devices, times)
     try:
-        plan = search(costs, config.batch.global_size, units=128)
+        plan = search(costs, config.batch.global_size, units=128, report=report)
     except ValueError as error:
         raise ConfigError(f"per-layer plan: {error}") from error
     return _as_json(plan, [each.name for each in costs.layers], config)

@@ -14,15 +14,18 @@ paper's. For a model of this project, times come from its layers, and memory com
 instead of the closed form of appendix A (`two_buffered_plan`).
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import cache
-from itertools import accumulate, product
+from itertools import product
 from operator import attrgetter
 from typing import Any, Literal, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from megapipe.config import ConfigError
+from megapipe.config.command_line import Report
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ScheduleConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig
@@ -33,8 +36,11 @@ from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.run_layout import lay_run
+from megapipe.schedules.actions import Ints
 from megapipe.schedules.registry import find_published
 from megapipe.spec.ops import FULL_BYTES
+
+Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -69,6 +75,13 @@ class PartitionStage:
     workers: int
     inner: tuple["PartitionStage", ...] = ()
 
+    def on_devices(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the first layer, the end and the number of devices of each of its stages on the innermost level."""
+        if not self.inner:
+            yield self.first, self.last, self.workers
+        for stage in self.inner:
+            yield from ((first, last, self.workers * devices) for first, last, devices in stage.on_devices())
+
 
 @dataclass(frozen=True)
 class Partition:
@@ -82,61 +95,139 @@ class Partition:
         """Return NOAM, the mini-batches that fill the pipeline: workers / replicas of the first stage, rounded up."""
         return -(-sum(stage.workers for stage in self.stages) // self.stages[0].workers)
 
+    def on_devices(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the first layer, the end and the number of devices of every stage on the innermost level."""
+        return (each for stage in self.stages for each in stage.on_devices())
 
-def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float) -> Partition:
+
+def flat(
+    layers: Sequence[Layer], workers: int, bytes_per_second: float, report: Report = lambda share: None
+) -> Partition:
     """Return the best partition over `workers` workers with equal links (arXiv 1806.03377, partitioning algorithm).
 
     T(i..j, m) = max(sum of seconds, sum of W_l) / m, where `W_l = 4 (m - 1) |w_l| / (m x bandwidth)`; a transfer takes
-    twice the activation over the bandwidth.
+    twice the activation over the bandwidth. report: receives the fraction of the work that is done.
     """
-    return _best(layers, [Level(workers, bytes_per_second)], lambda count: 4 * (count - 1) / count)
+    return _best(layers, [Level(workers, bytes_per_second)], lambda count: 4.0 * (count - 1.0) / count, report)
 
 
-def hierarchical(layers: Sequence[Layer], levels: Sequence[Level]) -> Partition:
+def hierarchical(layers: Sequence[Layer], levels: Sequence[Level], report: Report = lambda share: None) -> Partition:
     """Return the best partition over levels of links (SOSP'19, partitioning algorithm). levels: the innermost first.
+    report: receives the fraction of each level that is done.
 
     `T^k(i..j, m) = max(A^(k-1)(i..j, m_(k-1)), 2 (m - 1) sum of |w_l| / B_k) / m`, and A^0 is the sum of seconds; a
     transfer of level k takes twice the activation over B_k.
     """
-    return _best(layers, levels, lambda count: 2 * (count - 1))
+    return _best(layers, levels, lambda count: 2.0 * (count - 1.0), report)
 
 
-def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Callable[[int], float]) -> Partition:
-    """Return the best partition. passes: number of replicas -> how often weights cross a link in a gradient sum."""
-    seconds = list(accumulate((layer.seconds for layer in layers), initial=0.0))
-    weights = list(accumulate((layer.weight_bytes for layer in layers), initial=0.0))
+def _best(
+    layers: Sequence[Layer],
+    levels: Sequence[Level],
+    passes: Callable[[Ints], npt.NDArray[np.floating]],
+    report: Report,
+) -> Partition:
+    """Return the best partition. passes: numbers of replicas -> how often weights cross a link in a gradient sum.
+    report: receives the fraction of each level that is done."""
+    seconds, activations, weights = np.array([astuple(layer) for layer in layers]).T
+    chosen: list[tuple[Ints, Ints]] = []
+    # A^(k-1)(first..last), shape [firsts, lasts]: the layers on one component of a level.
+    fastest = _sums(seconds)
+    for number, level in enumerate(levels):
+        counts, transfer = np.arange(1, level.width + 1), 2 * activations / level.bytes_per_second
+        synchronised = passes(counts) * _sums(weights)[..., None] / level.bytes_per_second
+        stage = np.maximum(fastest[..., None], synchronised) / counts
+        # Only the outermost level has no level that divides other layers than all of them.
+        firsts = len(layers) if number + 1 < len(levels) else 1
+        best, cuts, workers = _best_of_level(stage[:firsts], stage, transfer, report)
+        chosen.append((cuts, workers))
+        fastest = np.full_like(fastest, np.inf)
+        fastest[:firsts] = best[..., -1]
 
-    def best(k: int, first: int, last: int) -> Partition:
-        """Return A^k(first..last) on the full width of level k; level 0 is one device."""
+    def stages(k: int, first: int, last: int, count: int) -> tuple[PartitionStage, ...]:
         if k == 0:
-            return Partition(math.fsum((seconds[last], -seconds[first])), ())
-        return best_from(k, first)[last, levels[k - 1].width]
+            return ()
+        cut, own = (int(each[first, last, count - 1]) for each in chosen[k - 1])
+        width = levels[k - 2].width if k > 1 else 1
+        stage = PartitionStage(cut, last, own, stages(k - 1, cut, last, width))
+        return (stage,) if cut == first else (*stages(k, first, cut, count - own), stage)
 
-    @cache
-    def stage(k: int, first: int, last: int, count: int) -> Partition:
-        """Return T^k(first..last, m): the layers as one stage."""
-        of_one = best(k - 1, first, last)
-        synchronised = passes(count) * math.fsum((weights[last], -weights[first])) / levels[k - 1].bytes_per_second
-        slowest = max(of_one.seconds, synchronised) / count
-        return Partition(slowest, (PartitionStage(first, last, count, of_one.stages),))
+    return Partition(float(fastest[0, -1]), stages(len(levels), 0, len(layers), levels[-1].width))
 
-    @cache
-    def best_from(k: int, first: int) -> dict[tuple[int, int], Partition]:
-        """Return A^k(first..last, m) by (last, m): the best partition of the first layers, then a last stage."""
-        level = levels[k - 1]
-        partitions: dict[tuple[int, int], Partition] = {}
-        for last, count in product(range(first + 1, len(layers) + 1), range(1, level.width + 1)):
-            fastest = stage(k, first, last, count)
-            for cut, workers in product(range(first + 1, last), range(1, count)):
-                before, after = partitions[cut, count - workers], stage(k, cut, last, workers)
-                transfer = 2 * layers[cut - 1].activation_bytes / level.bytes_per_second
-                slowest = max(before.seconds, transfer, after.seconds)
-                if slowest < fastest.seconds:
-                    fastest = Partition(slowest, before.stages + after.stages)
-            partitions[last, count] = fastest
-        return partitions
 
-    return best(len(levels), 0, len(layers))
+def _sums(values: Floats) -> Floats:
+    """Return the sums over layers first to last - 1, shape [layers + 1, layers + 1]."""
+    totals = np.append(0.0, values.cumsum())
+    return np.asarray(totals - totals[:, None])
+
+
+def _best_of_level(whole: Floats, stage: Floats, transfer: Floats, report: Report) -> tuple[Floats, Ints, Ints]:
+    """Return A^k(first..last, m), and the first layer and the workers of each last stage.
+
+    whole: T^k of the layers as one stage; stage: T^k of a last stage, shape [firsts, lasts, workers]; a level's A has
+    the shape of `whole`. transfer: seconds to send the output of each layer.
+    """
+    best, firsts = whole.copy(), np.arange(len(whole))
+    cuts = np.broadcast_to(firsts[:, None, None], whole.shape).copy()
+    workers = np.broadcast_to(np.arange(1, whole.shape[2] + 1), whole.shape).copy()
+    for last in range(2, whole.shape[1]):
+        report(last / whole.shape[1])
+        # The layers up to a cut on some workers, the transfer, then a stage on the others.
+        after = np.maximum(stage[1:last, last], transfer[: last - 1, None])
+        impossible = firsts[:, None] >= np.arange(1, last)
+        for count in range(2, whole.shape[2] + 1):
+            slowest = np.maximum(best[:, 1:last, count - 2 :: -1], after[:, : count - 1])
+            slowest[impossible] = np.inf
+            choices = slowest.reshape(len(whole), -1)
+            at = choices.argmin(axis=1)
+            fastest = choices[firsts, at]
+            better = fastest < best[:, last, count - 1]
+            best[better, last, count - 1] = fastest[better]
+            cut, own = np.divmod(at[better], count - 1)
+            cuts[better, last, count - 1], workers[better, last, count - 1] = cut + 1, own + 1
+    return best, cuts, workers
+
+
+def partition_plan(
+    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = lambda share: None
+) -> dict[str, Any]:
+    """Return the stages of PipeDream's partitioners for micro-batches of batch.micro_size, ready for JSON.
+
+    On the devices of one node, the answer is that of `flat`, otherwise that of `hierarchical` over devices of a node
+    and nodes. `replicas` of a stage is its number of devices. megapipe cannot train it if the numbers differ. Times of
+    layers are the roofline of the first group's device, and every layer sends a message between stages. report:
+    receives the fraction of each level that is done.
+
+    Raises ConfigError if the last node has fewer devices than the others, the precision is auto, or the device has no
+    peak for it.
+    """
+    machine, run = Machine.of(hardware, devices), uniform_run(config, config.batch.micro_size)
+    inside = machine.devices_per_server
+    if devices > inside and devices % inside:
+        raise ConfigError(
+            f"PipeDream's partitioner: {devices} devices are not whole nodes of {inside}, but it needs nodes of one "
+            f"size; use a multiple of {inside} devices"
+        )
+    times = slowest_roofline([hardware.groups[0].device], config.training.precision)
+    sent, members = float(layout_costs(run, device=hardware_device_type(hardware)).stream), layers_of(run)
+    weights = [FULL_BYTES * sum(spec.num_elements for spec in layer.parameters.values()) for layer in members]
+    profile = [
+        Layer(sum(times.of(run, layer)[:4]), sent, float(size)) for layer, size in zip(members, weights, strict=True)
+    ]
+    if devices > inside:
+        levels = [Level(inside, machine.fast), Level(devices // inside, inside * machine.slow)]
+        source, partition = "hierarchical", hierarchical(profile, levels, report)
+    else:
+        source, partition = "flat", flat(profile, devices, machine.fast, report)
+    return {
+        "source": f"PipeDream's {source} partitioner",
+        "tokens_per_s": config.batch.micro_size * config.data.sequence_length / partition.seconds,
+        "in_flight": partition.in_flight,
+        "stages": [
+            {"layers": [members[first].name, members[last - 1].name], "replicas": replicas}
+            for first, last, replicas in partition.on_devices()
+        ],
+    }
 
 
 PAPER = "arXiv 2006.09503"
@@ -230,7 +321,9 @@ def sequences_per_second(
     return width * micro_size / (depth * stage if execution == "no_pipelining" else stage)
 
 
-def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iterator[Configuration]:
+def configurations(
+    model: BlockModel, machine: Machine, batch_size: int, report: Report = lambda share: None
+) -> Iterator[Configuration]:
     """Yield the configurations that algorithm 1 compares: for every width, depth and execution, the one with the
     largest micro-batch that fits.
 
@@ -239,6 +332,7 @@ def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iter
     """
     numbers = range(1, machine.devices + 1)
     for width, depth, execution in product(numbers, numbers, get_args(Execution)):
+        report((width - 1) / machine.devices)
         share, rest = divmod(batch_size, width * (1 if execution == "no_pipelining" else depth))
         if width * depth > machine.devices or model.num_blocks % depth or rest:
             continue
@@ -250,13 +344,15 @@ def configurations(model: BlockModel, machine: Machine, batch_size: int) -> Iter
                 break
 
 
-def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
+def plan(model: BlockModel, machine: Machine, batch_size: int, report: Report = lambda share: None) -> Configuration:
     """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
 
     Trying all micro-batch sizes gives the same result if a block's time per sequence does not increase with the size.
+    report: receives the fraction of the work that is done.
     Raises ValueError if nothing fits into memory.
     """
-    fastest = max(configurations(model, machine, batch_size), key=lambda each: each.sequences_per_second, default=None)
+    every = configurations(model, machine, batch_size, report)
+    fastest = max(every, key=lambda each: each.sequences_per_second, default=None)
     if fastest is None:
         raise ValueError(
             f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
@@ -265,19 +361,22 @@ def plan(model: BlockModel, machine: Machine, batch_size: int) -> Configuration:
     return fastest
 
 
-def two_buffered_plan(config: PretrainConfig, hardware: Hardware, devices: int) -> dict[str, Any]:
+def two_buffered_plan(
+    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = lambda share: None
+) -> dict[str, Any]:
     """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
 
     The paper's blocks are equal, so the time of embedding and head is spread over them. `memory_bytes` is that of the
     fullest stage. `settings` are the configuration fields that run the plan. `by_cost_model` is the estimate of
     this project's cost model; it differs, because the paper's model ignores the update before the next forwards. Times
-    of layers are the roofline of the first group's device.
+    of layers are the roofline of the first group's device. report: receives the fraction of the work that is done.
 
     Raises ConfigError if nothing fits, the precision is auto, or the device has no peak for it.
     """
     times = slowest_roofline([hardware.groups[0].device], config.training.precision)
     try:
-        chosen = plan(_block_model(config, hardware, times), Machine.of(hardware, devices), config.batch.global_size)
+        model, machine = _block_model(config, hardware, times), Machine.of(hardware, devices)
+        chosen = plan(model, machine, config.batch.global_size, report)
     except ValueError as error:
         raise ConfigError(f"2bw plan: {error}") from error
     configured = _configured(config, chosen)

@@ -107,13 +107,14 @@ def test_objectives_pick_the_largest_model_or_shortest_time():
 
 @pytest.mark.slow
 def test_other_planners_are_asked_on_demand():
-    flags = ["--per-layer", "--two-buffered"]
+    flags = ["--per-layer", "--two-buffered", "--partition"]
     advice = json_of("search", *SEARCH, *flags)["advice"]
-    assert set(advice) == {"per_layer", "two_buffered"}
+    assert set(advice) == {"per_layer", "two_buffered", "partition"}
     assert advice["two_buffered"]["width"] * advice["two_buffered"]["depth"] <= 16
     text = output("search", *SEARCH, *flags)
     assert "this is a paper's method; megapipe can train it only if" in text
     assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
+    assert f"stage 0: embedding to {advice['partition']['stages'][0]['layers'][1]}, " in text
     layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
     assert layers[0] == "embedding"
     assert "embedding" in text

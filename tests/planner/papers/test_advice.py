@@ -1,7 +1,8 @@
-"""Plans of Galvatron's and PipeDream-2BW's planners for runs of this project."""
+"""Plans of the planners of Galvatron, PipeDream and PipeDream-2BW for runs of this project."""
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from math import prod
 
 import numpy as np
@@ -12,9 +13,10 @@ from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
+from megapipe.layout.stages import layers_of
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.papers.galvatron import Method, OpCosts, Strategy, iteration_seconds, per_layer
-from megapipe.planner.papers.pipedream import Machine, two_buffered_plan, uniform_run
+from megapipe.planner.papers.pipedream import Machine, partition_plan, two_buffered_plan, uniform_run
 from megapipe.planner.search.plan import slowest_times
 from tests.planner.search.runs import machine, run
 
@@ -171,3 +173,26 @@ def test_what_2bw_cannot_plan_is_said() -> None:
     auto = replace(run(), training=replace(run().training, precision="auto"))
     with pytest.raises(ConfigError, match=r"training\.precision auto is decided by measurements"):
         two_buffered_plan(auto, machine(), 4)
+
+
+@pytest.mark.parametrize("devices", [4, 32])
+def test_partitions_use_all_devices_and_layers(devices: int) -> None:
+    base, hardware = paper(2304), load_hardware("v100-16")
+    shares: list[float] = []
+    plan = partition_plan(base, hardware, devices, shares.append)
+    assert json.loads(json.dumps(plan)) == plan
+    assert shares[-1] > 0.9
+    names = [layer.name for layer in layers_of(base)]
+    ends = [tuple(map(names.index, stage["layers"])) for stage in plan["stages"]]
+    assert [ends[0][0], ends[-1][1]] == [0, len(names) - 1]
+    assert all(one[1] + 1 == other[0] for one, other in pairwise(ends))
+    assert sum(stage["replicas"] for stage in plan["stages"]) == devices
+    # No stage is faster than its layers' share of the compute, and all devices together not than all of it.
+    alone = estimate(uniform_run(replace(base, batch=replace(base.batch, global_size=1)), 1), hardware)
+    ideal = devices * base.data.sequence_length / alone.seconds_of("compute")
+    assert 0.5 * ideal < plan["tokens_per_s"] <= ideal
+
+
+def test_partitions_need_nodes_of_one_size() -> None:
+    with pytest.raises(ConfigError, match="PipeDream's partitioner: 12 devices are not whole nodes of 8"):
+        partition_plan(paper(2304), load_hardware("v100-16"), 12)
