@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -38,11 +39,12 @@ def cut(path: Path) -> None:
         (lambda folder: (folder / FILE).unlink(), "files"),
         (lambda folder: cut(folder / FILE), "files"),
         (lambda folder: (folder / FILE).write_bytes(b""), "files"),
+        (lambda folder: shutil.copy(folder.with_name("step-00000002") / MANIFEST, folder), "step"),
     ],
-    ids=["no manifest", "cut manifest", "no file", "cut file", "empty file"],
+    ids=["no manifest", "cut manifest", "no file", "cut file", "empty file", "manifest of another step"],
 )
 def test_a_damaged_checkpoint_is_reported_and_set_aside(
-    directory: Path, damage: Callable[[Path], None], reason: str
+    directory: Path, damage: Callable[[Path], object], reason: str
 ) -> None:
     damage(directory / "step-00000003")
     assert newest_whole(directory) == directory / "step-00000002"

@@ -205,8 +205,13 @@ def test_no_flipped_bit_changes_loaded_values(directory: Path) -> None:
 def test_files_of_another_step_or_rank_are_detected(directory: Path) -> None:
     one, two = (directory / f"step-0000000{step}" for step in (1, 2))
     first, second = sorted(two.glob("*.safetensors"))
-    for wrong, message in ((one / first.name, r"rank-00000.safetensors: tensor .* checksum"), (second, "rank-00000")):
-        shutil.copyfile(wrong, first)
+    size, other = first.stat().st_size, second.read_bytes()
+    for wrong, message in (
+        ((one / first.name).read_bytes(), r"rank-00000.safetensors: tensor .* checksum"),
+        (other, "rank-00000"),
+        (other[:size].ljust(size, b"\0"), "rank-00000"),
+    ):
+        first.write_bytes(wrong)
         with pytest.raises(DamagedCheckpointError, match=message):
             load_step(alone(), ALONE, two, 2)
 
