@@ -14,10 +14,8 @@ from megapipe.checkpoint.manifest import Manifest, RunState
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.data.identity import DataIdentity, data_identity
-from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.pretrain import pretrain
 from tests.support.bert_runs import make_bert_config, write_corpus
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
 from tests.training.records import events
 from tests.training.test_run_identity import changed
 
@@ -185,15 +183,14 @@ def test_accepted_other_data_are_recorded(tmp_path: Path, capsys: pytest.Capture
         GPT2_SHAPE,
         batch={"global_size": 2},
         checkpoint={"every": 10, "keep_last": None},
-        parallel={"device": "cpu"},
         training={"steps": 3, "stop_at": 1, "directory": str(tmp_path / "run")},
     )
-    pretrain(config, LaunchEnvironment())
+    train_alone(config)
     other = shard_in(tmp_path / "two", seed=9)
     config.data = replace(config.data, prefix=other, fim_rate=0.5, fim_tokens=[58, 59, 60])
     config.training = replace(config.training, stop_at=2)
     config.checkpoint = replace(config.checkpoint, accept_other_data=True)
-    pretrain(config, LaunchEnvironment())
+    train_alone(config)
     assert "from step 2, the run uses other samples, which checkpoint.accept_other_data" in capsys.readouterr().out
     manifest = read_manifest(tmp_path / "run/checkpoints/step-00000002")
     config.checkpoint = replace(config.checkpoint, accept_other_data=False)

@@ -10,11 +10,9 @@ import pytest
 from megapipe.cli.trained_models import evaluate as main
 from megapipe.config import command_line
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.pretrain import pretrain
 from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
 from tests.support.commands import run as run_command
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
 
 pytestmark = pytest.mark.slow
 
@@ -41,10 +39,9 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """The folder of a run, and the record of its last evaluation."""
     folder = tmp_path_factory.mktemp(request.param)
     config = RUNS[request.param](folder)
-    config.parallel = replace(config.parallel, device="cpu")
     config.training = replace(config.training, steps=STEPS, directory=str(folder / "run"))
     config.evaluation = replace(config.evaluation, every=STEPS, samples=SAMPLES)
-    assert pretrain(config, LaunchEnvironment()) == 0
+    assert train_alone(config) == 0
     events = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     return folder, [each for each in events if each.get("event") == "evaluation"][-1]
 

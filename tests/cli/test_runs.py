@@ -20,11 +20,9 @@ from megapipe.cli.run_curves import Curve, svg
 from megapipe.cli.run_reader import KILLED, Run, read_run
 from megapipe.cli.runs import main
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.observe.metrics import METRICS, RUN, MetricsFile, read_losses
 from megapipe.training.observe.records import RANKS, SAVE_WAIT, TIME_PARTS
-from megapipe.training.pretrain import pretrain
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
 from tests.training.records import evaluation_record, step_record
 
 CONFIG = {
@@ -333,7 +331,7 @@ def test_training_measures_step_parts_and_memory(tmp_path: Path) -> None:
         reliability={"stragglers_every": 2},
         training={"directory": str(tmp_path / "run"), "steps": 6},
     )
-    assert pretrain(config, LaunchEnvironment()) == 0
+    assert train_alone(config) == 0
     run = all_commands_work(tmp_path / "run")
     assert (run.problems, run.status, run.last_step) == ([], "finished", 6)
     assert run.ranks_step == 5

@@ -71,7 +71,6 @@ def made_tokenizer(kind: str, folder: Path) -> tuple[str, int]:
 def exported(folder: Path, config: PretrainConfig) -> Path:
     """Train a run and return the folder of its export."""
     config.training = replace(config.training, directory=str(folder / "run"))
-    config.parallel = replace(config.parallel, device="cpu")
     assert pretrain(config, LaunchEnvironment()) == 0
     convert(folder / "run", "hf", folder / "exported")
     return folder / "exported"

@@ -20,7 +20,6 @@ import pytest
 from megapipe.checkpoint import CheckpointError, newest_valid
 from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import pretrain as program
 from megapipe.training.loop import checkpoints
@@ -28,10 +27,10 @@ from megapipe.training.loop.batches import open_samples
 from megapipe.training.loop.steps import TrainingLoop
 from megapipe.training.observe import records
 from megapipe.training.observe.display import PlainLines
-from megapipe.training.pretrain import _train, named_recompute, pretrain
+from megapipe.training.pretrain import _train, named_recompute
 from megapipe.training.resilience.watchdog import Heartbeat
 from tests.faults.jobs import metrics_of_steps, saved_steps
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.support.meshes import run_mesh
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -45,7 +44,6 @@ def configuration(corpus: str, directory: Path, **checkpoint: Any) -> PretrainCo
         GPT2_SHAPE,
         batch={"global_size": 2},
         checkpoint={"every": 2, **checkpoint},
-        parallel={"device": "cpu"},
         training={"steps": STEPS, "log_every": 1, "directory": str(directory)},
         tracking={"tensorboard": True},
     )
@@ -112,7 +110,7 @@ def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("undisturbed") / "run"
     disk = FillingDisk(1 << 40)
     with on_disk(disk, lambda step: None):
-        assert pretrain(configuration(corpus, directory), LaunchEnvironment()) == 0
+        assert train_alone(configuration(corpus, directory)) == 0
     (directory / "taken").write_text(str((1 << 40) - disk.room))
     return directory
 
@@ -150,7 +148,7 @@ def test_disks_that_fill_at_any_moment_end_no_run(tmp_path: Path, corpus: str, u
         freed = threading.Timer(2.0, disk.free)
         freed.start()
         try:
-            assert pretrain(config, LaunchEnvironment()) == 0
+            assert train_alone(config) == 0
         finally:
             freed.cancel()
     assert files(tmp_path / "run") == files(undisturbed)
@@ -166,7 +164,7 @@ def test_permanently_full_disks_cost_steps_since_the_last_save(
         on_disk(disk, lambda step: setattr(disk, "room", 0 if step >= 5 else disk.room)),
         pytest.raises(CheckpointError, match="No space left on device"),
     ):
-        pretrain(configuration(corpus, tmp_path, asynchronous=False), LaunchEnvironment())
+        train_alone(configuration(corpus, tmp_path, asynchronous=False))
     newest = newest_valid(tmp_path / "checkpoints")
     assert newest is not None
     assert newest.name == "step-00000004"
@@ -175,7 +173,7 @@ def test_permanently_full_disks_cost_steps_since_the_last_save(
     assert output.count("warning: metrics.jsonl failed and is turned off") == 1
     assert output.count("warning: log.txt failed and is turned off") == 1
     assert [output.count(f"warning: no checkpoint after step {step}: ") for step in (6, 8)] == [1, 1]
-    assert pretrain(configuration(corpus, tmp_path), LaunchEnvironment()) == 0
+    assert train_alone(configuration(corpus, tmp_path)) == 0
     assert sorted(metrics_of_steps(tmp_path)) == list(range(1, STEPS + 1))
 
 
@@ -252,7 +250,7 @@ def test_a_real_disk_that_takes_nothing_for_some_steps(
 
         with on_disk(FillingDisk(1 << 40), at_step):
             config = configuration(corpus, disk / "run", asynchronous=asynchronous, keep_last=None)
-            assert pretrain(config, LaunchEnvironment()) == 0
+            assert train_alone(config) == 0
         assert saved_steps(disk / "run") == [2, 8, 10]
         assert files(disk / "run") == files(undisturbed)
     (warning,) = [line for line in capsys.readouterr().out.splitlines() if "no checkpoint after step 4" in line]

@@ -16,19 +16,17 @@ import torch
 
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.step import StepInput, StepResult, StepState
-from megapipe.parallel.launch import LaunchEnvironment
+from megapipe.engine.step import StepResult, StepState
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import BatchLoader, open_loader, open_samples
+from megapipe.training.loop.batches import BatchLoader
 from megapipe.training.loop.loader import SKIPPED_SAMPLES as SKIPPED
 from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
 from megapipe.training.observe.records import RANKS, TIME_PARTS
 from megapipe.training.observe.traces import StragglerWatch
-from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.guards import NonFiniteCount, NonFiniteError, SpikeError
 from tests.faults.jobs import metrics_of_steps
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, shards, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened, shards, train_alone, write_shard
 from tests.support.meshes import run_threads
 from tests.training.records import events
 
@@ -59,21 +57,18 @@ def poison_gradient(replica: Replica, reductions: Reductions) -> None:
 
 def poisoned_run(mesh: Mesh, config: PretrainConfig, where: str) -> tuple[list[StepResult], list[list[torch.Tensor]]]:
     """Three steps, of which rank 1 spoils the second; results, and the weights after each."""
-    replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    replica, given = opened(mesh, config)
     spoils = mesh.rank == 1
     if spoils and where == "gradient":
         poison_gradient(replica, replica.engine.reductions)
     results, weights = [], []
     for step in range(3):
-        batch = loader.load(step * config.batch.global_size)
+        step_input = given(step)
         if spoils and where == "loss" and step == POISONED:
-            mask = batch.contexts[0].loss_mask
-            assert mask is not None
-            mask.fill_(torch.nan)
+            step_input.contexts[0].loss_mask.fill_(torch.nan)
         if spoils and where == "moment" and step == POISONED:
             replica.states()[0].moments["first_moment"].fill_(torch.nan)
-        results.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-2)))
+        results.append(replica.engine.run(step_input))
         states = replica.states()
         weights.append([each.values for each in shards(states, [state.master for state in states])])
     return results, weights
@@ -149,7 +144,6 @@ def spike_config(corpus: str, directory: Path, **groups: dict[str, Any]) -> Pret
         GPT2_SHAPE,
         **{
             "training": {"steps": 9, "directory": str(directory)},
-            "parallel": {"device": "cpu"},
             "checkpoint": {"every": 4},
             "spikes": {"deviations": 10.0, "window": 4, "skip_batches": 2},
             **groups,
@@ -162,11 +156,11 @@ def test_spike_recovery_equals_skipping_its_samples_by_hand(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spiking(monkeypatch, 48, 56)  # the batch of step 7
-    assert pretrain(spike_config(corpus, tmp_path / "rewound"), LaunchEnvironment()) == 0
+    assert train_alone(spike_config(corpus, tmp_path / "rewound")) == 0
     by_hand = spike_config(
         corpus, tmp_path / "by hand", spikes={"deviations": None}, reliability={"skip_samples": [[40, 56]]}
     )
-    assert pretrain(by_hand, LaunchEnvironment()) == 0
+    assert train_alone(by_hand) == 0
     rewound = metrics_of_steps(tmp_path / "rewound")
     assert rewound == metrics_of_steps(tmp_path / "by hand")
     assert [rewound[step]["consumed_samples"] for step in (5, 6, 9)] == [40, 64, 88]
@@ -176,8 +170,8 @@ def test_spike_recovery_equals_skipping_its_samples_by_hand(
     assert (rewind["step"], rewind["spiked"], rewind["first"], rewind["stop"]) == (4, 7, 40, 56)
     # What was left out is part of the next checkpoint: a run that goes on from it replays nothing and skips the same.
     in_parts = spike_config(corpus, tmp_path / "in parts")
-    assert pretrain(replace(in_parts, training=replace(in_parts.training, stop_at=8)), LaunchEnvironment()) == 0
-    assert pretrain(in_parts, LaunchEnvironment()) == 0
+    assert train_alone(replace(in_parts, training=replace(in_parts.training, stop_at=8))) == 0
+    assert train_alone(in_parts) == 0
     assert metrics_of_steps(tmp_path / "in parts") == rewound
 
 
@@ -185,13 +179,12 @@ def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path, corpus: str, monkey
     spiking(monkeypatch, 48, 1000)
     config = spike_config(corpus, tmp_path, spikes={"deviations": 10.0, "window": 4, "patience": 2})
     with pytest.raises(SpikeError, match=r"after 2 returns to the checkpoint after step 4"):
-        pretrain(config, LaunchEnvironment())
+        train_alone(config)
     assert len((tmp_path / SKIPPED).read_text().splitlines()) == 2
 
 
 def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int, late: Callable[[int], None]) -> list[str]:
-    replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    replica, given = opened(mesh, config)
     said: list[str] = []
     measured: list[dict[str, Any]] = []
     watch = StragglerWatch(
@@ -202,9 +195,8 @@ def run_with_a_slow_rank(mesh: Mesh, config: PretrainConfig, slow: int, late: Ca
         assert isinstance(module, torch.nn.Module)
         module.register_forward_hook(lambda *_: late(50_000_000))
     for step in range(14):
-        batch = loader.load(step * config.batch.global_size)
         watch.before(step, replica.engine, busy=False)
-        replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
+        replica.engine.run(given(step))
     assert [each["step"] for each in measured] == [1, 3, 5, 7, 9, 11, 13]
     for each in measured:
         assert each["event"] == RANKS

@@ -21,11 +21,9 @@ from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.data.samples import GptSamples
 from megapipe.data.shard_writer import ShardWriter
-from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.loop.checkpoints import Checkpointer
-from megapipe.training.pretrain import pretrain
 from tests.checkpoint.disks import no_larger_files
-from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, VOCABULARY, make_config, train_alone
 from tests.training.records import comparable_steps
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -58,13 +56,8 @@ def configuration(corpora: list[str], directory: Path) -> PretrainConfig:
         data={"blend": dict(zip(corpora, WEIGHTS, strict=True)), "split": "100,0,0"},
         batch={"global_size": 4, "ramp_start": 2, "ramp_samples": 4},
         checkpoint={"every": 1, "keep_last": None},
-        parallel={"device": "cpu"},
         training={"steps": STEPS, "directory": str(directory)},
     )
-
-
-def run(config: PretrainConfig) -> None:
-    assert pretrain(config, LaunchEnvironment()) == 0
 
 
 def saved(directory: Path) -> dict[str, bytes]:
@@ -80,7 +73,7 @@ def saved(directory: Path) -> dict[str, bytes]:
 def whole(corpora: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run that nothing disturbed, with a checkpoint of every step."""
     directory = tmp_path_factory.mktemp("whole") / "run"
-    run(configuration(corpora, directory))
+    assert train_alone(configuration(corpora, directory)) == 0
     assert [record["consumed_samples"] for record in comparable_steps(directory)] == list(CONSUMED[1:])
     where = {"split": "train", "shares": "100,0,0", "sequence_length": 16, "seed": 0}
     assert tuple(len(GptSamples(prefix, **where)) for prefix in corpora) == EPOCHS
@@ -98,7 +91,7 @@ def test_resumed_after_any_step(corpora: list[str], whole: Path, tmp_path: Path,
         shutil.copytree(whole / "checkpoints/step-00000001", tmp_path / "checkpoints/.step-00000001.partial")
     else:
         shutil.copytree(whole / name, tmp_path / name)
-    run(configuration(corpora, tmp_path))
+    assert train_alone(configuration(corpora, tmp_path)) == 0
     assert comparable_steps(tmp_path) == comparable_steps(whole)[step:]
     assert saved(tmp_path) == saved(whole)
     assert not list((tmp_path / "checkpoints").glob(".step-*"))
@@ -110,7 +103,7 @@ def test_a_finished_run_is_left_as_it_is(corpora: list[str], whole: Path, capsys
         return {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.name not in changing}
 
     before = contents()
-    run(configuration(corpora, whole))
+    assert train_alone(configuration(corpora, whole)) == 0
     assert "already finished" in capsys.readouterr().out
     assert contents() == before
 
@@ -128,8 +121,8 @@ def test_a_clock_that_jumps_changes_nothing(
 
     monkeypatch.setattr(time, "time", jumping)
     config = configuration(corpora, tmp_path)
-    run(replace(config, training=replace(config.training, stop_at=3)))
-    run(config)
+    assert train_alone(replace(config, training=replace(config.training, stop_at=3))) == 0
+    assert train_alone(config) == 0
     assert next(looks) > STEPS, "metrics read the clock"
     assert comparable_steps(tmp_path) == comparable_steps(whole)
     assert saved(tmp_path) == saved(whole)
@@ -157,7 +150,7 @@ def test_refused_saves_cost_that_checkpoint_alone(
         return path
 
     monkeypatch.setattr(Checkpointer, "save", refused)
-    run(configuration(corpora, tmp_path))
+    assert train_alone(configuration(corpora, tmp_path)) == 0
     output = capsys.readouterr().out
     for step in (2, 3):
         assert output.count(f"warning: no checkpoint after step {step}: ") == 1

@@ -16,11 +16,9 @@ import torch.distributed as dist
 from megapipe.checkpoint import CheckpointError
 from megapipe.cli.train import run_program
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.run_identity import locked_folder
 from tests.faults.jobs import LIMIT_SECONDS, RUN, statuses
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
 from tests.support.launch import ROOT, TINY, rest_of, start
 from tests.support.ranks import free_port, run_ranks
 from tests.training.records import events
@@ -154,9 +152,9 @@ def test_a_refused_second_start_changes_no_file(folder: Path, every: int | None)
         (directory / "metrics.jsonl").write_text("a line of the first start\n")
         before = snapshot(folder)
         with pytest.raises(CheckpointError, match=f"in use by process {os.getpid()} on .*another training.directory"):
-            pretrain(config, LaunchEnvironment())
+            train_alone(config)
         assert snapshot(folder) == before
-    assert pretrain(config, LaunchEnvironment()) == 0
+    assert train_alone(config) == 0
 
 
 PROGRAM = """

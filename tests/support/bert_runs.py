@@ -52,4 +52,5 @@ def make_bert_config(
     config.batch = replace(config.batch, global_size=8, micro_size=1)
     config.optimizer = replace(config.optimizer, learning_rate=5e-3, warmup_steps=2, clip_norm=0.5)
     config.training = replace(config.training, steps=20)
+    config.parallel = replace(config.parallel, device="cpu")
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})

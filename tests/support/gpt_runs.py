@@ -1,6 +1,6 @@
 """Small GPT runs for layout tests: the same configuration on any mesh, with losses, gradients and weights by name."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,14 @@ from megapipe.config.run import PretrainConfig
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.scaling import learning_rate
+from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Box
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
+from megapipe.training.pretrain import pretrain
 
 VOCABULARY = 61
 
@@ -67,6 +69,7 @@ def make_config(prefix: str, model: ModelConfig, **groups: dict[str, Any]) -> Pr
     config.optimizer = replace(config.optimizer, learning_rate=5e-3, warmup_steps=2, clip_norm=0.5)
     config.training = replace(config.training, steps=20)
     config.checkpoint = replace(config.checkpoint, retry_seconds=0.0)
+    config.parallel = replace(config.parallel, device="cpu")
     return replace(config, **{name: replace(getattr(config, name), **values) for name, values in groups.items()})
 
 
@@ -103,6 +106,24 @@ def shards(states: Sequence[UnitState], flats: Sequence[Tensor]) -> list[Shard]:
         for state, flat in zip(states, flats, strict=True)
         for segment in state.table
     ]
+
+
+def opened(mesh: Mesh, config: PretrainConfig) -> tuple[Replica, Callable[..., StepInput]]:
+    """Return the replica of this rank, and a function that loads the input of a step: its number, the learning rate
+    and other fields."""
+    replica = Replica(config, mesh)
+    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+
+    def given(step: int, rate: float = 1e-2, **fields: Any) -> StepInput:
+        batch = loader.load(step * config.batch.global_size)
+        return StepInput(step, batch.contexts, batch.token_counts, rate, **fields)
+
+    return replica, given
+
+
+def train_alone(config: PretrainConfig) -> int:
+    """Run the program of one process to its end, and return its exit status."""
+    return pretrain(config, LaunchEnvironment())
 
 
 def train_step(replica: Replica, config: PretrainConfig, batch: StepBatch, step: int) -> StepResult:

@@ -7,12 +7,10 @@ import torch
 
 from megapipe.checkpoint.shards import parts_of, shards_of
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.guards import ReplicasDifferError, check_replicas
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened, write_shard
 from tests.support.meshes import run_threads
 
 STEP = 1
@@ -28,9 +26,8 @@ def flip(replica: Replica, name: str, kind: str) -> None:
 
 def compare(mesh: Mesh, config: PretrainConfig, victim: int, name: str, kind: str) -> str:
     """Train a step, compare, flip a bit on one rank, compare again: what the second comparison says."""
-    replica = Replica(config, mesh)
-    batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
-    replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-2))
+    replica, given = opened(mesh, config)
+    replica.engine.run(given(0))
     check_replicas(replica.states(), mesh.world, STEP)
     if mesh.rank == victim:
         flip(replica, name, kind)

@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import ParallelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput
 from megapipe.inference.trained_model import on_layout
 from megapipe.layout.validation import context_problems
 from megapipe.parallel.in_process import InProcessMesh
-from megapipe.training.loop.batches import open_loader, open_samples
-from megapipe.training.loop.loader import HeldTokens, StepBatch
-from megapipe.training.loop.replica import Replica
+from megapipe.training.loop.loader import HeldTokens
 from megapipe.training.validation import attention_kept, document_attention, layer_uses
-from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config, opened, write_shard
 from tests.support.meshes import run_threads
 from tests.training.test_validate import make
 
@@ -30,9 +29,8 @@ def test_chunk_pairs_are_only_needed_with_causal_attention() -> None:
         assert bool(context_problems(config)) == refused
 
 
-def loaded(mesh: InProcessMesh, config: PretrainConfig) -> StepBatch:
-    replica = Replica(config, mesh)
-    return open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+def loaded(mesh: InProcessMesh, config: PretrainConfig) -> StepInput:
+    return opened(mesh, config)[1](0)
 
 
 @pytest.mark.parametrize("kind", ["ring", "all_to_all"])

@@ -8,15 +8,15 @@ import torch
 
 from megapipe.config.parallel import MeshShape, ZeroConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import StepInput, StepResult
+from megapipe.engine.step import StepResult
 from megapipe.layers.context import MicrobatchContext
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, open_samples
+from megapipe.training.loop.batches import open_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.loop.steps import Evaluator, batch_sums, perplexity
 from megapipe.training.observe.records import EvaluationRecord
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened
 from tests.support.meshes import run_mesh
 
 RARE = pytest.mark.exhaustive
@@ -96,11 +96,9 @@ def test_every_layout_and_rank_gets_the_same_loss(corpus: str, sizes: dict[str, 
 
 def evaluate_trained(mesh: Mesh, config: PretrainConfig) -> float:
     """Evaluate after three updates, so that the weight versions differ."""
-    replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    replica, given = opened(mesh, config)
     for step in range(3):
-        batch = loader.load(step * config.batch.global_size)
-        replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 1e-2))
+        replica.engine.feed(given(step))
     replica.engine.drain()
     return Evaluator(config, mesh, replica, open_samples(config, "validation")).run(3).loss
 

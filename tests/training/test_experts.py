@@ -9,13 +9,10 @@ import torch
 from torch import Tensor
 
 from megapipe.calibration import commands as plan_commands
-from megapipe.engine.step import StepInput
 from megapipe.layers.feed_forward import Router
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.command.main import main
 from megapipe.spec.layers import load_variations, model_layers
-from megapipe.training.loop.batches import open_loader, open_samples
-from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import validate
 from tests.checkpoint.runs import config_in
 from tests.checkpoint.runs import run as run_with_checkpoints
@@ -23,7 +20,7 @@ from tests.checkpoint.toy import alone
 from tests.inference.test_generate import GREEDY, grown, limits_of
 from tests.layers.bound import bind
 from tests.planner.command.plan import ROOT
-from tests.support.gpt_runs import LLAMA_SHAPE, make_config
+from tests.support.gpt_runs import LLAMA_SHAPE, make_config, opened
 from tests.support.meshes import run_mesh
 
 MODEL = replace(LLAMA_SHAPE, num_experts=4, ffn_hidden_size=48)
@@ -38,8 +35,7 @@ def variations(
     """
     model = replace(MODEL, num_kv_heads=4, init_std=0.3, **changes)
     config = make_config(corpus, model, batch={"global_size": 4}, **groups)
-    replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    replica, given = opened(mesh, config)
     for state in replica.states():
         for segment in state.table:
             if segment.spec.name.endswith("router.bias"):
@@ -56,10 +52,8 @@ def variations(
     reported = []
     for step in range(steps):
         counts.update({router: torch.zeros(4) for router in routers})
-        batch = loader.load(step * config.batch.global_size)
         scale = 128.0 if replica.loss_scaler is not None else 1.0
-        given = StepInput(step, batch.contexts, batch.token_counts, 1e-3, loss_scale=scale)
-        (result,) = (*replica.engine.feed(given), *replica.engine.drain())
+        (result,) = (*replica.engine.feed(given(step, 1e-3, loss_scale=scale)), *replica.engine.drain())
         tokens = config.batch.global_size * config.data.sequence_length
         reported.append(load_variations(config.model, result.squared_loads, tokens))
     return reported, [float(each.std(correction=0) / each.mean()) for each in counts.values()]

@@ -10,15 +10,13 @@ from torch import Tensor, nn
 
 from megapipe.config.parallel import MeshShape
 from megapipe.engine.host_memory import Swaps
-from megapipe.engine.step import EngineError, StepInput
+from megapipe.engine.step import EngineError
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import HostWeights
-from megapipe.training.loop.batches import open_loader, split_samples
-from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.failures import OutOfMemory, _state_row, is_out_of_memory, out_of_memory_reported
 from tests.optim.test_optimizer import SPECS
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened, write_shard
 
 
 def allocate_too_much(*_: object) -> None:
@@ -31,7 +29,7 @@ def report_of(folder: Path, break_unit: str, backward: bool) -> str:
     mesh: Mesh = connected_mesh(MeshShape({}), torch.device("cpu"))
     model = replace(GPT2_SHAPE, num_layers=3)
     config = make_config(write_shard(folder), model, batch={"global_size": 4}, schedule={"name": "gpipe"})
-    replica = Replica(config, mesh)
+    replica, given = opened(mesh, config)
     stage = replica.stages[0]
     names = [stage.states[index].name for index in range(len(stage.units))]
     module = stage.units[names.index(break_unit)][0]
@@ -48,9 +46,8 @@ def report_of(folder: Path, break_unit: str, backward: bool) -> str:
                 allocate_too_much()
 
     module.register_forward_hook(hook)
-    batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
     with pytest.raises(OutOfMemory) as caught, out_of_memory_reported(replica.stages):
-        replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
+        replica.engine.run(given(0))
     return str(caught.value)
 
 

@@ -13,11 +13,9 @@ from megapipe.checkpoint.storage import CheckpointError
 from megapipe.config.run import PretrainConfig
 from megapipe.data import mixing
 from megapipe.engine.engine import Engine
-from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.loop.replica import Replica
-from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.failures import OutOfMemory
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
 from tests.training.records import comparable_steps, events, records, steps
 
 RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
@@ -39,15 +37,10 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
         optimizer={"warmup_steps": 2},
         evaluation={"every": 3, "samples": 16},
         checkpoint={"every": 2, "keep_last": None},
-        parallel={"device": "cpu"},
         training={"steps": 8, "log_every": 4, "directory": str(directory)},
     )
     config.training = replace(config.training, **training)
     return config
-
-
-def run(config: PretrainConfig) -> int:
-    return pretrain(config, LaunchEnvironment())
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, 
     """The folder and the output of a whole run."""
     directory = tmp_path_factory.mktemp("whole") / "run"
     with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert run(configuration(corpus, directory)) == 0
+        assert train_alone(configuration(corpus, directory)) == 0
     return directory, output.getvalue()
 
 
@@ -80,9 +73,9 @@ def test_a_whole_run_reports_all_it_did(whole: tuple[Path, str]) -> None:
 def test_a_run_in_two_parts_equals_one_run(
     tmp_path: Path, corpus: str, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run(configuration(corpus, tmp_path, stop_at=4))  # in the middle of the ramp
+    train_alone(configuration(corpus, tmp_path, stop_at=4))  # in the middle of the ramp
     capsys.readouterr()
-    run(configuration(corpus, tmp_path))
+    train_alone(configuration(corpus, tmp_path))
     assert "resumed from" in capsys.readouterr().out
     assert comparable_steps(tmp_path) == comparable_steps(whole[0])
     losses = {record["step"]: record["loss"] for record in events(tmp_path, "evaluation")}
@@ -95,10 +88,10 @@ def test_auto_precision_is_decided_once(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megapipe.training.device.product_seconds", lambda dtype, device: dtype.itemsize * 1e-3)
-    run(configuration(corpus, tmp_path, precision="auto", stop_at=2))
+    train_alone(configuration(corpus, tmp_path, precision="auto", stop_at=2))
     assert "precision: bf16 is faster" in capsys.readouterr().out
     monkeypatch.setattr("megapipe.training.device.product_seconds", lambda dtype, device: 1.0 / dtype.itemsize)
-    run(configuration(corpus, tmp_path, precision="auto", stop_at=3))
+    train_alone(configuration(corpus, tmp_path, precision="auto", stop_at=3))
     assert "precision: bf16, as in the checkpoint" in capsys.readouterr().out
     precisions = [start["config"]["training"]["precision"] for start in events(tmp_path, "start")]
     assert precisions == ["bf16", "bf16"]
@@ -109,7 +102,7 @@ def test_only_what_is_configured_is_done(tmp_path: Path, corpus: str, monkeypatc
     config = configuration(corpus, tmp_path, steps=2)
     config.evaluation = replace(config.evaluation, every=None)
     config.checkpoint = replace(config.checkpoint, every=None, at_end=False)
-    run(config)
+    train_alone(config)
     assert [record.get("event") for record in records(tmp_path)] == ["start", None, None, "end"]
     files = sorted(path.name for path in tmp_path.iterdir())
     assert files == [".lock", "config.yaml", "log.txt", "loss_curve.png", "metrics.jsonl", "run.json"]
@@ -123,7 +116,7 @@ def test_the_last_step_is_saved_and_determinism_required(
     monkeypatch.setattr("megapipe.training.pretrain.require_determinism", lambda: calls.append(True))
     config = configuration(corpus, tmp_path, steps=2, deterministic=True)
     config.checkpoint = replace(config.checkpoint, every=None)
-    run(config)
+    train_alone(config)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000002"]
     assert calls == [True]
 
@@ -147,7 +140,7 @@ def test_running_out_of_memory_is_reported_wherever_it_happens(
 
     monkeypatch.setattr(Replica, "forward_engine", broken)
     with pytest.raises(OutOfMemory, match=r"^out of memory in unit head: ") as caught:
-        run(configuration(corpus, tmp_path))
+        train_alone(configuration(corpus, tmp_path))
     assert "alive by unit" in str(caught.value)
     assert len(steps(tmp_path)) == steps_done
 
@@ -169,7 +162,7 @@ def in_folder(config: PretrainConfig, directory: Path, **training: Any) -> Pretr
 def test_a_stopped_blend_goes_on_with_the_same_samples(blended: PretrainConfig, tmp_path: Path) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for config in (in_folder(blended, whole), in_folder(blended, parts, stop_at=4), in_folder(blended, parts)):
-        assert run(config) == 0
+        assert train_alone(config) == 0
     assert comparable_steps(parts) == comparable_steps(whole)
     assert [record["step"] for record in steps(whole)] == list(range(1, 9))
 
@@ -178,12 +171,12 @@ def test_a_stopped_blend_goes_on_with_the_same_samples(blended: PretrainConfig, 
 def test_blends_are_of_one_length_and_report_rounded_weights(
     blended: PretrainConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(in_folder(blended, tmp_path / "exact", stop_at=1)) == 0
+    assert train_alone(in_folder(blended, tmp_path / "exact", stop_at=1)) == 0
     assert "were rounded" not in capsys.readouterr().out
     with pytest.raises(CheckpointError, match=r"training\.steps is 9 and was 8"):
-        run(in_folder(blended, tmp_path / "exact", steps=9))
+        train_alone(in_folder(blended, tmp_path / "exact", steps=9))
     monkeypatch.setattr(mixing, "LONGEST_PERIOD", 1024)  # an order of a shorter period takes less time to make
     weights = dict(zip(blended.data.blend, (2**0.5, 1.0), strict=True))
     rounded = replace(blended, data=replace(blended.data, blend=weights, order="keyed"))
-    assert run(in_folder(rounded, tmp_path / "rounded", stop_at=1)) == 0
+    assert train_alone(in_folder(rounded, tmp_path / "rounded", stop_at=1)) == 0
     assert "weights were rounded to 1,048,576ths of the blend" in capsys.readouterr().out

@@ -11,10 +11,9 @@ from megapipe.config import ConfigError
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
-from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.training.pretrain import pretrain
 from megapipe.training.validation import kernel_choices
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
+from tests.support.gpt_runs import train_alone
 from tests.training.records import events, steps
 
 
@@ -30,21 +29,16 @@ def configuration(corpus: BertDataConfig, directory: Path, **training: object) -
         batch={"global_size": 4},
         evaluation={"every": 2, "samples": 8},
         checkpoint={"every": 2},
-        parallel={"device": "cpu"},
         training={"steps": 4, "log_every": 1, "directory": str(directory)},
     )
     config.training = replace(config.training, **training)
     return config
 
 
-def run(config: BertPretrainConfig) -> int:
-    return pretrain(config, LaunchEnvironment())
-
-
 def test_a_run_reports_both_terms_and_accuracies_and_resumes(
     tmp_path: Path, corpus: BertDataConfig, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(configuration(corpus, tmp_path / "whole")) == 0
+    assert train_alone(configuration(corpus, tmp_path / "whole")) == 0
     output = capsys.readouterr().out
     assert "of sentence pairs 0.693" in output
     assert "kernels: reference for" in output
@@ -60,8 +54,8 @@ def test_a_run_reports_both_terms_and_accuracies_and_resumes(
     for record in evaluations:
         assert set(record["accuracies"]) == {"mlm", "sop"}
         assert f"mlm accuracy {record['accuracies']['mlm']:.1%}, sop accuracy" in output
-    assert run(configuration(corpus, tmp_path / "parts", stop_at=2)) == 0
-    assert run(configuration(corpus, tmp_path / "parts")) == 0
+    assert train_alone(configuration(corpus, tmp_path / "parts", stop_at=2)) == 0
+    assert train_alone(configuration(corpus, tmp_path / "parts")) == 0
     assert [record["terms"] for record in steps(tmp_path / "parts")] == [record["terms"] for record in whole]
 
 
@@ -70,20 +64,20 @@ def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: Bert
     (tmp_path / "other").mkdir()
     other = write_corpus(tmp_path / "other", documents=30)
     data = replace(corpus, prefix="", blend={corpus.prefix: 0.7, other.prefix: 0.3})
-    assert run(configuration(data, tmp_path / "whole")) == 0
-    assert run(configuration(data, tmp_path / "parts", stop_at=2)) == 0
-    assert run(configuration(data, tmp_path / "parts")) == 0
+    assert train_alone(configuration(data, tmp_path / "whole")) == 0
+    assert train_alone(configuration(data, tmp_path / "parts", stop_at=2)) == 0
+    assert train_alone(configuration(data, tmp_path / "parts")) == 0
     whole, parts = ([record["terms"] for record in steps(tmp_path / name)] for name in ("whole", "parts"))
     assert parts == whole
     data.blend[other.prefix] = 0.4
     with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.7, 0\.4\]"):
-        run(configuration(data, tmp_path / "parts", steps=6))
+        train_alone(configuration(data, tmp_path / "parts", steps=6))
 
 
 def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
     config = configuration(replace(corpus, pairs="none", max_ngram=0), tmp_path)
     with pytest.raises(ConfigError) as error:
-        run(config)
+        train_alone(config)
     assert len(error.value.problems) == 2
 
 
@@ -100,5 +94,5 @@ def test_the_reported_kernels_are_those_that_run(
 
     monkeypatch.setattr(Registry, "pick", recording)
     config = replace(configuration(corpus, tmp_path, steps=1), model=model)
-    assert run(config) == 0
+    assert train_alone(config) == 0
     assert {choice.op for choice in kernel_choices(config, torch.device("cpu"), OPS)} == picked

@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from megapipe.config.run import PretrainConfig
-from megapipe.engine.step import EngineError, StepInput
+from megapipe.engine.step import EngineError
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.command.main import main
 from megapipe.schedules.measured.traces import read_rank, read_run
-from megapipe.training.loop.batches import open_loader, split_samples
-from megapipe.training.loop.replica import Replica
 from megapipe.training.observe.traces import Profiler
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened
 from tests.support.launch import launch
 from tests.support.meshes import run_threads
 
@@ -27,14 +25,12 @@ def trained(mesh: Mesh, config: PretrainConfig, steps: int, drain_after: int) ->
     sizes = mesh.shape.sizes
     parallel = replace(config.parallel, data=sizes["data"], pipeline=sizes["pipeline"], timeout_seconds=30.0)
     config = replace(config, parallel=parallel)
-    replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
+    replica, given = opened(mesh, config)
     said: list[str] = []
     with Profiler(config, mesh, said.append, 0) as profiler:
         for step in range(steps):
-            batch = loader.load(step * config.batch.global_size)
             profiler.before(step, replica.engine)
-            replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 0.01))
+            replica.engine.feed(given(step))
             if step == drain_after:
                 replica.engine.drain()
         replica.engine.drain()
@@ -137,14 +133,14 @@ def test_failed_runs_keep_their_trace_and_error(tmp_path: Path, corpus: str) -> 
     def failing(mesh: Mesh) -> None:
         config = make_config(corpus, GPT2_SHAPE, profile={"trace": str(tmp_path), "first_step": 1})
         config.parallel = replace(config.parallel, pipeline=1, data=1)
-        replica = Replica(config, mesh)
-        batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
+        replica, given = opened(mesh, config)
         with Profiler(config, mesh, lambda line: None, 0) as profiler:
             profiler.before(0, replica.engine)
-            replica.engine.feed(StepInput(0, batch.contexts, batch.token_counts, 0.01))
+            replica.engine.feed(given(0))
             profiler.before(1, replica.engine)
-            broken = [replace(context, tokens=context.tokens + 10_000) for context in batch.contexts]
-            replica.engine.feed(StepInput(1, broken, batch.token_counts, 0.01))
+            second = given(1)
+            broken = [replace(context, tokens=context.tokens + 10_000) for context in second.contexts]
+            replica.engine.feed(replace(second, contexts=broken))
 
     with pytest.raises(EngineError, match="step 1, action"):
         run_threads({}, failing)

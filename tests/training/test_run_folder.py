@@ -12,12 +12,10 @@ from megapipe.checkpoint.directory import LOCK
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.load import parse_as
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.launch import LaunchEnvironment
 from megapipe.training.observe.metrics import read_losses
-from megapipe.training.pretrain import pretrain
 from megapipe.training.resilience.guards import NonFiniteError
 from megapipe.training.resilience.run_identity import RunFolder
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.training.records import events
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 
 def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConfig:
     training = {"steps": 6, "log_every": 1, "directory": str(directory), **training}
-    groups: dict[str, Any] = {"batch": {"global_size": 2}, "checkpoint": {"every": 2}, "parallel": {"device": "cpu"}}
+    groups: dict[str, Any] = {"batch": {"global_size": 2}, "checkpoint": {"every": 2}}
     return make_config(corpus, GPT2_SHAPE, **groups, training=training)
 
 
@@ -37,13 +35,13 @@ def starts(directory: Path) -> list[dict[str, Any]]:
 def test_three_starts_explain_themselves(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["pretrain_gpt.py", "--data.prefix", "a corpus"])
     first, second = configuration(corpus, tmp_path, stop_at=4), configuration(corpus, tmp_path)
-    assert pretrain(first, LaunchEnvironment()) == 0
+    assert train_alone(first) == 0
     (tmp_path / "checkpoints/step-00000004").rename(tmp_path / "lost")  # the second start repeats steps 3 and 4
     log = (tmp_path / "log.txt").read_text()
-    assert pretrain(second, LaunchEnvironment()) == 0
+    assert train_alone(second) == 0
     changes = ("log.txt", LOCK)  # every start prints a line and holds the lock
     kept = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file() and path.name not in changes}
-    assert pretrain(second, LaunchEnvironment()) == 0, "already finished"
+    assert train_alone(second) == 0, "already finished"
     assert kept == {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.name in kept}
 
     entries = starts(tmp_path)
@@ -97,7 +95,7 @@ def test_a_failed_run_says_why(tmp_path: Path, corpus: str) -> None:
     config.optimizer = replace(config.optimizer, learning_rate=1e30, warmup_steps=0)
     config.reliability = replace(config.reliability, non_finite_patience=1)
     with pytest.raises(NonFiniteError):
-        pretrain(config, LaunchEnvironment())
+        train_alone(config)
     (entry,) = starts(tmp_path)
     assert entry["status"].startswith("failed: NonFiniteError: 1 steps in a row")
     assert "failed: NonFiniteError" in (tmp_path / "log.txt").read_text()

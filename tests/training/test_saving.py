@@ -23,12 +23,11 @@ from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import CheckpointConfig, SpikesConfig
 from megapipe.engine.host_memory import Move, ThreadCopies
 from megapipe.engine.step import StepResult
-from megapipe.parallel.launch import LaunchEnvironment, initialize
+from megapipe.parallel.launch import initialize
 from megapipe.training.loop import checkpoints, steps
 from megapipe.training.loop.checkpoints import Saves
-from megapipe.training.pretrain import pretrain
 from tests.faults.jobs import saved_steps
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.usefixtures("without_pictures")
@@ -52,10 +51,9 @@ def run(tmp_path: Path, corpus: str) -> Run:
         values: dict[str, dict[str, Any]] = {
             "batch": {"global_size": 2},
             "checkpoint": {"keep_last": None, **checkpoint},
-            "parallel": {"device": "cpu"},
             "training": {"steps": steps, "directory": str(tmp_path / folder)},
         }
-        return pretrain(make_config(corpus, GPT2_SHAPE, **values, **(groups or {})), LaunchEnvironment())
+        return train_alone(make_config(corpus, GPT2_SHAPE, **values, **(groups or {})))
 
     return started
 
