@@ -1,13 +1,12 @@
 """The names of `import megapipe`: imported when used, documented, and their examples run."""
 
 import doctest
-import subprocess
-import sys
 
 import pytest
 
 import megapipe
 from megapipe.schedules.registry import GENERATORS
+from tests.support.commands import run
 
 
 @pytest.mark.parametrize("name", megapipe.__all__)
@@ -25,8 +24,7 @@ def test_importing_the_package_imports_nothing_else() -> None:
         "megapipe.build, megapipe.simulate, megapipe.search_speed, megapipe.parse, megapipe.LayoutTable; "
         "print(sorted(before), 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[] False"
+    assert run(f'python -c "{program}"', 60) == "[] False\n"
 
 
 def test_an_unknown_name_is_named() -> None:

@@ -1,25 +1,19 @@
 """The benchmark of checkpoints runs every contestant at a small size; what they load is checked, no time is judged."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import run
 
 
 @pytest.mark.exhaustive
 def test_every_contestant_gives_back_what_it_saved(tmp_path: Path) -> None:
     written = tmp_path / "table.md"
-    sizes = ["--gigabytes=0.1", "--rounds=1", "--steps=20", "--stalls=1"]
-    command = [sys.executable, "benchmarks/checkpoint.py", *sizes, f"--folder={tmp_path}", f"--write={written}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, env=environment, check=False)
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    sizes = "--gigabytes=0.1 --rounds=1 --steps=20 --stalls=1"
+    output = run(f"python benchmarks/checkpoint.py {sizes} --folder={tmp_path} --write={written}", 600)
+    report = json.loads(output.splitlines()[-1])
     figures = {each["name"]: each for each in report["figures"]}
     assert report["bytes"] == 2 * 3 * 4 * 2048**2
     assert [name for name, each in figures.items() if each["resharded"] is None] == ["torch.save"]

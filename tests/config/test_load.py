@@ -1,7 +1,5 @@
 """Configuration files and overrides, and kinds of layers: what is read, and what each mistake says."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,7 @@ from megapipe.config.load import build_parser, parse, parse_as, parse_given, und
 from megapipe.config.model import BLOCK_FIELDS, ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.spec.layers import tensor_problems
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT, run
 
 
 def test_later_settings_win(tmp_path: Path) -> None:
@@ -154,9 +151,7 @@ def test_a_wrong_flag_names_value_and_rule(line: str, monkeypatch: pytest.Monkey
 
 def test_printed_configuration_reads_back(tmp_path: Path) -> None:
     words = ["--config", "examples/gpt_tiny.yaml", "--parallel.pipeline", "2"]
-    program = [sys.executable, "pretrain_gpt.py", *words, "--print_config"]
-    printed = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    (tmp_path / "printed.yaml").write_text(printed)
+    (tmp_path / "printed.yaml").write_text(run(f"python pretrain_gpt.py {' '.join(words)} --print_config", 60))
     words[1] = str(ROOT / words[1])
     assert parse(["--config", str(tmp_path / "printed.yaml")]) == parse(words)
 

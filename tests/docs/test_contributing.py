@@ -1,15 +1,14 @@
 """The lists in CONTRIBUTING.md are complete: each kind is added to a copy of the repository and used there."""
 
-import os
 import re
+import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT, run
+
 ADDITIONS = Path(__file__).with_name("additions")
 """One file per kind. `=== PATH` starts the changes of a file. A change is a line `@@@`, the lines to replace, a line
 `+++`, and the new lines; without lines to replace, it appends, or makes the file. The last file is a test that uses
@@ -28,8 +27,7 @@ ROWS = {
 
 def copy_repository(folder: Path) -> None:
     """Copy the files that git knows, with links as links."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, text=True).stdout
-    for name in listed.split("\0"):
+    for name in run("git ls-files -z", 60).split("\0"):
         if name and (ROOT / name).exists():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name, follow_symlinks=False)
@@ -66,9 +64,5 @@ def test_listed_files_suffice(kind: str, tmp_path: Path) -> None:
     assert len(changed) == number
     names = re.findall(r"^def (test_new_\w+)", addition, re.MULTILINE)
     tests = [f"{files[-1]}::{name}" for name in names] or [*CASES[kind], "-k", Path(files[0]).stem]
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-    ran = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ran.returncode == 0, ran.stdout + ran.stderr
+    command = f"python -m pytest -q -x -p no:cacheprovider {shlex.join(tests)}"
+    run(command, 240, tmp_path, PYTHONPATH=str(tmp_path), PYTHONDONTWRITEBYTECODE="1")

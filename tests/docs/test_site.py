@@ -1,17 +1,15 @@
 """Every link of the documentation leads somewhere, and Sphinx builds the site without a warning."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.commands import ROOT, run
+
 PAGES = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
@@ -99,15 +97,7 @@ def test_the_site_builds_without_warnings_and_its_links_resolve(tmp_path: Path, 
     if not reference:
         shutil.rmtree(tmp_path / "docs/reference")
     site = tmp_path / "site"
-    built = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "docs", str(site)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert built.returncode == 0, built.stderr
+    run(f"python -m sphinx -W --keep-going -q -b html docs {site}", 400, tmp_path)
     pages = {path.resolve(): Targets(path) for path in site.rglob("*.html")}
     broken = []
     for page, targets in pages.items():

@@ -1,22 +1,16 @@
 """benchmarks/checkpoint_faults.py: its table has a row for every system, and megapipe's rows are without a fault."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.launch import environment
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks/checkpoint_faults.py"
+from tests.support.commands import ROOT, run
 
 
 @pytest.mark.exhaustive
 def test_two_ranks_side_by_side(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "--ranks", "2", "--flips", "4"]
-    shown = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
-    assert shown.returncode == 0, shown.stderr
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.stdout.splitlines() if "|" in line]
+    shown = run(f"python {ROOT}/benchmarks/checkpoint_faults.py --ranks 2 --flips 4", 300, tmp_path)
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in shown.splitlines() if "|" in line]
     rows = [[name, *map(int, cells)] for name, *cells in rows if cells[0].isdigit()]
     assert len(rows) == 6, "three systems in each of two tables"
     for _, ranks, total, *cells in rows:

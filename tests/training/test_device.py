@@ -1,8 +1,6 @@
 """The device of a run: determinism, freed memory, the precision that `auto` chooses, and imports that take long."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import device
 from megapipe.training.device import USER_VARIABLES, keep_freed_memory, require_determinism, with_precision
+from tests.support.commands import run
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import launch
 from tests.support.meshes import run_threads
@@ -73,8 +72,7 @@ print(faults())
 
 def test_freed_pages_are_cleared_again_unless_they_are_kept() -> None:
     """Page faults of a process that allocates the same blocks again and again."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM], check=True, capture_output=True, text=True)
-    freed, kept = map(int, done.stdout.split())
+    freed, kept = map(int, run(f"python -c '{PROGRAM}'", 60).split())
     assert kept < PAGES
     assert freed > 2 * PAGES
     for name in USER_VARIABLES:
@@ -109,5 +107,4 @@ def test_compiler_and_triton_are_imported_on_demand() -> None:
         "import sys, megapipe.training.pretrain, megapipe.training.loop.replica; "
         "print([m for m in ('torch._dynamo', 'triton') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert run(f'python -c "{program}"', 60) == "[]\n"

@@ -1,25 +1,18 @@
 """The training benchmark runs every contestant at a tiny size and ends in one JSON object; no time is judged."""
 
 import json
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.commands import ROOT, run
 
 
-def benchmark(*flags: str) -> dict[str, Any]:
-    command = [sys.executable, "benchmarks/train_step.py", "--device", "cpu", "--models", "toy", "--repeats", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*command, *flags], cwd=ROOT, capture_output=True, text=True, timeout=400, env=environment)
-    assert done.returncode == 0, done.stderr
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+def benchmark(flags: str = "") -> dict[str, Any]:
+    output = run(f"python benchmarks/train_step.py --device cpu --models toy --repeats 2 {flags}", 400)
+    report: dict[str, Any] = json.loads(output.splitlines()[-1])
     return report
 
 
@@ -36,7 +29,7 @@ def test_every_contestant_and_the_pipeline_run() -> None:
 
 @pytest.mark.exhaustive
 def test_compiled_contestants_run() -> None:
-    (model,) = benchmark("--compile", "--precision", "bf16")["models"]
+    (model,) = benchmark("--compile --precision bf16")["models"]
     expected = {"megapipe", "megapipe, compiled", "plain torch, compiled", "transformers, compiled"}
     assert set(model["contestants"]) == expected
 
