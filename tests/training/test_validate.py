@@ -67,11 +67,6 @@ def test_a_good_configuration_passes() -> None:
             ["2bw", "1 micro-batches on 2 ranks", "weights that do not exist yet", "at least 2 micro-batches"],
         ),
         ({"schedule": {"name": "pipedream"}}, 1, ["optimizer.clip_norm 1.0", "8 times per step", "null", "2bw"]),
-        (
-            {"schedule": {"name": "pipedream"}, "optimizer": {"clip_norm": None}, "parallel": {"pipeline": 2}},
-            2,
-            ["model.tie_embeddings", "first and the last rank", "false"],
-        ),
         ({"batch": {"global_size": 6, "micro_size": 4}}, 1, ["global_size 6", "micro_size 4", "4 or 8"]),
         ({"batch": {"ramp_samples": 9}}, 1, ["ramp_samples is 9", "ramp_start is null"]),
         ({"batch": {"ramp_start": 2}}, 1, ["ramp_samples is 0", "ramp_start 2"]),
@@ -81,14 +76,6 @@ def test_a_good_configuration_passes() -> None:
         ({"schedule": {"name": "1f2b"}}, 1, ["1f2b", "1f1b"]),
         ({"parallel": {"pipeline": 2, "layers_per_stage": [1, 2]}}, 2, ["layers_per_stage", "[1, 2]", "with sum 4"]),
         ({"schedule": {"name": "gpipe", "chunks": 2}}, 1, ["gpipe", "chunks"]),
-        *(
-            (
-                {"schedule": schedule, "recompute": {"logits": True}},
-                1,
-                ["recompute.logits is true", "splits the backward", "recompute.logits false", "1f1b without"],
-            )
-            for schedule in ({"name": "zb_h1"}, {"name": "gpipe", "two_bp": True})
-        ),
         ({"optimizer": {"warmup_steps": 60, "decay_steps": 50}}, 1, ["warmup_steps 60", "50"]),
         ({"offload": {"every": 2}}, 1, ["need offload.activations blocks"]),
         ({"offload": {"prefetch": 2}}, 1, ["offload.prefetch needs offload.activations blocks or auto"]),
@@ -96,19 +83,10 @@ def test_a_good_configuration_passes() -> None:
         ({"offload": {"weights": True}}, 1, ["offload.weights needs offload.optimizer"]),
         ({"offload": {"weight_buffers": 1}}, 1, ["offload.weight_buffers needs offload.weights"]),
         ({"offload": {"activations": "blocks", "memory": 1.0}}, 1, ["need offload.activations auto"]),
-        *(
-            ({"offload": offload, "recompute": {"method": method}}, 1, [f"{method} cannot be combined with offload"])
-            for offload, method in (
-                ({"activations": "blocks"}, "selective"),
-                ({"activations": "auto", "memory": 1.0}, "full"),
-            )
-        ),
-        *(
-            ({"offload": {"optimizer": True, "weights": True}, "parallel": {"data": 2}, **groups}, 2, [message])
-            for groups, message in (
-                ({"schedule": {"name": "2bw"}}, "offload.weights is true, but 2bw never flushes"),
-                ({"zero": {"stage": 1}}, "offload.weights cannot be combined with zero.stage 1"),
-            )
+        (
+            {"offload": {"activations": "auto", "memory": 1.0}, "recompute": {"method": "full"}},
+            1,
+            ["full cannot be combined with offload"],
         ),
         ({"model": {"num_experts": 4, "experts_per_token": 5}}, 1, ["experts_per_token is 5", "model.num_experts 4"]),
         (
@@ -166,6 +144,7 @@ def test_all_problems_are_reported_at_once() -> None:
 
 def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None:
     """This applies to a schedule in a file too, whatever its name."""
+    refusal = r"recompute\.logits is true.* splits the backward.*recompute\.logits false.* 1f1b without"
     for name in TRAINED:
         splits = find_generator(name).splits
         config = make(
@@ -180,7 +159,7 @@ def test_recomputed_logits_go_with_whole_backwards_alone(tmp_path: Path) -> None
             file.write_text(dumps(order(name, 1, 8)), encoding="utf-8")
             configs.append(replace(config, schedule=replace(ScheduleConfig(), name=str(file))))
         for each in configs:
-            with pytest.raises(ConfigError, match=r"recompute\.logits") if splits else nullcontext():
+            with pytest.raises(ConfigError, match=refusal) if splits else nullcontext():
                 validate(each, world_size=1)
 
 
