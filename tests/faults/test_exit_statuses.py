@@ -7,14 +7,8 @@ import pytest
 from megapipe.training.resilience.signals import ExitCode
 from tests.faults.faulty_pretrain import Fault
 from tests.faults.jobs import RUN, needs_proc, output_of, saved_steps, statuses
-from tests.support.gpt_runs import write_shard
 
 pytestmark = [pytest.mark.slow, needs_proc]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
 def test_persistent_high_loss_ends_with_its_own_status(tmp_path: Path, corpus: str) -> None:

@@ -26,18 +26,13 @@ from megapipe.training.observe.records import RANKS, TIME_PARTS
 from megapipe.training.observe.traces import StragglerWatch
 from megapipe.training.resilience.guards import NonFiniteCount, NonFiniteError, SpikeError
 from tests.faults.jobs import metrics_of_steps
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened, shards, train_alone, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened, shards, train_alone
 from tests.support.meshes import run_threads
 from tests.training.records import events
 
 POISONED = 1
 UNSHARED = "blocks.0.attention_norm.weight"
 """Every tensor rank has it whole, and finds its gradient by itself."""
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
 def poison_gradient(replica: Replica, reductions: Reductions) -> None:

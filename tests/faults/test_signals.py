@@ -11,15 +11,9 @@ import pytest
 from megapipe.training.resilience.signals import ECHO_SECONDS
 from tests.faults.faulty_pretrain import MARK, Fault
 from tests.faults.jobs import RUN, Job, assert_same_run, needs_proc, output_of, saved_steps, statuses
-from tests.support.gpt_runs import write_shard
 from tests.support.patience import wait_until
 
 pytestmark = [pytest.mark.slow, needs_proc]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
 
 
 @pytest.mark.exhaustive

@@ -23,11 +23,6 @@ SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
 """2 + 6 * consumed / 16, rounded down to a multiple of 2 and of the start."""
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_shard(tmp_path_factory.mktemp("corpus"), documents=80)
-
-
 def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConfig:
     config = make_config(
         corpus,
@@ -155,16 +150,6 @@ def blended(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> PretrainCo
 
 def in_folder(config: PretrainConfig, directory: Path, **training: Any) -> PretrainConfig:
     return replace(config, training=replace(config.training, directory=str(directory), **training))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("without_pictures")
-def test_a_stopped_blend_goes_on_with_the_same_samples(blended: PretrainConfig, tmp_path: Path) -> None:
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    for config in (in_folder(blended, whole), in_folder(blended, parts, stop_at=4), in_folder(blended, parts)):
-        assert train_alone(config) == 0
-    assert comparable_steps(parts) == comparable_steps(whole)
-    assert [record["step"] for record in steps(whole)] == list(range(1, 9))
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -6,8 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapipe.checkpoint.storage import CheckpointError
-from megapipe.config import ConfigError
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
@@ -57,28 +55,6 @@ def test_a_run_reports_both_terms_and_accuracies_and_resumes(
     assert train_alone(configuration(corpus, tmp_path / "parts", stop_at=2)) == 0
     assert train_alone(configuration(corpus, tmp_path / "parts")) == 0
     assert [record["terms"] for record in steps(tmp_path / "parts")] == [record["terms"] for record in whole]
-
-
-@pytest.mark.exhaustive
-def test_a_blend_of_corpora_is_one_run_that_resumes(tmp_path: Path, corpus: BertDataConfig) -> None:
-    (tmp_path / "other").mkdir()
-    other = write_corpus(tmp_path / "other", documents=30)
-    data = replace(corpus, prefix="", blend={corpus.prefix: 0.7, other.prefix: 0.3})
-    assert train_alone(configuration(data, tmp_path / "whole")) == 0
-    assert train_alone(configuration(data, tmp_path / "parts", stop_at=2)) == 0
-    assert train_alone(configuration(data, tmp_path / "parts")) == 0
-    whole, parts = ([record["terms"] for record in steps(tmp_path / name)] for name in ("whole", "parts"))
-    assert parts == whole
-    data.blend[other.prefix] = 0.4
-    with pytest.raises(CheckpointError, match=r"data\.blend's weights is \[0\.7, 0\.4\]"):
-        train_alone(configuration(data, tmp_path / "parts", steps=6))
-
-
-def test_every_problem_of_a_configuration_is_reported_at_once(tmp_path: Path, corpus: BertDataConfig) -> None:
-    config = configuration(replace(corpus, pairs="none", max_ngram=0), tmp_path)
-    with pytest.raises(ConfigError) as error:
-        train_alone(config)
-    assert len(error.value.problems) == 2
 
 
 @pytest.mark.parametrize("model", [POST_NORM, PRE_NORM], ids=["post", "pre-dropout"])
