@@ -88,14 +88,12 @@ class PowerlessDisk(CountingDisk):
     """A disk that loses, when the power fails, what had not been flushed. The ranks of one machine share it.
 
     A removal is durable at once and a change of a name is not: of the two orders in which a disk may write them, this
-    one would leave half a checkpoint under its old name. flushes, flushes_folders: whether the disk obeys; one that
-    does not shows that the test would notice.
+    one would leave half a checkpoint under its old name.
     """
 
-    def __init__(self, at: int, *, flushes: bool = True, flushes_folders: bool = True) -> None:
+    def __init__(self, at: int) -> None:
         super().__init__()
         self._at = at
-        self._obeys = {"flush": flushes, "flush_folder": flushes_folders}
         self.lock = threading.Lock()
         self._descriptors: dict[int, Path] = {}
         self._contents: set[Path] = set()
@@ -134,9 +132,9 @@ class PowerlessDisk(CountingDisk):
                 self._files.add(path)
             case "write":
                 self._contents.add(self._descriptors[path])
-            case "flush" if self._obeys["flush"]:
+            case "flush":
                 self._contents.discard(self._descriptors[path])
-            case "flush_folder" if self._obeys["flush_folder"]:
+            case "flush_folder":
                 self._files = {each for each in self._files if each.parent != path}
                 self._folders = {each for each in self._folders if each.parent != path}
                 self._renames = [each for each in self._renames if each[0].parent != path]

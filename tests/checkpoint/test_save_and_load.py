@@ -310,27 +310,6 @@ def test_power_failure_at_every_operation_of_two_ranks(tmp_path: Path, loss: Los
     assert at > 30
 
 
-@pytest.mark.parametrize(("disobeys", "loss"), [("flushes", "content"), ("flushes_folders", "files")])
-def test_the_power_failures_would_reveal_a_missing_flush(tmp_path: Path, disobeys: str, loss: Loss) -> None:
-    disk = PowerlessDisk(10_000, **{disobeys: False})
-    save_step(alone(), ALONE, tmp_path, 2, disk)
-    disk.lose(loss)
-    with pytest.raises((AssertionError, ValueError)):
-        load_step(alone(), ALONE, tmp_path / "step-00000002", 2)
-
-
-def test_the_power_failures_would_reveal_an_unflushed_deletion(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save_step(alone(), ALONE, tmp_path, step)
-    renamed = 2
-    disk = PowerlessDisk(renamed + 1, flushes_folders=False)
-    with pytest.raises(Killed):
-        keep_last(tmp_path, 1, disk)
-    disk.lose("all")
-    with pytest.raises(ValueError, match=r"missing|has no"):
-        load_step(alone(), ALONE, tmp_path / "step-00000001", 1)
-
-
 ERRORS = {
     errno.ENOSPC: "No space left on device.*bytes are free.*write to a larger disk; older files are untouched",
     errno.EIO: "Input/output error",
