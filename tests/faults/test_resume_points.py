@@ -97,17 +97,6 @@ def test_resumed_after_any_step(corpora: list[str], whole: Path, tmp_path: Path,
     assert not list((tmp_path / "checkpoints").glob(".step-*"))
 
 
-def test_a_finished_run_is_left_as_it_is(corpora: list[str], whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def contents() -> dict[Path, bytes]:
-        changing = (".lock", "log.txt")
-        return {path: path.read_bytes() for path in whole.rglob("*") if path.is_file() and path.name not in changing}
-
-    before = contents()
-    assert train_alone(configuration(corpora, whole)) == 0
-    assert "already finished" in capsys.readouterr().out
-    assert contents() == before
-
-
 def test_a_clock_that_jumps_changes_nothing(
     corpora: list[str], whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

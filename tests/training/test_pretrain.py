@@ -1,7 +1,5 @@
 """The loop of one process from its configuration: ramp, evaluation, checkpoints, resumption, blends, files, words."""
 
-import contextlib
-import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from megapipe.engine.engine import Engine
 from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.failures import OutOfMemory
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
-from tests.training.records import comparable_steps, events, records, steps
+from tests.training.records import events, records, steps
 
 RAMP = {"global_size": 8, "ramp_start": 2, "ramp_samples": 16}
 SIZES = [2, 2, 2, 4, 4, 6, 8, 8]
@@ -38,17 +36,10 @@ def configuration(corpus: str, directory: Path, **training: Any) -> PretrainConf
     return config
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, corpus: str) -> tuple[Path, str]:
-    """The folder and the output of a whole run."""
-    directory = tmp_path_factory.mktemp("whole") / "run"
-    with contextlib.redirect_stdout(io.StringIO()) as output:
-        assert train_alone(configuration(corpus, directory)) == 0
-    return directory, output.getvalue()
-
-
-def test_a_whole_run_reports_all_it_did(whole: tuple[Path, str]) -> None:
-    directory, output = whole
+def test_a_whole_run_reports_all_it_did(tmp_path: Path, corpus: str, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "run"
+    assert train_alone(configuration(corpus, directory)) == 0
+    output = capsys.readouterr().out
     assert [record["samples"] for record in steps(directory)] == SIZES
     assert [record["consumed_samples"] for record in steps(directory)] == [sum(SIZES[: n + 1]) for n in range(8)]
     assert [record["step"] for record in events(directory, "evaluation")] == [3, 6, 8]
@@ -62,20 +53,6 @@ def test_a_whole_run_reports_all_it_did(whole: tuple[Path, str]) -> None:
     assert last.startswith(f"finished after step 8/8, loss {steps(directory)[-1]['loss']:.4f}")
     for path in (directory / "metrics.jsonl", directory / "loss_curve.png", saved[-1]):
         assert str(path) in last
-
-
-@pytest.mark.usefixtures("without_pictures")
-def test_a_run_in_two_parts_equals_one_run(
-    tmp_path: Path, corpus: str, whole: tuple[Path, str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    train_alone(configuration(corpus, tmp_path, stop_at=4))  # in the middle of the ramp
-    capsys.readouterr()
-    train_alone(configuration(corpus, tmp_path))
-    assert "resumed from" in capsys.readouterr().out
-    assert comparable_steps(tmp_path) == comparable_steps(whole[0])
-    losses = {record["step"]: record["loss"] for record in events(tmp_path, "evaluation")}
-    expected = {record["step"]: record["loss"] for record in events(whole[0], "evaluation")}
-    assert {step: losses[step] for step in expected} == expected
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -160,13 +160,6 @@ def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int, after: float = 0.0) -
     on(monkeypatch, before)
 
 
-def test_a_last_save_that_fails_is_an_error(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse(monkeypatch, 6)
-    with pytest.raises(CheckpointError, match=r"cannot complete .*step-00000006: Input/output error"):
-        run(every=3)
-    assert saved_steps(tmp_path) == [3]
-
-
 @pytest.mark.parametrize(
     ("saves", "failing"),
     [

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megapipe.config.run import SpikesConfig
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.training.loop.loader import SkippingPlan
-from megapipe.training.resilience.guards import Rewinds, SpikeError, spike_limit
+from megapipe.training.resilience.guards import spike_limit
 
 
 def test_a_limit_is_the_given_deviations_above_the_median() -> None:
@@ -65,11 +65,3 @@ def test_the_last_batches_before_a_spike() -> None:
     assert plan.last_batches(0, 20, 1) == (14, 20)
     assert plan.last_batches(0, 20, 3) == (6, 20)
     assert plan.last_batches(10, 20, 99) == (10, 20)
-
-
-def test_too_many_returns_to_one_checkpoint_are_an_error() -> None:
-    rewinds = Rewinds(patience=2)
-    for step in (4, 4, 8, 8):
-        rewinds.count(step, step + 3, 9.0)
-    with pytest.raises(SpikeError, match=r"to 9 at step 11, after 2 returns to the checkpoint after step 8"):
-        rewinds.count(8, 11, 9.0)
