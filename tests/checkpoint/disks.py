@@ -6,10 +6,34 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import pytest
+
 from megapipe.checkpoint.storage import StorageWriter
+from megapipe.training.loop import checkpoints
+
+
+def disk_before(operation: str, call: Callable[..., object]) -> StorageWriter:
+    """Return a disk that calls a function with the arguments of each operation of this name, before it."""
+    disk = StorageWriter()
+    perform = getattr(disk, operation)
+
+    def performed(*arguments: Any) -> Any:
+        call(*arguments)
+        return perform(*arguments)
+
+    setattr(disk, operation, performed)
+    return disk
+
+
+def save_on(disk: StorageWriter, patch: pytest.MonkeyPatch) -> None:
+    """Let runs save on a disk."""
+    for name in ("BackgroundSaver", "save"):
+        patch.setattr(checkpoints, name, partial(getattr(checkpoints, name), storage=disk))
+
 
 OPERATIONS = tuple(name for name in vars(StorageWriter) if not name.startswith("_"))
 

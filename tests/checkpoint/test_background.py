@@ -29,7 +29,7 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import Box
 from megapipe.training.loop.steps import any_rank
 from tests.checkpoint.disks import KilledDisk
-from tests.checkpoint.test_save_and_load import SlowDisk, after_kills, check_whole
+from tests.checkpoint.test_save_and_load import after_kills, check_whole, slow_disk
 from tests.checkpoint.toy import ALONE, PAIR, Layout, alone, fill, load_step, make_states, run_state, save_step
 from tests.support.meshes import run_threads
 from tests.support.patience import wait_until
@@ -303,7 +303,7 @@ def test_files_written_during_the_removal_are_removed(tmp_path: Path) -> None:
 
 def test_a_disk_slower_than_a_collective_loses_no_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background, "_LONGEST_SLICE", 0.05)
-    run_threads(PAIR.sizes, saved_with, tmp_path, 1, SlowDisk(0.8), timeout=0.5)
+    run_threads(PAIR.sizes, saved_with, tmp_path, 1, slow_disk(0.8), timeout=0.5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 

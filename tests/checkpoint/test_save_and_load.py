@@ -28,7 +28,7 @@ from megapipe.checkpoint.shards import WEIGHTS, tiling_problem
 from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.parallel.groups import CommunicationError
 from megapipe.parallel.mesh import Mesh
-from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk, Loss, PowerlessDisk, RefusingDisk
+from tests.checkpoint.disks import CountingDisk, Killed, KilledDisk, Loss, PowerlessDisk, RefusingDisk, disk_before
 from tests.checkpoint.toy import (
     ALONE,
     MODEL,
@@ -388,21 +388,14 @@ def test_leftovers_that_cannot_be_removed_stop_no_save(tmp_path: Path) -> None:
     assert not left.exists()
 
 
-class SlowDisk(StorageWriter):
-    """Every flush takes a while."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def flush(self, descriptor: int) -> None:
-        time.sleep(self._seconds)
-        super().flush(descriptor)
+def slow_disk(seconds: float) -> StorageWriter:
+    return disk_before("flush", lambda _: time.sleep(seconds))
 
 
 def test_ranks_wait_for_a_slow_disk_until_the_timeout(tmp_path: Path) -> None:
-    run_threads(PAIR.sizes, save_and_delete, PAIR, tmp_path, SlowDisk(0.1), 1, 1)
+    run_threads(PAIR.sizes, save_and_delete, PAIR, tmp_path, slow_disk(0.1), 1, 1)
     with pytest.raises(CommunicationError, match="rank 1"):
-        run_threads(PAIR.sizes, save_and_delete, PAIR, tmp_path, SlowDisk(1.0), 1, timeout=0.3)
+        run_threads(PAIR.sizes, save_and_delete, PAIR, tmp_path, slow_disk(1.0), 1, timeout=0.3)
     assert check_continues(tmp_path) == 1
 
 

@@ -22,13 +22,13 @@ from megapipe.checkpoint.storage import StorageWriter
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import pretrain as program
-from megapipe.training.loop import checkpoints
 from megapipe.training.loop.batches import open_samples
 from megapipe.training.loop.steps import TrainingLoop
 from megapipe.training.observe import records
 from megapipe.training.observe.display import PlainLines
 from megapipe.training.pretrain import _train, named_recompute
 from megapipe.training.resilience.watchdog import Heartbeat
+from tests.checkpoint.disks import save_on
 from tests.faults.jobs import metrics_of_steps, saved_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.support.meshes import run_mesh
@@ -96,11 +96,9 @@ def on_disk(disk: FillingDisk, at_step: Callable[[int], None]) -> Iterator[None]
                 at_step(position.step)
             return stopped
 
-        saver, save = checkpoints.BackgroundSaver, checkpoints.save
         patched.setattr(records.LineFile, "write", written)
         patched.setattr(TrainingLoop, "_report", reported)
-        patched.setattr(checkpoints, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=disk))
-        patched.setattr(checkpoints, "save", lambda *args: save(*args, storage=disk))
+        save_on(disk, patched)
         yield
 
 

@@ -9,7 +9,6 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,8 @@ from megapipe.checkpoint.directory import set_aside
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import connected_mesh
-from megapipe.training.loop import checkpoints
-from tests.checkpoint.disks import CountingDisk
+from megapipe.training.loop.checkpoints import checkpoint_directory
+from tests.checkpoint.disks import CountingDisk, save_on
 from tests.checkpoint.runs import assert_same_bits, config_in, run, train
 from tests.support.gpt_runs import GPT2_SHAPE, write_shard
 from tests.support.ranks import RankError, run_ranks
@@ -70,7 +69,7 @@ def test_killed_at_random_moments(tmp_path: Path, kills: int, seed: int, snapsho
         training={"steps": kills * STEPS_A_LIFE + 1},
         parallel={"pipeline": 2, "data": 1, "timeout_seconds": 20.0},
     )
-    directory = checkpoints.checkpoint_directory(config)
+    directory = checkpoint_directory(config)
     done, interrupted_saves, step = 0, 0, 0
     while done < kills:
         delay = chosen.uniform(0.0, 1.5) if done % 2 else None
@@ -101,12 +100,10 @@ def live(rank: int, config: PretrainConfig, victim: int, delay: float | None, op
     if rank == victim and delay is not None:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if rank == victim and delay is None:
-        disk = DeadlyDisk(operation)
-        checkpoints.save = partial(checkpoints.save, storage=disk)
-        checkpoints.BackgroundSaver = partial(checkpoints.BackgroundSaver, storage=disk)  # type: ignore[misc]
+        save_on(DeadlyDisk(operation), pytest.MonkeyPatch())
     train(mesh, config, newest_step(config) + STEPS_A_LIFE)
 
 
 def newest_step(config: PretrainConfig) -> int:
-    newest = newest_valid(checkpoints.checkpoint_directory(config))
+    newest = newest_valid(checkpoint_directory(config))
     return 0 if newest is None else int(newest.name.removeprefix("step-"))

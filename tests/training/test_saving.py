@@ -18,14 +18,14 @@ import torch
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.background import Snapshot
-from megapipe.checkpoint.save_and_load import Content, save
-from megapipe.checkpoint.storage import StorageWriter
+from megapipe.checkpoint.save_and_load import Content
 from megapipe.config.run import CheckpointConfig, SpikesConfig
 from megapipe.engine.host_memory import Move, ThreadCopies
 from megapipe.engine.step import StepResult
 from megapipe.parallel.launch import initialize
 from megapipe.training.loop import checkpoints, steps
 from megapipe.training.loop.checkpoints import Saves
+from tests.checkpoint.disks import disk_before, save_on
 from tests.faults.jobs import saved_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.support.patience import wait_until
@@ -129,24 +129,10 @@ def test_auto_waits_an_interval_after_a_save_that_fails(run: Run, monkeypatch: p
     assert len(attempts) == 2, "after every tenth step; one attempt per step would slow training"
 
 
-class Disk(StorageWriter):
-    """Calls `before` with the step of every rename, which makes a folder a checkpoint."""
-
-    def __init__(self, before: Callable[[int], object]) -> None:
-        self._before = before
-
-    def rename(self, source: Path, target: Path) -> None:
-        self._before(int(target.name.removeprefix("step-")))
-        super().rename(source, target)
-
-
 def on(monkeypatch: pytest.MonkeyPatch, before: Callable[[int], object]) -> None:
-    """Let runs save on such a disk."""
-    saver = checkpoints.BackgroundSaver
-    monkeypatch.setattr(
-        checkpoints, "BackgroundSaver", lambda *args, **options: saver(*args, **options, storage=Disk(before))
-    )
-    monkeypatch.setattr(checkpoints, "save", lambda *args: save(*args, storage=Disk(before)))
+    """Let runs save on a disk that calls `before` with the step of every rename, which makes a folder a checkpoint."""
+    disk = disk_before("rename", lambda _, target: before(int(target.name.removeprefix("step-"))))
+    save_on(disk, monkeypatch)
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, *refused: int, after: float = 0.0) -> None:
