@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megapipe.config import ConfigError
+from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.kernels import triton_backend
@@ -27,9 +28,10 @@ from megapipe.training.validation import described_choices, document_attention, 
 from tests.kernels import apex_stand_in, emulated
 from tests.kernels.interpreter import interpret
 from tests.support import gpt_runs
+from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
 from tests.support.equality import check_bits, check_gradients
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt
-from tests.support.meshes import run_mesh
+from tests.support.meshes import run_mesh, run_threads
 
 MODELS = {
     "gpt2": GPT2_SHAPE,
@@ -182,20 +184,21 @@ def test_sums_of_weight_gradients_are_not_compiled(corpus: str) -> None:
     assert problem.endswith("remove weight_gradient, or set training.compile false")
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_kernels_printed_at_the_start_are_those_that_run(
-    corpus: str, monkeypatch: pytest.MonkeyPatch, model: str
+@pytest.mark.parametrize("model", [*MODELS.values(), POST_NORM, PRE_NORM], ids=[*MODELS, "bert", "bert-dropout"])
+def test_the_reported_kernels_are_those_that_run(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: ModelConfig
 ) -> None:
-    monkeypatch.setattr(gpt_runs, "Replica", Replica)  # so that it is restored
-    config = configuration(corpus, MODELS[model])
-    predicted = {str(choice) for choice in kernel_choices(config, CPU, OPS) if choice.width > 1}
-    [(_, choices)] = run_mesh({}, on_backend, config, REFERENCE, backend="threads")
-    flat = ("adamw", "gradient_norm")
-    layers = {choice.replace("requested by the configuration", "needs a GPU") for choice in choices}
-    assert {line.partition(":")[0] for line in layers if not line.startswith(flat)} == {
-        line.partition(":")[0] for line in predicted
-    }
-    assert all(any(line.startswith(op) for line in layers) for op in flat)
+    picked, pick = set(), Registry.pick
+
+    def recording(self: Registry, op: str, like: torch.Tensor) -> object:
+        picked.add(op)
+        return pick(self, op, like)
+
+    monkeypatch.setattr(Registry, "pick", recording)
+    is_bert = isinstance(model, BertModelConfig)
+    config = make_bert_config(write_corpus(tmp_path), model) if is_bert else configuration(corpus, model)
+    run_threads({}, run_gpt, config, 1)
+    assert {choice.op for choice in kernel_choices(config, CPU, OPS)} == picked
 
 
 def test_runs_without_a_gpu_print_one_line(corpus: str) -> None:
