@@ -121,12 +121,6 @@ def test_a_fresh_run_needs_an_empty_folder(config: PretrainConfig) -> None:
     assert restored(alone(), config) == 0
 
 
-def test_a_run_without_checkpoints_leaves_no_folder(tmp_path: Path, corpus: str) -> None:
-    config = config_in(tmp_path / "run", corpus, GPT2_SHAPE, checkpoint={"every": None, "at_end": False})
-    assert train(alone(), config, 1).start == 0
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_configured_checkpoints_stay_and_steps_are_saved_once(tmp_path: Path, corpus: str, asynchronous: bool) -> None:
     saves = {"every": 1, "keep_last": 1, "keep_every": 2, "asynchronous": asynchronous}

@@ -13,6 +13,7 @@ from megapipe.config.run import PretrainConfig
 from tests.support.bert_runs import PRE_NORM, make_bert_config, write_corpus
 from tests.support.commands import run as run_command
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone, write_shard
+from tests.training.records import events
 
 pytestmark = pytest.mark.slow
 
@@ -42,8 +43,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     config.training = replace(config.training, steps=STEPS, directory=str(folder / "run"))
     config.evaluation = replace(config.evaluation, every=STEPS, samples=SAMPLES)
     assert train_alone(config) == 0
-    events = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-    return folder, [each for each in events if each.get("event") == "evaluation"][-1]
+    return folder, events(folder / "run", "evaluation")[-1]
 
 
 def evaluated(capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> dict[str, Any]:

@@ -75,6 +75,12 @@ def saved_steps(run: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-*"))
 
 
+def saved_files(run: Path, step: int) -> list[bytes]:
+    """Return the bytes of a checkpoint's tensor files."""
+    files = (run / f"checkpoints/step-{step:08d}").glob("*.safetensors")
+    return [path.read_bytes() for path in sorted(files)]
+
+
 def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Everything in a checkpoint, by file and key."""
     folder = run / f"checkpoints/step-{step:08d}"

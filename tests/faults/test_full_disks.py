@@ -29,7 +29,7 @@ from megapipe.training.observe.display import PlainLines
 from megapipe.training.pretrain import _train, named_recompute
 from megapipe.training.resilience.watchdog import Heartbeat
 from tests.checkpoint.disks import save_on
-from tests.faults.jobs import metrics_of_steps, saved_steps
+from tests.faults.jobs import metrics_of_steps, saved_files, saved_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.support.meshes import run_mesh
 
@@ -113,10 +113,6 @@ def undisturbed(corpus: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def files(directory: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted((directory / f"checkpoints/step-{STEPS:08d}").glob("*.safetensors"))]
-
-
 @pytest.mark.parametrize(
     "seed",
     [
@@ -149,7 +145,7 @@ def test_disks_that_fill_at_any_moment_end_no_run(tmp_path: Path, corpus: str, u
             assert train_alone(config) == 0
         finally:
             freed.cancel()
-    assert files(tmp_path / "run") == files(undisturbed)
+    assert saved_files(tmp_path / "run", STEPS) == saved_files(undisturbed, STEPS)
     ours, theirs = metrics_of_steps(tmp_path / "run"), metrics_of_steps(undisturbed)
     assert ours.items() <= theirs.items(), "lines may be missing, and those that are there are right"
 

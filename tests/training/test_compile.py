@@ -1,6 +1,7 @@
 """`training.compile`: blocks through torch.compile on schedules, precisions and layouts, against runs without it."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.engine import assembly
+from megapipe.engine.assembly import CompiledForward
+from megapipe.parallel.mesh import Mesh
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
-from tests.support.compiled_runs import run_compiled
 from tests.support.equality import check_bits, check_gradients
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, assembled, make_config, run_gpt
 from tests.support.meshes import run_mesh
 
 DROPOUT = replace(GPT2_SHAPE, embedding_dropout=0.1, hidden_dropout=0.1, attention_dropout=0.1)
@@ -23,10 +26,23 @@ FULL: dict[str, Any] = {"recompute": {"method": "full"}}
 HALVES: dict[str, Any] = {"name": "1f1b", "two_bp": True}
 
 
+def run_compiled(mesh: Mesh, config: PretrainConfig, compiler: str | None, steps: int) -> RankRun:
+    """A run whose compiled blocks count their frames: every block of a rank shares the same. None: uncompiled."""
+    if compiler is None:
+        return run_gpt(mesh, config, steps)
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second
+
+    counter = CompileCounterWithBackend(compiler)
+    assembly.CompiledForward = partial(CompiledForward, backend=counter)  # type: ignore[misc, assignment]
+    run = run_gpt(mesh, config, steps, timeout=200.0)
+    # Recomputed code is first run without a graph, which is a frame of its own.
+    assert counter.frame_count == (2 if config.recompute.method == "full" else 1)
+    return run
+
+
 def trained(config: PretrainConfig, compiler: str | None, steps: int, **sizes: int) -> list[RankRun]:
     """compiler: a backend of torch.compile, None for a run without."""
     config = replace(config, training=replace(config.training, compile=compiler is not None))
-    config.parallel = replace(config.parallel, tensor=sizes.get("tensor", 1), pipeline=sizes.get("pipeline", 1))
     return run_mesh(sizes, run_compiled, config, compiler, steps, timeout=300)
 
 

@@ -10,6 +10,7 @@ from megapipe.config.run import PretrainConfig, TrainingConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training import device
 from megapipe.training.device import USER_VARIABLES, keep_freed_memory, require_determinism, with_precision
+from tests.faults.jobs import RUN, saved_files
 from tests.support.commands import run
 from tests.support.gpt_runs import write_shard
 from tests.support.launch import launch
@@ -41,8 +42,7 @@ def test_two_starts_of_the_program_have_the_same_bits(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         finished = launch(2, *arguments, folder=tmp_path / name)
         assert finished.returncode == 0, finished.stderr
-        step = tmp_path / name / "runs/default/checkpoints/step-00000003"
-        outcomes.append({path.name: path.read_bytes() for path in sorted(step.glob("*.safetensors"))})
+        outcomes.append(saved_files(tmp_path / name / RUN, 3))
     assert len(outcomes[0]) == 2
     assert outcomes[0] == outcomes[1]
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from megapipe.parallel.launch import initialize
 from megapipe.training.loop import checkpoints, steps
 from megapipe.training.loop.checkpoints import Saves
 from tests.checkpoint.disks import disk_before, save_on
-from tests.faults.jobs import saved_steps
+from tests.faults.jobs import saved_files, saved_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, train_alone
 from tests.support.patience import wait_until
 
@@ -35,32 +35,25 @@ pytestmark = pytest.mark.usefixtures("without_pictures")
 RARE = pytest.mark.exhaustive
 
 
-class Run(Protocol):
-    def __call__(
-        self, *, folder: str = "", steps: int = 6, groups: dict[str, dict[str, Any]] = ..., **checkpoint: Any
-    ) -> int: ...
+Run = Callable[..., int]
 
 
 @pytest.fixture
 def run(tmp_path: Path, corpus: str) -> Run:
     """A run in a folder below `tmp_path`, with other values of the configuration's groups."""
 
-    def started(
-        *, folder: str = "", steps: int = 6, groups: dict[str, dict[str, Any]] | None = None, **checkpoint: Any
-    ) -> int:
-        values: dict[str, dict[str, Any]] = {
-            "batch": {"global_size": 2},
-            "checkpoint": {"keep_last": None, **checkpoint},
-            "training": {"steps": steps, "directory": str(tmp_path / folder)},
-        }
-        return train_alone(make_config(corpus, GPT2_SHAPE, **values, **(groups or {})))
+    def started(*, folder: str = "", steps: int = 6, groups: Any = None, **checkpoint: Any) -> int:
+        config = make_config(
+            corpus,
+            GPT2_SHAPE,
+            batch={"global_size": 2},
+            checkpoint={"keep_last": None, **checkpoint},
+            training={"steps": steps, "directory": str(tmp_path / folder)},
+            **(groups or {}),
+        )
+        return train_alone(config)
 
     return started
-
-
-def tensors(directory: Path, step: int) -> list[bytes]:
-    folder = directory / f"checkpoints/step-{step:08d}"
-    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=RARE)])
@@ -75,14 +68,13 @@ def test_background_saves_equal_saves_between_steps(
         copy(self, moves)
 
     monkeypatch.setattr(ThreadCopies, "copy", slow)
-    kinds: dict[str, dict[str, Any]] = {
-        "between": {"asynchronous": False}, "during": {}, "in the next step": {"snapshot": "next_step"}
-    }  # fmt: skip
+    kinds: dict[str, dict[str, Any]] = {"between": {"asynchronous": False}, "during": {}}
+    kinds["in the next step"] = {"snapshot": "next_step"}
     for name, options in kinds.items():
         assert run(folder=name, every=1, groups={"schedule": {"name": schedule}}, **options) == 0
         assert saved_steps(tmp_path / name) == [1, 2, 3, 4, 5, 6]
         for step in range(1, 7):
-            assert tensors(tmp_path / name, step) == tensors(tmp_path / "between", step)
+            assert saved_files(tmp_path / name, step) == saved_files(tmp_path / "between", step)
 
 
 @pytest.mark.slow
