@@ -73,12 +73,12 @@ def value(name: str, kind: str, shape: tuple[int, ...], step: int) -> Tensor:
     return (torch.arange(math.prod(shape), dtype=torch.float32) + base).reshape(shape) / 7
 
 
-def make_states(mesh: Mesh, layout: Layout, model: Mapping[str, Sequence[ParameterSpec]] = MODEL) -> list[UnitState]:
+def make_states(mesh: Mesh, layout: Layout) -> list[UnitState]:
     """Return this rank's states, all zero."""
     return [
         UnitState(
             unit,
-            model[unit],
+            MODEL[unit],
             compute_dtype=layout.dtype,
             tensor_rank=mesh.coordinate("tensor"),
             tensor_size=mesh.size("tensor"),

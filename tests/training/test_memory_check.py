@@ -29,11 +29,11 @@ from tests.support.meshes import run_threads
 MODEL = {"vocabulary_size": 512, "num_layers": 4, "hidden_size": 64, "num_heads": 8, "max_positions": 64}
 
 
-def _config(**batch: int) -> PretrainConfig:
+def _config() -> PretrainConfig:
     return PretrainConfig(
         model=ModelConfig(**MODEL),  # type: ignore[arg-type]
         data=DataConfig(prefix="corpus", sequence_length=64),
-        batch=BatchConfig(**({"global_size": 16, "micro_size": 4} | batch)),
+        batch=BatchConfig(global_size=16, micro_size=4),
     )
 
 
