@@ -21,15 +21,16 @@ from tests.ptx.numbers import (
     from_bf16,
     fused32,
     inexact,
-    larger,
+    maximum,
     on_halves,
     on_pairs,
     to_bf16,
 )
 
 _HALVES = ("f16", "bf16")
+_FLOATS = (*_HALVES, "f32", "f64")
 _PAIRS = {"f16x2": "f16", "bf16x2": "bf16"}
-_OF_FLOATS = frozenset({"rn", "full", "approx", "ftz", "sat", "NaN"})
+_OF_FLOATS = frozenset({"rn", "full", "approx", "ftz"})
 _OF_INTEGERS = {"mul": {"lo", "wide"}, "mad": {"lo", "wide"}}
 """Modifiers that are known; the type comes last."""
 
@@ -45,10 +46,6 @@ class Operation:
 
 def _wider(kind: str) -> str:
     return f"{kind[0]}{16 * np.dtype(TYPES[kind]).itemsize}"
-
-
-def _is_float(kind: str) -> bool:
-    return kind[0] == "f" or kind[:2] == "bf"
 
 
 def _divided(x: Array, y: Array) -> Array:
@@ -73,19 +70,12 @@ def _shift(x: Array, count: Array, left: bool) -> Array:
 
 def _extracted(x: Array, position: Array, length: Array) -> Array:
     """bfe: `length` bits from `position`, extended by zeros or by the field's sign."""
-    bits = 8 * x.dtype.itemsize
-    position, length = (value & np.uint32(255) for value in (position, length))
-    bottom = _shift(x, position, left=False)
-    kept = np.minimum(length, np.uint32(bits))
-    mask = np.where(
-        kept == bits, ~np.uint64(0), (np.uint64(1) << np.minimum(kept, 63).astype(np.uint64)) - np.uint64(1)
-    )
-    field = bits_of(bottom).astype(np.uint64) & mask
-    if x.dtype.kind == "i":
-        top = np.minimum(position.astype(np.int64) + length - 1, bits - 1)
-        sign = ((bits_of(x).astype(np.uint64) >> np.maximum(top, 0).astype(np.uint64)) & np.uint64(1)).astype(bool)
-        field = np.where(sign & (length > 0), field | ~mask, field)
-    return field.astype(bits_of(x).dtype).view(x.dtype)
+    wide = x.astype(np.int64) >> np.minimum(position & np.uint32(255), np.uint32(63))
+    left = 64 - np.minimum(length & np.uint32(255), np.uint32(32)).astype(np.int64)
+    field = wide << np.minimum(left, 63)
+    if x.dtype.kind == "u":
+        field = field.view(np.uint64)
+    return np.where(left == 64, 0, field >> np.minimum(left, 63).astype(field.dtype)).astype(x.dtype)
 
 
 def _permuted(x: Array, y: Array, selector: Array) -> Array:
@@ -107,41 +97,14 @@ _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
-    "lo": np.less,
-    "ls": np.less_equal,
-    "hi": np.greater,
-    "hs": np.greater_equal,
-    "equ": lambda x, y: ~((x < y) | (x > y)),
-    "neu": lambda x, y: ~(x == y),
-    "ltu": lambda x, y: ~(x >= y),
-    "leu": lambda x, y: ~(x > y),
-    "gtu": lambda x, y: ~(x <= y),
-    "geu": lambda x, y: ~(x < y),
-    "num": lambda x, y: (x == x) & (y == y),
-    "nan": lambda x, y: (x != x) | (y != y),
-}
-_BOOLEAN: dict[str, Callable[[Array, Array], Array]] = {
-    "and": np.bitwise_and,
-    "or": np.bitwise_or,
-    "xor": np.bitwise_xor,
 }
 
 
 def _setp(parts: tuple[str, ...]) -> Operation:
-    kind, compare = parts[-1], _COMPARISONS[parts[1]]
-    between = [part for part in parts[2:-1] if part != "ftz"]
-
-    def compared(x: Array, y: Array) -> Array:
-        if kind == "bf16":
-            x, y = from_bf16(x), from_bf16(y)
-        elif "ftz" in parts:
-            x, y = flushed(x), flushed(y)
-        return compare(x, y)
-
-    if not between:
-        return Operation((kind, kind), "pred", compared)
-    (combine,) = (_BOOLEAN[part] for part in between)
-    return Operation((kind, kind, "pred"), "pred", lambda x, y, also: combine(compared(x, y), also))
+    _, compare, kind = parts
+    if kind not in ("b16", "b32", "b64", "s32", "s64", "u32", "u64", "f32"):
+        raise KeyError(kind)
+    return Operation((kind, kind), "pred", _COMPARISONS[compare])
 
 
 def _ulp(y: Array) -> Array:
@@ -173,18 +136,9 @@ def _fused64(x: Array, y: Array, z: Array) -> Array:
     return (x.astype(np.longdouble) * y + z).astype(np.float64)
 
 
-def _modified(function: Callable[..., Array], modifiers: set[str]) -> Callable[..., Array]:
-    """A function that gives fp32, with .ftz and .sat as the opcode asks."""
-
-    def modified(*values: Array) -> Array:
-        if "ftz" in modifiers:
-            values = tuple(flushed(value) for value in values)
-        result = function(*values)
-        if "sat" in modifiers:
-            result = np.fmin(np.fmax(result, np.float32(0)), np.float32(1))
-        return flushed(result) if "ftz" in modifiers else result
-
-    return modified
+def _flushing(function: Callable[..., Array], *values: Array) -> Array:
+    """Return fp32 with .ftz."""
+    return flushed(function(*map(flushed, values)))
 
 
 _FLOAT: dict[str, tuple[int, Callable[..., Array]]] = {
@@ -194,6 +148,7 @@ _FLOAT: dict[str, tuple[int, Callable[..., Array]]] = {
     "div": (2, np.divide),
     "neg": (1, np.negative),
     "abs": (1, np.abs),
+    "max": (2, maximum),
 }
 
 
@@ -204,9 +159,7 @@ def _float_function(name: str, modifiers: set[str], kind: str) -> tuple[int, Cal
             raise KeyError(name)
         count, function, error_of = _APPROXIMATE[name, how]
         return count, partial(_approximate, function, error_of)
-    if name in ("min", "max"):
-        return 2, partial(larger, sign=1 if name == "max" else -1, keep_nan="NaN" in modifiers)
-    if name in ("fma", "mad"):
+    if name == "fma":
         return 3, {"f32": fused32, "f64": _fused64}.get(kind, _multiplied_and_added)
     if (name, kind) == ("sqrt", "f32") and "rn" in modifiers:
         # A root in fp64 is never the middle between two fp32 numbers, so that rounding twice is rounding once.
@@ -216,12 +169,12 @@ def _float_function(name: str, modifiers: set[str], kind: str) -> tuple[int, Cal
 
 def _float(name: str, parts: tuple[str, ...], kind: str) -> Operation:
     modifiers = set(parts[1:-1])
-    if not modifiers <= _OF_FLOATS or (kind != "f32" and {"ftz", "sat"} & modifiers):
+    if not modifiers <= _OF_FLOATS or (kind != "f32" and "ftz" in modifiers):
         raise KeyError(name)
     half = _PAIRS.get(kind, kind)
     count, function = _float_function(name, modifiers, half)
-    if kind == "f32":
-        function = _modified(function, modifiers)
+    if "ftz" in modifiers:
+        function = partial(_flushing, function)
     if half in _HALVES:
         function = partial(on_halves, function, half)
     if kind in _PAIRS:
@@ -241,13 +194,11 @@ _INTEGER: dict[str, tuple[int, int, Callable[..., Array]]] = {
     "div": (2, 0, _divided),
     "rem": (2, 0, _remainder),
     "neg": (1, 0, np.negative),
-    "abs": (1, 0, np.abs),
     "min": (2, 0, np.minimum),
     "max": (2, 0, np.maximum),
     "and": (2, 0, np.bitwise_and),
     "or": (2, 0, np.bitwise_or),
     "xor": (2, 0, np.bitwise_xor),
-    "not": (1, 0, np.invert),
     "shl": (1, 1, partial(_shift, left=True)),
     "shr": (1, 1, partial(_shift, left=False)),
     "bfe": (1, 2, _extracted),
@@ -257,7 +208,7 @@ _INTEGER: dict[str, tuple[int, int, Callable[..., Array]]] = {
 
 
 def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
-    if not set(parts[1:-1]) <= _OF_INTEGERS.get(name, set()) or (name == "prmt" and kind != "b32"):
+    if not set(parts[1:-1]) <= _OF_INTEGERS.get(name, set()) or (name in ("prmt", "bfe") and kind[1:] != "32"):
         raise KeyError(name)
     count, counts, function = _INTEGER[name]
     if "wide" not in parts:
@@ -268,52 +219,22 @@ def _integer(name: str, parts: tuple[str, ...], kind: str) -> Operation:
     return Operation(operands, wide, lambda *values: function(*(value.astype(dtype) for value in values)))
 
 
-_TO_INTEGER: dict[str, Callable[[Array], Array]] = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
-
-
 def _cvt(parts: tuple[str, ...]) -> Operation:
     target, source = parts[-2:]
-    modifiers = set(parts[1:-2])
+    if parts[1:-2] not in ((), ("rn",)):
+        raise KeyError("rounding other than to the nearest")
     if source == "f32" and target in _PAIRS:
-        if modifiers != {"rn"}:
-            raise KeyError("rounding other than to the nearest")
         return Operation(("f32", "f32"), target, partial(_packed, _PAIRS[target]))
-    if not modifiers <= {"rn", "rz", "ftz", "sat", *_TO_INTEGER}:
-        raise KeyError(", ".join(modifiers))
-    if not _is_float(target) and not _is_float(source):
-        return Operation((source,), target, partial(_resized, target=target, saturate="sat" in modifiers))
-    to_integers = [_TO_INTEGER[name] for name in modifiers & set(_TO_INTEGER)]
-    if _is_float(target):
-        if "rz" in modifiers and target != "bf16":
-            raise KeyError("rounding other than to the nearest")
-        convert = partial(to_bf16, toward_zero=True) if "rz" in modifiers else partial(_rounded, target=target)
-    else:
-        (_,) = to_integers
-        convert = partial(_clipped, target=target)
-
-    def converted(x: Array) -> Array:
-        value = from_bf16(x) if source == "bf16" else x
-        for function in to_integers:
-            value = function(value)
-        return convert(value)
-
-    if target != "f32":
-        return Operation((source,), target, converted)
-    return Operation((source,), target, _modified(converted, modifiers - ({"ftz"} if source != "f32" else set())))
+    if target in _FLOATS:
+        return Operation((source,), target, lambda x: _rounded(from_bf16(x) if source == "bf16" else x, target))
+    if target in _PAIRS or source in _FLOATS:
+        raise KeyError(f"{source} to {target}")
+    return Operation((source,), target, lambda x: x.astype(TYPES[target]))
 
 
 def _packed(half: str, upper: Array, lower: Array) -> Array:
     high, low = (bits_of(_rounded(value, half)).astype(np.uint32) for value in (upper, lower))
     return (high << np.uint32(16)) | low
-
-
-def _clipped(value: Array, target: str) -> Array:
-    """Whole numbers as integers: NaN becomes 0, and numbers out of range the end of the range."""
-    dtype = np.dtype(TYPES[target]).type
-    low, high = dtype(np.iinfo(dtype).min), dtype(np.iinfo(dtype).max)
-    value = value.astype(np.float64)
-    inside = np.where((value >= low) & (value < high), value, 0).astype(dtype)
-    return np.select([value >= high, value < low], [high, low], inside)
 
 
 def _rounded(value: Array, target: str) -> Array:
@@ -324,22 +245,9 @@ def _rounded(value: Array, target: str) -> Array:
     return value.astype(TYPES[target])
 
 
-def _resized(x: Array, target: str, saturate: bool) -> Array:
-    if saturate:
-        limits, own = np.iinfo(TYPES[target]), np.iinfo(x.dtype)
-        x = np.clip(x, max(limits.min, own.min), min(limits.max, own.max))
-    return x.astype(TYPES[target])
-
-
 def _selp(parts: tuple[str, ...]) -> Operation:
     kind = parts[-1]
     return Operation((kind, kind, "pred"), kind, lambda x, y, chosen: np.where(chosen, x, y))
-
-
-def _logic_of_predicates(name: str) -> Operation:
-    if name == "not":
-        return Operation(("pred",), "pred", np.logical_not)
-    return Operation(("pred", "pred"), "pred", _BOOLEAN[name])
 
 
 @cache
@@ -355,9 +263,7 @@ def operation_of(opcode: str) -> Operation | None:
             known = None
         elif name in ("setp", "selp"):
             known = {"setp": _setp, "selp": _selp}[name](parts)
-        elif kind == "pred":
-            known = _logic_of_predicates(name)
-        elif _is_float(kind):
+        elif kind in _FLOATS or kind in _PAIRS:
             known = _float(name, parts, kind)
         else:
             known = _integer(name, parts, kind)

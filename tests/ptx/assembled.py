@@ -65,7 +65,7 @@ def run(
         addresses.append(memory.add(f"p{index}", content, np.full(content.shape, index not in unwritten)))
     memory.freeze()
     machine = Machine(program, memory, addresses, shared)
-    machine.run((blocks, 1, 1))
+    machine.run((blocks, 1))
     return Result([memory.content(i).copy().view(buffer.dtype) for i, buffer in enumerate(buffers)], machine)
 
 

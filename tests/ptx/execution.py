@@ -86,8 +86,8 @@ def execute(
     # The compiler adds pointers to scratch memory, which no kernel here uses.
     parameters += [0] * (len(program.parameters) - len(parameters))
     machine = Machine(program, memory, parameters, compiled.shared)
-    x, y, z = (*launch.grid, 1, 1)[:3]
-    machine.run((x, y, z))
+    x, y = launch.grid if len(launch.grid) == 2 else (*launch.grid, 1)
+    machine.run((x, y))
     for name, tensor in tensors.items():
         result = torch.from_numpy(memory.content(numbers[name]).copy())
         torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).copy_(result)  # type: ignore[call-overload]

@@ -20,14 +20,10 @@ from tests.ptx.program import Instruction, Program, PtxError
 WARP = 32
 GLOBAL_BASE = 0x7F_0000_0000
 """Address of global memory: above 4 GiB, so that an address cut to 32 bits is out of bounds."""
-_SHARED_WINDOW = 0x70_0000_0000
-"""Generic address of a block's shared memory."""
 _MOST_LANES = 16384
 _MOST_STEPS = 4_000_000
 
-_NOTHING = {"fence", "membar", "griddepcontrol", "prefetch", "prefetchu", "applypriority", "nanosleep"}
-
-Block = tuple[int, int, int]
+Block = tuple[int, int]
 
 
 @dataclass
@@ -66,7 +62,7 @@ class Machine:
 
     def run(self, grid: Block) -> None:
         """Execute a grid. Raises PtxError for an unknown opcode and for every broken rule."""
-        blocks = [(x, y, z) for z in range(grid[2]) for y in range(grid[1]) for x in range(grid[0])]
+        blocks = [(x, y) for y in range(grid[1]) for x in range(grid[0])]
         step = max(1, _MOST_LANES // self.program.threads)
         for first in range(0, len(blocks), step):
             with np.errstate(all="ignore"):
@@ -82,7 +78,7 @@ class _Batch:
         self.threads, self.count = threads, threads * count
         self.lanes = np.arange(self.count)
         self.block, self.thread = np.divmod(self.lanes, threads)
-        numbers = np.array([x + grid[0] * (y + grid[1] * z) for x, y, z in blocks])
+        numbers = np.array([x + grid[0] * y for x, y in blocks])
         self.block_numbers = numbers[self.block]
         self.phase = np.zeros(count, np.int64)
         self.registers: dict[str, Array] = {}
@@ -91,25 +87,18 @@ class _Batch:
         self.paths = [_Path(0, len(self.program.instructions), self.alive)]
         self.copies: list[_Copy] = []
         self.groups = np.zeros(self.count, np.int64)
-        self.specials = self._specials(grid, np.array(blocks, np.uint32))
+        x, y = np.array(blocks, np.uint32).T
+        self.specials = {
+            "%tid.x": self.thread.astype(np.uint32),
+            "%ctaid.x": x[self.block],
+            "%ctaid.y": y[self.block],
+        }
         self.shared = Memory("shared memory", 0, _granule(self.program, "shared"))
-        static = max([offset + size for offset, size in self.program.shared.values()], default=0)
-        self.shared_size = static + machine.dynamic_shared
-        nothing = np.zeros(self.shared_size, np.uint8)
+        nothing = np.zeros(machine.dynamic_shared, np.uint8)
         self.shared_bases = np.array(
             [self.shared.add(f"block {number}", nothing, nothing.astype(np.bool_)) for number in numbers]
         )
         self.shared.freeze()
-
-    def _specials(self, grid: Block, blocks: Array) -> dict[str, Array]:
-        one = {"%ntid.x": self.threads, "%ntid.y": 1, "%ntid.z": 1, "%tid.y": 0, "%tid.z": 0}
-        one |= {f"%nctaid.{axis}": size for axis, size in zip("xyz", grid, strict=True)}
-        registers = {name: np.array([value], np.uint32) for name, value in one.items()}
-        registers |= {f"%ctaid.{axis}": blocks[self.block, index] for index, axis in enumerate("xyz")}
-        registers["%tid.x"] = self.thread.astype(np.uint32)
-        registers["%laneid"] = (self.thread % WARP).astype(np.uint32)
-        registers["%warpid"] = (self.thread // WARP).astype(np.uint32)
-        return registers
 
     def run(self) -> None:
         instructions, end = self.program.instructions, len(self.program.instructions)
@@ -127,9 +116,8 @@ class _Batch:
             path.index += 1
             self.machine.opcodes[instruction.opcode] += 1
             try:
-                if instruction.parts[0] not in _NOTHING:
-                    action = _ACTIONS.get(instruction.parts[0], _Batch.compute)
-                    action(self, instruction, self._active(instruction))
+                action = _ACTIONS.get(instruction.parts[0], _Batch.compute)
+                action(self, instruction, self._active(instruction))
             except AccessError as error:
                 raise instruction.error(str(error)) from None
         raise PtxError(f"the kernel runs for more than {_MOST_STEPS} instructions")
@@ -180,8 +168,6 @@ class _Batch:
         dtype = np.dtype(TYPES[kind])
         if operand in self.specials:
             return self.specials[operand].astype(UNSIGNED[dtype.itemsize]).view(dtype)
-        if operand[0] == "!":
-            return ~self.register(instruction, operand[1:])
         if operand[0] != "%":
             return _constant(operand, kind, self.program, instruction)
         value = self.register(instruction, operand)
@@ -203,7 +189,7 @@ class _Batch:
             value = np.where(active, value, before)
         self.registers[name] = value
 
-    def extended(self, instruction: Instruction, name: str, value: Array, signed: bool) -> Array:
+    def extended(self, instruction: Instruction, name: str, value: Array) -> Array:
         """A value as wide as its register."""
         if name == "_":
             return value
@@ -213,10 +199,6 @@ class _Batch:
             raise instruction.error(f"{name} is not declared") from None
         if bits < 8 * value.dtype.itemsize:
             raise instruction.error(f"{name} has {bits} bits, too few for the result")
-        if bits == 8 * value.dtype.itemsize:
-            return value
-        if signed:
-            return value.astype(np.dtype(f"i{bits // 8}"))
         return bits_of(value).astype(UNSIGNED[bits // 8])
 
     def whole(self, value: Array) -> Array:
@@ -232,14 +214,9 @@ class _Batch:
             raise instruction.error(f"{len(operands)} operands, not {len(operation.operands)}")
         values = [self.read(instruction, *pair) for pair in zip(operands, operation.operands, strict=True)]
         result = operation.function(*values)
-        first, _, second = destination.partition("|")
         if operation.result != "pred":
-            result = self.extended(instruction, first, result, operation.result[0] == "s")
-        self.write(instruction, first, result, active)
-        if second:
-            if instruction.parts[0] != "setp" or len(operands) > 2:
-                raise instruction.error("a second result is known for plain comparisons only")
-            self.write(instruction, second, ~result, active)
+            result = self.extended(instruction, destination, result)
+        self.write(instruction, destination, result, active)
 
     # Addresses and memory
 
@@ -255,32 +232,24 @@ class _Batch:
             value = _constant(base, "b64", self.program, instruction)
         return value.astype(np.uint64) + np.uint64(int(offset or "0", 0) & (2**64 - 1))
 
-    def accesses(self, space: str, addresses: Array, size: int, active: Array) -> list[tuple[Memory, Access]]:
-        """Accesses of the active threads, by memory: one for a named space, up to two for generic addresses."""
+    def accessed(self, space: str, addresses: Array, size: int, active: Array) -> tuple[Memory, Access]:
+        """The memory of a space, and the accesses of the active threads to it."""
         addresses, active = self.whole(addresses), self.whole(active)
-        in_shared = np.full(self.count, space == "shared")
-        if space == "generic":
-            in_shared = (addresses >= np.uint64(_SHARED_WINDOW)) & (addresses < np.uint64(GLOBAL_BASE))
-        accesses = []
-        for memory, chosen in ((self.machine.memory, active & ~in_shared), (self.shared, active & in_shared)):
-            if not chosen.any():
-                continue
-            lanes, places = self.lanes[chosen], addresses[chosen]
-            block = self.block[lanes]
-            if memory is self.shared:
-                near = places.astype(np.int64) - (_SHARED_WINDOW if space == "generic" else 0)
-                # Offsets outside of the block's own range must not reach another block's.
-                inside = (near >= 0) & (near < self.shared_size)
-                places = np.where(inside, near + self.shared_bases[block], len(self.shared.bytes)).astype(np.uint64)
-            tags = tags_of(self.block_numbers[lanes], self.phase[block], self.thread[lanes] // WARP)
-            accesses.append((memory, Access(places, lanes, tags, size)))
-        return accesses
+        lanes, places = self.lanes[active], addresses[active].astype(np.int64)
+        block = self.block[lanes]
+        if space == "shared":
+            # Offsets outside of the block's own range must not reach another block's.
+            inside = (places >= 0) & (places < self.machine.dynamic_shared)
+            places = np.where(inside, places + self.shared_bases[block], len(self.shared.bytes))
+        tags = tags_of(self.block_numbers[lanes], self.phase[block], self.thread[lanes] // WARP)
+        memory = self.shared if space == "shared" else self.machine.memory
+        return memory, Access(places, lanes, tags, size)
 
     def loaded(self, space: str, addresses: Array, size: int, active: Array) -> Array:
         """Bytes [threads, size]: 0 of threads that are not active."""
         data = np.zeros((self.count, size), np.uint8)
-        for memory, access in self.accesses(space, addresses, size, active):
-            data[access.lanes] = memory.load(access)
+        memory, access = self.accessed(space, addresses, size, active)
+        data[access.lanes] = memory.load(access)
         return data
 
     def load(self, instruction: Instruction, active: Array) -> None:
@@ -294,7 +263,7 @@ class _Batch:
             address = self.address(instruction, instruction.operands[1])
             columns = self.loaded(space, address, np.dtype(TYPES[kind]).itemsize * count, active).view(TYPES[kind])
         for index, name in enumerate(names):
-            value = self.extended(instruction, name, np.ascontiguousarray(columns[:, index]), kind[0] == "s")
+            value = self.extended(instruction, name, np.ascontiguousarray(columns[:, index]))
             self.write(instruction, name, value, active)
 
     def _parameter(self, instruction: Instruction, kind: str) -> Array:
@@ -319,8 +288,8 @@ class _Batch:
         columns = [self.whole(self.read(instruction, name, kind)) for name in names]
         data = np.stack(columns, axis=1).view(np.uint8)
         address = self.address(instruction, instruction.operands[0])
-        for memory, access in self.accesses(space, address, data.shape[1], active):
-            memory.store(access, data[access.lanes])
+        memory, access = self.accessed(space, address, data.shape[1], active)
+        memory.store(access, data[access.lanes])
 
     def move(self, instruction: Instruction, active: Array) -> None:
         """Also of a register to parts of it, or of parts to one register."""
@@ -345,65 +314,44 @@ class _Batch:
             value = self.read(instruction, source, kind)
         self.write(instruction, target, value, active)
 
-    def convert_address(self, instruction: Instruction, active: Array) -> None:
-        target, source = instruction.operands
-        kind, parts = instruction.parts[-1], instruction.parts
-        value = self.read(instruction, source, kind)
-        if "shared" in parts:
-            window = value.dtype.type(_SHARED_WINDOW)
-            value = value - window if "to" in parts else value + window
-        elif "global" not in parts:
-            raise instruction.error("only global and shared addresses are known")
-        self.write(instruction, target, value, active)
-
     # Asynchronous copies
 
     def copy(self, instruction: Instruction, active: Array) -> None:
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "cp.async.commit_group":
             self.groups = self.groups + self.whole(active)
-        elif opcode == "cp.async.wait_all":
-            self._finish(active, self.groups + 1)
         elif opcode == "cp.async.wait_group":
             self._finish(active, self.groups - int(operands[0], 0))
-        elif re.fullmatch(r"cp\.async\.c[ag]\.shared(::cta)?\.global(\.L2::\w+)*", opcode):
+        elif opcode in ("cp.async.ca.shared.global", "cp.async.cg.shared.global"):
             self._start(instruction, active)
         else:
             raise instruction.unknown()
 
     def _start(self, instruction: Instruction, active: Array) -> None:
-        size = int(instruction.operands[2], 0)
-        reading = active = self.whole(active)
-        if len(instruction.operands) > 3:
-            given = self.whole(self.read(instruction, instruction.operands[3], "u32"))
-            if not np.isin(given[active], (0, size)).all():
-                raise instruction.error(f"copies of fewer than {size} bytes, but not 0, are not known")
-            reading = active & (given > 0)
-        data = self.loaded("global", self.address(instruction, instruction.operands[1]), size, reading)
-        goal = self.whole(self.address(instruction, instruction.operands[0]))
-        for memory, access in self.accesses("shared", goal, size, active):
-            memory.forget(access)
+        target, source, length, copied = instruction.operands
+        size, active = int(length, 0), self.whole(active)
+        given = self.whole(self.read(instruction, copied, "u32"))
+        if not np.isin(given[active], (0, size)).all():
+            raise instruction.error(f"copies of fewer than {size} bytes, but not 0, are not known")
+        data = self.loaded("global", self.address(instruction, source), size, active & (given > 0))
+        goal = self.whole(self.address(instruction, target))
+        memory, access = self.accessed("shared", goal, size, active)
+        memory.forget(access)
         self.copies.append(_Copy(active, goal, data, self.groups))
 
     def _finish(self, active: Array, first_left: Array) -> None:
         """Write what the active threads copied in groups before `first_left` of each."""
         for copy in self.copies:
             done = self.whole(active) & copy.waiting & (copy.group < first_left)
-            for memory, access in self.accesses("shared", copy.addresses, copy.data.shape[1], done):
-                memory.store(access, copy.data[access.lanes])
+            memory, access = self.accessed("shared", copy.addresses, copy.data.shape[1], done)
+            memory.store(access, copy.data[access.lanes])
             copy.waiting = copy.waiting & ~done
         self.copies = [copy for copy in self.copies if copy.waiting.any()]
 
     # Threads among themselves
 
     def barrier(self, instruction: Instruction, active: Array) -> None:
-        parts, operands = instruction.parts, instruction.operands
-        if parts[:2] in (("bar", "warp"), ("barrier", "warp")):
-            self._members(instruction, active, operands[0])
-            return
-        if parts[1] not in ("sync", "cta") or "red" in parts or "arrive" in parts or operands[0] != "0":
-            raise instruction.error("only barrier 0 of all threads is known")
-        if len(operands) > 1 and self.whole(self.read(instruction, operands[1], "u32"))[0] != self.threads:
+        if (instruction.opcode, instruction.operands) != ("bar.sync", ("0",)):
             raise instruction.error("only barrier 0 of all threads is known")
         arrived, expected = (self.whole(mask).reshape(-1, self.threads) for mask in (active, self.alive))
         some = arrived.any(axis=1)
@@ -412,64 +360,33 @@ class _Batch:
             raise instruction.error(f"divergent barrier: not all threads of block {block} reach it together")
         self.phase = self.phase + some
 
-    def _members(self, instruction: Instruction, active: Array, operand: str) -> Array:
-        """Return `active` as [warps, 32] if each warp's active lanes are just those of its member mask."""
-        active = self.whole(active).reshape(-1, WARP)
-        mask = self.whole(self.read(instruction, operand, "b32")).reshape(-1, WARP)
-        # Every executing lane has to name the same lanes: those that execute. Lanes that left are not waited for.
-        wanted = (mask[:, :, None] >> np.arange(WARP, dtype=np.uint32)) & np.uint32(1) != 0
-        named = np.diagonal(wanted, axis1=1, axis2=2)
-        present = active[:, None, :] | ~self.alive.reshape(-1, 1, WARP)
-        wrong = active & ((wanted & ~present).any(axis=2) | ~named)
-        if wrong.any():
-            raise instruction.error(
-                "the member mask names lanes that do not execute this, or leaves out one that does"
-            )
+    def _members(self, instruction: Instruction, active: Array) -> Array:
+        """Return `active` as [warps, 32] if all lanes of each warp execute; lanes that left are not waited for."""
+        active, alive = (self.whole(mask).reshape(-1, WARP) for mask in (active, self.alive))
+        if (active.any(axis=1, keepdims=True) & alive & ~active).any():
+            raise instruction.error("the member mask names lanes that do not execute this")
         return active
 
     def shuffle(self, instruction: Instruction, active: Array) -> None:
-        _, sync, mode, kind, *_ = instruction.parts
-        if sync != "sync" or kind != "b32":
+        if instruction.opcode != "shfl.sync.bfly.b32" or instruction.operands[3:] != ("31", "-1"):
             raise instruction.unknown()
-        target, *inputs, members = instruction.operands
-        lanes = self._members(instruction, active, members)
-        value, distance, clamp = (
-            self.whole(self.read(instruction, operand, "u32")).reshape(-1, WARP).astype(np.int64) for operand in inputs
-        )
-        lane = np.arange(WARP)
-        distance, segment = distance & 31, clamp >> 8 & 31
-        lowest = lane & segment
-        highest = lowest | (clamp & 31 & ~segment)
-        wanted = {
-            "up": lane - distance,
-            "down": lane + distance,
-            "bfly": lane ^ distance,
-            "idx": lowest | (distance & ~segment),
-        }[mode]
-        inside = wanted >= highest if mode == "up" else wanted <= highest
-        wanted = np.where(inside, wanted, lane)
-        if (lanes & ~np.take_along_axis(lanes, wanted, axis=1)).any():
+        target, source, distance, *_ = instruction.operands
+        lanes = self._members(instruction, active)
+        wanted = np.arange(WARP) ^ int(distance)
+        if (lanes & ~lanes[:, wanted]).any():
             raise instruction.error("shuffles from a lane that does not execute this")
-        first, _, second = target.partition("|")
-        result = np.take_along_axis(value, wanted, axis=1).astype(np.uint32)
-        self.write(instruction, first, result.reshape(-1), active)
-        if second:
-            self.write(instruction, second, inside.reshape(-1), active)
+        values = self.whole(self.read(instruction, source, "u32")).reshape(-1, WARP)
+        self.write(instruction, target, values[:, wanted].reshape(-1), active)
 
     def matrix_load(self, instruction: Instruction, active: Array) -> None:
         """ldmatrix: 8 lanes give the rows of each 8 x 8 matrix of 16-bit elements; each lane gets two of them."""
-        match = re.fullmatch(
-            r"ldmatrix\.sync\.aligned\.m8n8\.x([124])(\.trans)?\.shared(?:::cta)?\.b16", instruction.opcode
-        )
+        match = re.fullmatch(r"ldmatrix\.sync\.aligned\.m8n8\.x([14])\.shared\.b16", instruction.opcode)
         if match is None:
             raise instruction.unknown()
-        self._members(instruction, active, "0xffffffff")
+        self._members(instruction, active)
         giving = self.whole(active) & (self.thread % WARP < 8 * int(match[1]))
         data = self.loaded("shared", self.address(instruction, instruction.operands[1]), 16, giving)
-        rows = data.view(np.uint16).reshape(-1, 4, 8, 8)
-        if match[2]:
-            rows = rows.transpose(0, 1, 3, 2)
-        words = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, 4, 32)
+        words = data.view(np.uint32).reshape(-1, 4, 32)
         for index, name in enumerate(_names(instruction.operands[0])):
             self.write(instruction, name, words[:, index].reshape(-1), active)
 
@@ -481,20 +398,17 @@ class _Batch:
 _ACTIONS: dict[str, Callable[[_Batch, Instruction, Array], None]] = {
     "bra": _Batch.branch,
     "ret": _Batch.leave,
-    "exit": _Batch.leave,
     "ld": _Batch.load,
     "st": _Batch.store,
     "mov": _Batch.move,
-    "cvta": _Batch.convert_address,
     "cp": _Batch.copy,
     "bar": _Batch.barrier,
-    "barrier": _Batch.barrier,
     "shfl": _Batch.shuffle,
     "ldmatrix": _Batch.matrix_load,
     "createpolicy": _Batch.policy,
 }
 
-_HINTS = re.compile(r"ca|cg|cs|cv|lu|wb|wt|nc|weak|cta|gpu|sys|cluster|L1|L2|(L1|L2)::\w+|level::\w+|acq_rel|b\d+")
+_HINT = re.compile(r"L[12]::(evict_first|evict_last|cache_hint)")
 
 
 def _names(operand: str) -> list[str]:
@@ -503,19 +417,15 @@ def _names(operand: str) -> list[str]:
 
 
 def _form(instruction: Instruction) -> tuple[str, str, int]:
-    """(space, type of an element, elements) of a load or store. Modifiers about caches and scopes change nothing."""
-    parts = list(instruction.parts[1:])
-    space, kind, count = "generic", "", 1
-    for part in parts:
-        if part in ("global", "shared", "param", "shared::cta", "param::entry"):
-            space = part.split("::")[0]
-        elif part in TYPES:
-            kind = part
-        elif re.fullmatch(r"v[248]", part):
+    """(space, type of an element, elements) of a load or store. Hints to caches change nothing."""
+    _, space, *modifiers, kind = instruction.parts
+    count = 1
+    for part in modifiers:
+        if re.fullmatch(r"v[248]", part):
             count = int(part[1])
-        elif not _HINTS.fullmatch(part):
+        elif not _HINT.fullmatch(part):
             raise instruction.unknown()
-    if not kind or kind == "pred":
+    if space not in ("global", "shared", "param") or kind not in TYPES:
         raise instruction.unknown()
     return space, kind, count
 
@@ -526,7 +436,7 @@ def _granule(program: Program, space: str) -> int:
     for instruction in program.instructions:
         if instruction.parts[0] in ("ld", "st"):
             state_space, kind, count = _form(instruction)
-            if state_space in (space, "generic"):
+            if state_space == space:
                 widths.append(np.dtype(TYPES[kind]).itemsize * count)
         elif instruction.parts[:2] == ("cp", "async") and len(instruction.operands) > 2:
             widths.append(int(instruction.operands[2], 0))
@@ -541,7 +451,7 @@ def granule_of(program: Program) -> int:
 def _constant(operand: str, kind: str, program: Program, instruction: Instruction) -> Array:
     dtype = np.dtype(TYPES[kind])
     if operand in program.shared:
-        return np.array([program.shared[operand][0]], dtype)
+        return np.zeros(1, dtype)
     if re.fullmatch(r"0f[0-9a-fA-F]{8}|0d[0-9a-fA-F]{16}", operand):
         number = np.array([int(operand[2:], 16)], np.uint32 if operand[1] == "f" else np.uint64)
         return number.view(dtype if dtype.itemsize == number.itemsize else np.float32)

@@ -217,7 +217,7 @@ class Memory:
 
 
 def _tally(owners: Array) -> list[tuple[int, int]]:
-    if (owners == owners[0]).all():
+    if len(owners) and (owners == owners[0]).all():
         return [(int(owners[0]), len(owners))]
     numbers, counts = np.unique(owners, return_counts=True)
     return list(zip(numbers.tolist(), counts.tolist(), strict=True))

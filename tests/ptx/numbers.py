@@ -10,8 +10,9 @@ Array = npt.NDArray[Any]
 
 TYPES: dict[str, Any] = {
     "pred": np.bool_,
-    **{f"{kind}{bits}": np.dtype(f"u{bits // 8}").type for kind in "bu" for bits in (8, 16, 32, 64)},
-    **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (8, 16, 32, 64)},
+    "b8": np.uint8,
+    **{f"{kind}{bits}": np.dtype(f"u{bits // 8}").type for kind in "bu" for bits in (16, 32, 64)},
+    **{f"s{bits}": np.dtype(f"i{bits // 8}").type for bits in (32, 64)},
     "f16": np.float16,
     "f32": np.float32,
     "f64": np.float64,
@@ -36,8 +37,8 @@ def from_bf16(x: Array) -> Array:
     return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
-def to_bf16(x: Array, toward_zero: bool = False) -> Array:
-    """bf16 bits of fp32 or fp64 numbers, rounded once: to the nearest even, or toward zero."""
+def to_bf16(x: Array) -> Array:
+    """bf16 bits of fp32 or fp64 numbers, rounded once, to the nearest even."""
     narrow = np.ascontiguousarray(x, np.float32)
     word = narrow.view(np.uint32)
     if x.dtype == np.float64:
@@ -45,8 +46,7 @@ def to_bf16(x: Array, toward_zero: bool = False) -> Array:
         back = narrow.astype(np.float64)
         word = word - (np.abs(back) > np.abs(x)).astype(np.uint32)
         word = word | ((back != x) & ~np.isnan(x)).astype(np.uint32)
-    if not toward_zero:
-        word = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
+    word = word + np.uint32(0x7FFF) + ((word >> np.uint32(16)) & np.uint32(1))
     return np.where(np.isnan(x), NAN16, (word >> np.uint32(16)).astype(np.uint16))
 
 
@@ -87,17 +87,10 @@ def flushed(x: Array) -> Array:
     return np.where(np.abs(x) < np.float32(2.0**-126), np.copysign(np.float32(0), x), x)
 
 
-def larger(x: Array, y: Array, sign: int, keep_nan: bool) -> Array:
-    """Maximum (sign 1) or minimum (sign -1) of floats: -0 is below +0, a single NaN loses unless `keep_nan`."""
-    if keep_nan:
-        result = np.maximum(x, y) if sign > 0 else np.minimum(x, y)
-    else:
-        result = np.fmax(x, y) if sign > 0 else np.fmin(x, y)
-    zeros = (x == 0) & (y == 0)
-    if zeros.any():
-        negative = (np.signbit(x) & np.signbit(y)) if sign > 0 else (np.signbit(x) | np.signbit(y))
-        result = np.where(zeros, np.where(negative, -0.0, 0.0).astype(result.dtype), result)
-    return result
+def maximum(x: Array, y: Array) -> Array:
+    """Maximum of floats: -0 is below +0, a single NaN loses."""
+    zero = np.where(np.signbit(x) & np.signbit(y), -0.0, 0.0).astype(x.dtype)
+    return np.where((x == 0) & (y == 0), zero, np.fmax(x, y))
 
 
 def inexact(value: Array, error: Array, seed: Array) -> Array:

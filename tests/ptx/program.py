@@ -9,9 +9,8 @@ _COMMENT = re.compile(r"//.*|/\*.*?\*/")
 _LABEL = re.compile(r"([$\w]+)\s*:(?!:)")
 _INSTRUCTION = re.compile(r"(?:@(!?)([%$\w]+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\.param\s+\.(\w+)\s+(?:\.ptr\s+[^,)]*?)?(\w+)\s*[,)\n]")
-_SHARED = re.compile(r"(\.extern\s+)?\.shared\s+(?:\.align\s+(\d+)\s+)?\.\w+\s+(\w+)\[(\d*)\]")
+_SHARED = re.compile(r"\.extern\s+\.shared\s+(?:\.align\s+\d+\s+)?\.\w+\s+(\w+)\[\]")
 _REGISTERS = re.compile(r"\.reg\s+\.(\w+)\s+([^;]+);")
-_ENDS = ("ret", "exit", "trap")
 
 
 class PtxError(Exception):
@@ -52,8 +51,8 @@ class Program:
     """One kernel.
 
     parameters: (PTX type, name) in order. threads: per block. widths: register prefix -> bits, 1 for predicates.
-    shared: name -> (offset, bytes); the extern array, whose size the launch gives, comes last with 0 bytes.
-    labels: name -> index of the instruction that follows.
+    shared: names of the extern array, whose size the launch gives. labels: name -> index of the instruction that
+    follows.
     """
 
     threads: int
@@ -61,12 +60,11 @@ class Program:
     instructions: list[Instruction] = field(default_factory=list)
     labels: dict[str, int] = field(default_factory=dict)
     widths: dict[str, int] = field(default_factory=dict)
-    shared: dict[str, tuple[int, int]] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
 
     def bits_of(self, register: str) -> int:
         """Declared width of a register. Raises KeyError where it was not declared."""
-        exact = self.widths.get(register)
-        return self.widths[re.sub(r"\d+$", "", register)] if exact is None else exact
+        return self.widths[re.sub(r"\d+$", "", register)]
 
     @cached_property
     def reconvergence(self) -> dict[int, int]:
@@ -98,7 +96,7 @@ class Program:
         successors = set()
         if instruction.parts[0] == "bra":
             successors.add(self.labels[instruction.operands[0]])
-        if instruction.parts[0] in _ENDS:
+        if instruction.opcode == "ret":
             successors.add(len(self.instructions))
         if instruction.guard or not successors:
             successors.add(index + 1)
@@ -143,16 +141,7 @@ def _declare(program: Program, text: str) -> None:
         bits = 1 if kind == "pred" else int(re.sub(r"\D", "", kind))
         for name in names.split(","):
             program.widths[re.sub(r"<\d+>$", "", name.strip())] = bits
-    top, dynamic = 0, []
-    for extern, align, name, size in _SHARED.findall(text):
-        if extern:
-            dynamic.append(name)
-            continue
-        top = -(-top // int(align or 1)) * int(align or 1)
-        program.shared[name] = (top, int(size))
-        top += int(size)
-    for name in dynamic:
-        program.shared[name] = (-(-top // 16) * 16, 0)
+    program.shared = _SHARED.findall(text)
 
 
 def _instruction(line: int, text: str) -> Instruction:

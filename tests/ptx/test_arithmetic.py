@@ -113,38 +113,30 @@ def quotient(x: int, y: int) -> int:
     return abs(x) // abs(y) * (1 if (x < 0) == (y < 0) else -1)
 
 
-def clamped(x: int, low: int, high: int) -> int:
-    return max(low, min(high, x))
-
-
 LONG = "s32 u32 s64 u64"
-WORDS = f"{LONG} s16 u16"
+WORDS = f"{LONG} u16"
 LOGIC = "b16 b32 b64"
 INTEGERS: list[tuple[str, str, str, str, Oracle]] = [
-    ("add", f"{LONG} s16", "t t", "t", operator.add),
-    ("sub", f"{LONG} s16", "t t", "t", operator.sub),
-    ("mul.lo", f"{LONG} s16", "t t", "t", operator.mul),
-    ("min", f"{LONG} s16", "t t", "t", min),
-    ("max", f"{LONG} s16", "t t", "t", max),
-    ("mul.wide", "s16 u16 s32 u32", "t t", "wide", operator.mul),
+    ("add", LONG, "t t", "t", operator.add),
+    ("sub", LONG, "t t", "t", operator.sub),
+    ("mul.lo", LONG, "t t", "t", operator.mul),
+    ("min", LONG, "t t", "t", min),
+    ("max", LONG, "t t", "t", max),
+    ("mul.wide", "s32 u32", "t t", "wide", operator.mul),
     ("mad.wide", "s32 u32", "t t wide", "wide", lambda x, y, w: x * y + w),
     ("mad.lo", "s32 u64", "t t t", "t", lambda x, y, w: x * y + w),
     ("div", LONG, "t t", "t", lambda x, y: quotient(x, y) if y else -1),
     ("rem", LONG, "t t", "t", lambda x, y: x - y * quotient(x, y) if y else x),
     ("neg", "s32 s64", "t", "t", operator.neg),
-    ("abs", "s32 s64", "t", "t", abs),
     ("and", LOGIC, "t t", "t", operator.and_),
     ("or", LOGIC, "t t", "t", operator.or_),
     ("xor", LOGIC, "t t", "t", operator.xor),
-    ("not", LOGIC, "t", "t", operator.invert),
     ("shl", LOGIC, "t u32", "t", lambda x, n: x << min(n, 64)),
     ("shr", f"{LONG} u16", "t u32", "t", lambda x, n: x >> min(n, 64)),
-    ("bfe", "u32 u64", "t u32 u32", "t", field),
-    ("bfe", "s32 s64", "t u32 u32", "t", signed_field),
+    ("bfe", "u32", "t u32 u32", "t", field),
+    ("bfe", "s32", "t u32 u32", "t", signed_field),
     ("prmt", "b32", "t t t", "t", permute),
     *((f"cvt.{target}", WORDS, "t", target, int) for target in WORDS.split()),
-    ("cvt.sat.s32", "s64", "t", "s32", lambda x: clamped(x, -(2**31), 2**31 - 1)),
-    ("cvt.sat.u16", "s32", "t", "u16", lambda x: clamped(x, 0, 2**16 - 1)),
 ]
 """Opcode, types that end it, operands and result (`t` of this type, `wide` of twice its width), and the oracle."""
 
@@ -179,12 +171,12 @@ def exact(function: Oracle, kind: str, fallback: Oracle | None = None) -> Oracle
     return apply
 
 
-def larger(x: float, y: float, sign: int, keep: bool) -> float:
+def maximum(x: float, y: float) -> float:
     if math.isnan(x) or math.isnan(y):
-        return math.nan if keep or (math.isnan(x) and math.isnan(y)) else (y if math.isnan(x) else x)
+        return y if math.isnan(x) else x
     if x == y:
-        return x if (math.copysign(1, x) > math.copysign(1, y)) == (sign > 0) else y
-    return (max if sign > 0 else min)(x, y)
+        return x if math.copysign(1, x) > math.copysign(1, y) else y
+    return max(x, y)
 
 
 NARROW = ("f32", "f16", "bf16")
@@ -193,10 +185,7 @@ ARITHMETIC: list[tuple[str, int, Sequence[str], Oracle]] = [
     ("sub.rn", 2, (*NARROW, "f64"), operator.sub),
     ("mul.rn", 2, (*NARROW, "f64"), operator.mul),
     ("fma.rn", 3, NARROW, lambda x, y, z: x * y + z),
-    ("max", 2, NARROW, lambda x, y: larger(x, y, 1, keep=False)),
-    ("max.NaN", 2, NARROW, lambda x, y: larger(x, y, 1, keep=True)),
-    ("min", 2, NARROW, lambda x, y: larger(x, y, -1, keep=False)),
-    ("min.NaN", 2, NARROW, lambda x, y: larger(x, y, -1, keep=True)),
+    ("max", 2, NARROW, maximum),
     ("neg", 1, (*NARROW, "f64"), operator.neg),
     ("abs", 1, (*NARROW, "f64"), abs),
     ("div.rn", 2, ("f32",), lambda x, y: x / y if y else 0),
@@ -238,9 +227,6 @@ def test_pairs_are_two_numbers(name: str, kind: str) -> None:
     assert compute(f"{name}.{kind}x2 z, {letters}", words, np.zeros_like(words[0])).tobytes() == alone.tobytes()
 
 
-ROUNDINGS: dict[str, Oracle] = {"rni": round, "rzi": math.trunc, "rmi": math.floor, "rpi": math.ceil}
-
-
 @pytest.mark.parametrize("source", FLOATS)
 @pytest.mark.parametrize("target", FLOATS)
 def test_conversions_between_floats(source: str, target: str) -> None:
@@ -249,23 +235,6 @@ def test_conversions_between_floats(source: str, target: str) -> None:
         values = numbers(source, 7)
         results = calculate(f"cvt{'' if wider else '.rn'}.{target}.{source}", [values], [source], target)
         assert_equal(results, [exact(lambda x: x, target)(value) for value in values])
-
-
-@pytest.mark.parametrize("source", FLOATS)
-@pytest.mark.parametrize("target", ["s32", "u32", "s64", "u16"])
-def test_conversions_to_integers(source: str, target: str) -> None:
-    """NaN becomes 0, and numbers out of range the end of the range."""
-    values, bits = numbers(source, 7), int(target[1:])
-    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if target[0] == "s" else (0, 2**bits - 1)
-    special = {math.inf: high, -math.inf: low}
-    for mode, rounding in ROUNDINGS.items():
-        expected = []
-        for value in values:
-            if math.isnan(value):
-                expected.append(0)
-            else:
-                expected.append(special[value] if math.isinf(value) else clamped(rounding(value), low, high))
-        assert calculate(f"cvt.{mode}.{target}.{source}", [values], [source], target) == expected
 
 
 def test_two_numbers_become_a_pair() -> None:
@@ -325,16 +294,14 @@ COMPARISONS: dict[str, Callable[[float, float], bool]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["f32", "bf16", "s32", "u64"])
+@pytest.mark.parametrize("kind", ["f32", "s32", "u64"])
 @pytest.mark.parametrize("name", COMPARISONS)
 def test_comparisons(name: str, kind: str) -> None:
-    """The unordered forms are true of NaNs; selp of 1 and 0 shows the predicate."""
+    """selp of 1 and 0 shows the predicate."""
     draw: Callable[[str, int], list[Any]] = numbers if kind in FLOATS else words
     x, y = draw(kind, 1), draw(kind, 2)
     x[::5] = y[::5]
-    for suffix in ("", "u") if kind in FLOATS else ("",):
-        body = f"setp.{name}{suffix}.{kind} %p1, a, b;\nselp.b32 z, 1, 0, %p1"
-        results = compute(body, [encoded(x, kind), encoded(y, kind)], np.zeros(THREADS, np.uint32))
-        unordered = [suffix == "u" and (math.isnan(a) or math.isnan(b)) for a, b in zip(x, y, strict=True)]
-        expected = [COMPARISONS[name](a, b) or open_ for a, b, open_ in zip(x, y, unordered, strict=True)]
-        assert results.astype(bool).tolist() == expected
+    body = f"setp.{name}.{kind} %p1, a, b;\nselp.b32 z, 1, 0, %p1"
+    results = compute(body, [encoded(x, kind), encoded(y, kind)], np.zeros(THREADS, np.uint32))
+    expected = [COMPARISONS[name](a, b) for a, b in zip(x, y, strict=True)]
+    assert results.astype(bool).tolist() == expected
