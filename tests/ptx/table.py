@@ -1,6 +1,5 @@
-"""The table of docs/ptx.md: `python -m tests.ptx.table --write` regenerates it, without `--write` it is printed."""
+"""The table of docs/ptx.md: `python -m tests.ptx.table` regenerates it."""
 
-import argparse
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -50,17 +49,11 @@ def rows_of(page: str) -> list[str]:
 
 
 def main() -> None:
-    """Print the table, or write it to the page."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--write", action="store_true")
-    chosen = parser.parse_args()
+    """Write the table to the page."""
     lines = rows(CASES)
-    table = HEADER + "\n".join(lines) + "\n"
-    if chosen.write:
-        text = PAGE.read_text().partition(HEADER)[0]
-        PAGE.write_text(re.sub(r"Triton \d[\d.]*", f"Triton {triton.__version__}", text) + table)
-    else:
-        print(table, end="")
+    text = PAGE.read_text().partition(HEADER)[0]
+    text = re.sub(r"Triton \d[\d.]*", f"Triton {triton.__version__}", text)
+    PAGE.write_text(text + HEADER + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

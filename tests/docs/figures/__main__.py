@@ -28,7 +28,7 @@ def main(names: list[str]) -> int:
         print(f"{name}: {', '.join(written) or 'unchanged'} ({time.monotonic() - start:.1f} s)", flush=True)
     if not names or "ptx" in names:
         # in a process of its own: Triton's interpreter replaces the compiler before kernels are imported
-        return subprocess.run([sys.executable, "-m", "tests.ptx.table", "--write"], cwd=ROOT, check=False).returncode
+        return subprocess.run([sys.executable, "-m", "tests.ptx.table"], cwd=ROOT, check=False).returncode
     return 0
 
 
