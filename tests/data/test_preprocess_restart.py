@@ -21,6 +21,7 @@ from megapipe.data.preprocess.run import interrupts_delayed, map_in_order
 from megapipe.data.preprocess.run import preprocess as preprocess_files
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
 from tests.data.commands import ROOT, TOOL, preprocess, run_command, texts_of, write_json_lines
+from tests.faults.jobs import children_of, wait_for_the_end
 from tests.support.patience import wait_until
 
 SETTINGS = TokenizeSettings(tokenizer="bytes", append_end_of_document=True, json_keys=("a", "b"), drop_duplicates=True)
@@ -193,7 +194,7 @@ def test_an_interrupted_run_can_be_repeated(tmp_path: Path) -> None:
 def test_ctrl_c_while_workers_start_is_one_line(tmp_path: Path) -> None:
     """A terminal sends it to every process of the command; a worker that imports would print a traceback."""
     process, _ = blocked_tool(tmp_path, 800, start_new_session=True)
-    wait_until(lambda: num_children(process.pid) >= 2)  # the first one tracks the others
+    wait_until(lambda: len(children_of(process.pid)) >= 2)  # the first one tracks the others
     os.killpg(process.pid, signal.SIGINT)
     assert_interrupted(process)
 
@@ -240,10 +241,6 @@ def test_ctrl_c_while_the_program_starts_is_one_line() -> None:
     assert (finished.returncode, finished.stderr) == (130, "interrupted\n")
 
 
-def num_children(process: int) -> int:
-    return len(Path(f"/proc/{process}/task/{process}/children").read_text().split())
-
-
 def die(number: int) -> int:
     if number == 3:
         os._exit(1)
@@ -271,13 +268,4 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
     worker = int((tmp_path / "pid").read_text())
     os.kill(parent.pid, signal.SIGKILL)
     parent.wait()
-    wait_until(lambda: not alive(worker))
-
-
-def alive(process: int) -> bool:
-    """Return whether a process runs; zombies, which may have no parent to reap them, do not count."""
-    status = Path(f"/proc/{process}/stat")
-    try:
-        return status.read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
+    wait_for_the_end([worker])

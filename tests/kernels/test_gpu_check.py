@@ -4,7 +4,6 @@ import getpass
 import json
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,6 +15,7 @@ from benchmarks.gpu_check import Outcome, Part, Progress, benchmark_parts, detai
 from megapipe.kernels import preferences
 from megapipe.kernels.cuda_backend import build, library
 from megapipe.kernels.ops import OPS
+from tests.faults.jobs import wait_for_the_end
 from tests.kernels import apex_stand_in
 
 
@@ -235,19 +235,7 @@ def test_hanging_torchruns_are_stopped_with_their_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
     outcome = run(Part("ranks", [command], 15), 15)
     assert (outcome.result, outcome.detail) == ("stopped", "after 15 s: waiting")
-    ranks = [int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() and "Z" not in status(pid) for pid in ranks):
-        assert time.monotonic() < deadline, "a rank lives on"
-        time.sleep(0.1)
-
-
-def status(pid: int) -> str:
-    """The state of a process, `Z` for one that has ended and was not yet waited for."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return "Z"
+    wait_for_the_end([int((tmp_path / f"rank{rank}").read_text()) for rank in range(2)])
 
 
 @pytest.mark.slow
