@@ -51,7 +51,6 @@ class Nccl:
         self._store = dist.FileStore(str(folder / "objects"), world_size)
         self._store.set_timeout(timedelta(seconds=100))
         self._groups: dict[str, Communicator] = {}
-        self._made = itertools.count()
         self._worlds = 0
         self._functional: dict[int, tuple[Tensor, Work]] = {}
 
@@ -59,7 +58,6 @@ class Nccl:
         """Take the place of torch.distributed's functions that make groups, for the rest of the process."""
         dist.init_process_group = self._initialise  # type: ignore[assignment]
         dist.split_group = self._split  # type: ignore[assignment]
-        dist.new_group = self._new  # type: ignore[assignment]
         dist.destroy_process_group = self._destroy  # type: ignore[assignment]
         dist.get_backend = lambda group=None: "nccl"  # type: ignore[assignment]
         dist.all_gather_object = self._gather_objects  # type: ignore[assignment]
@@ -109,12 +107,6 @@ class Nccl:
         number = f"{parent.name_here}/{next(parent.splits)}"
         mine = next((ranks for ranks in splits if self.rank in ranks), None)
         return None if mine is None else self._make(mine, c10d._get_default_group().bound_device_id, number)
-
-    def _new(self, ranks: Sequence[int], **options: Any) -> Any:
-        number = f"new {next(self._made)}"
-        if self.rank not in ranks:
-            return dist.GroupMember.NON_GROUP_MEMBER
-        return self._make(ranks, c10d._get_default_group().bound_device_id, number)
 
     def _make(self, ranks: Sequence[int], device: torch.device, number: str) -> "Communicator":
         ranks = sorted(ranks)

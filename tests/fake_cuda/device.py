@@ -153,9 +153,6 @@ def _stream_class(device: Device) -> Any:
             event.record(self)
             return event
 
-        def query(self) -> bool:
-            return True
-
         def synchronize(self) -> None:
             timeline.synchronize(timeline.record(self.stream_id), "Stream.synchronize")
 
@@ -168,8 +165,7 @@ def _event_class(device: Device) -> Any:
     class Event:
         """torch.cuda.Event. One that was never recorded has nothing to wait for."""
 
-        def __init__(self, enable_timing: bool = False, **kwargs: Any) -> None:
-            self.enable_timing = enable_timing
+        def __init__(self, **kwargs: Any) -> None:
             self._clock: dict[int, int] = {}
 
         def record(self, stream: Any = None) -> None:
@@ -178,16 +174,8 @@ def _event_class(device: Device) -> Any:
         def wait(self, stream: Any = None) -> None:
             timeline.wait(device.current if stream is None else stream.stream_id, self._clock)
 
-        def query(self) -> bool:
-            return True
-
         def synchronize(self) -> None:
             timeline.synchronize(self._clock, "Event.synchronize")
-
-        def elapsed_time(self, other: "Event") -> float:
-            if not (self.enable_timing and other.enable_timing):
-                raise RuntimeError("both events must be created with enable_timing=True")
-            return 1.0
 
     return Event
 
