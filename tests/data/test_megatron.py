@@ -16,7 +16,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import BatchConfig, DataConfig, PretrainConfig, TrainingConfig
 from megapipe.data import DataError
 from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, samples_wanted
-from megapipe.data.samples import SPLIT_NAMES, GptSamples, split_documents
+from megapipe.data.samples import SPLIT_NAMES, split_documents
 from megapipe.data.shards import DTYPE_OF_CODE, IndexedDataset
 from megapipe.training.loop.batches import split_samples
 from tests.data.commands import manifest_of, preprocess, write_json_lines
@@ -214,23 +214,6 @@ def test_both_writers_give_the_same_bytes(tmp_path: Path, documents: list, code:
         assert [reader[index].tolist() for index in range(len(reader))] == sequences
     dataset = IndexedDataset(tmp_path / "theirs")
     assert [dataset.document(index).tolist() for index in range(len(documents))] == list(map(joined, documents))
-
-
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=20), sequence_length=st.integers(1, 12))
-def test_windows_are_megatrons_sample_index(tmp_path: Path, lengths: list[int], sequence_length: int) -> None:
-    tokens = sum(lengths)
-    if tokens <= sequence_length:
-        lengths, tokens = [*lengths, sequence_length + 1], tokens + sequence_length + 1
-    prefix = write_shard(tmp_path / "shard", numbered_documents(lengths))
-    sizes, order = np.array(lengths, dtype=np.int32), np.arange(len(lengths), dtype=np.int32)
-    rows = helpers_cpp.build_sample_idx_int32(sizes, order, sequence_length, 1, tokens, True, 1)
-    starts = np.concatenate([[0], np.cumsum(sizes)])
-    expected = [starts[document] + offset for document, offset in rows.reshape(-1, 2)]
-    samples = GptSamples(prefix, split="train", shares="1", sequence_length=sequence_length, seed=0)
-    firsts = sorted(int(samples.tokens(ordinal)[0]) - 1 for ordinal in range(len(samples)))
-    assert firsts == expected[:-1]
-    assert len(samples) == len(expected) - 1
 
 
 @settings(max_examples=200, deadline=None)
