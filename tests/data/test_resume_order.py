@@ -1,5 +1,8 @@
 """A run that is stopped anywhere and goes on at another data-parallel size reads what an undisturbed one reads."""
 
+import json
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from megapipe.data.batches import MicrobatchSource
 from megapipe.data.megatron_order import MegatronSamples
 from megapipe.data.mixing import BlendedSamples, BlendOrder, FillInTheMiddle, FillInTheMiddleRule
 from megapipe.data.samples import GptSamples, PackedSamples, SampleSet
+from tests.data.commands import ROOT
 from tests.data.shards import numbered_documents, write_shard
 
 layouts = st.tuples(st.integers(1, 5), st.integers(1, 3), st.integers(1, 3))  # data size, micro size, micro-batches
@@ -93,3 +97,21 @@ def test_epochs_of_a_blends_corpora_are_whole(tmp_path: Path) -> None:
         mine = [tokens for tokens in rows if tokens[0] // 1000 == first // 1000]
         for begin in range(0, len(mine) - per_epoch, per_epoch):
             assert len(set(mine[begin : begin + per_epoch])) == per_epoch
+
+
+@pytest.mark.slow
+def test_the_benchmark_ends_in_one_json_object(tmp_path: Path) -> None:
+    sizes = ["--tokens", "100000", "10000000000000", "--corpora", "20", "--blend-samples", "1000"]
+    sizes += ["--loader-bytes", "1000000", "--documents", "100000"]
+    command = [sys.executable, "benchmarks/sample_order.py", "--folder", str(tmp_path), *sizes]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900, check=True, cwd=ROOT)
+    figures = json.loads(result.stdout.splitlines()[-1])
+    small, large = figures["orders"]
+    assert small["megatron_start_ms"] > 0
+    assert large["sample_us"] > 0
+    assert "megatron_start_ms" not in large
+    assert figures["blend"]["corpora"] == 20
+    assert min(figures["loaders"].values()) > 0
+    (documents,) = figures["documents"]
+    assert documents["index_bytes"] == 34 + 20 * 100_000 + 8
+    assert not list(tmp_path.iterdir())
