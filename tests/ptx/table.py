@@ -8,8 +8,7 @@ import triton
 
 import tests.kernels.conftest as interpreted  # before kernels are imported
 from tests.ptx.cases import CASES
-from tests.ptx.checks import errors, problems, run
-from tests.ptx.execution import Compiled, compile_cases
+from tests.ptx.execution import Compiled, compile_cases, errors, problems, run
 
 assert interpreted
 

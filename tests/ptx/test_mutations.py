@@ -21,8 +21,7 @@ pytestmark = [needs_triton, pytest.mark.slow]
 
 if triton_backend.installed():
     from tests.ptx.cases import CASES
-    from tests.ptx.checks import Outcome, problems, run
-    from tests.ptx.execution import Compiled, compile_cases
+    from tests.ptx.execution import Compiled, Outcome, compile_cases, problems, run
 
 NAMES = [
     "odd: layer norm fp16 5 x 99",

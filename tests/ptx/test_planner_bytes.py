@@ -14,8 +14,7 @@ pytestmark = [needs_triton, pytest.mark.slow]
 
 if triton_backend.installed():
     from tests.ptx.cases import CASES
-    from tests.ptx.checks import run
-    from tests.ptx.execution import compile_cases
+    from tests.ptx.execution import compile_cases, run
 
 DEVICE = machine().groups[0].device
 TOKENS = 1024
