@@ -4,7 +4,7 @@ import torch
 
 from megapipe.kernels.apex_backend.kernels import WEIGHT_GRADIENT
 from megapipe.kernels.cuda_backend import library
-from tests.fake_cuda import extensions
+from tests.fake_cuda import kernels
 from tests.fake_cuda.runs import FakeRank, on_fake_device
 
 
@@ -144,8 +144,8 @@ def waits_for_the_device(fake: FakeRank) -> None:
 @on_fake_device
 def calls_extensions(fake: FakeRank, mistake: str) -> None:
     """A function of csrc/ and one of apex, called as their sources demand but for one mistake."""
-    extensions.install_csrc(fake.watch)
-    extensions.install_apex(fake.watch)
+    kernels.install_csrc(fake.watch)
+    kernels.install_apex(fake.watch)
     dtype = torch.float16 if mistake == "dtype" else torch.bfloat16
     x, dy = torch.ones(2, 8, 32, device="cuda", dtype=torch.bfloat16), torch.ones(2, 8, 32, device="cuda", dtype=dtype)
     if mistake == "gaps":

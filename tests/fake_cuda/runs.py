@@ -44,7 +44,7 @@ from megapipe.training.loop.replica import Replica
 from megapipe.training.loop.steps import Evaluator
 from megapipe.training.pretrain import pretrain, rehearse
 from megapipe.training.validation import kernel_choices
-from tests.fake_cuda import attention, extensions, kernels
+from tests.fake_cuda import kernels
 from tests.fake_cuda.communicators import Exchanged, Nccl
 from tests.fake_cuda.device import Device
 from tests.fake_cuda.mode import Watch
@@ -97,8 +97,8 @@ class FakeRank:
     def install(self) -> None:
         """Put every stand-in in place. A launcher would have set the variables."""
         self.device.install(self.ranks)
-        kernels.install(self.watch)
-        attention.install(self.watch)
+        kernels.install_triton(self.watch)
+        kernels.install_attention(self.watch)
         self.nccl.install()
         self.watch.install()
         unit_state.fill_box = _no_weights  # type: ignore[assignment]
@@ -227,7 +227,7 @@ def train(
         linear.CHUNK_BYTES = chunk_bytes
     engine.SPARE = (spare,)
     fake.timeline.dropped = dropped
-    installs = {"cuda": extensions.install_csrc, "apex": extensions.install_apex}
+    installs = {"cuda": kernels.install_csrc, "apex": kernels.install_apex}
     for backend in installs.keys() & set(config.kernels.backends.values()):
         installs[backend](fake.watch)
     sizes = {name: getattr(config.parallel, name) or 1 for name in DIMENSIONS}

@@ -4,7 +4,7 @@ import pytest
 
 from megapipe.kernels.cuda_backend import library
 from tests.fake_cuda import faulty
-from tests.fake_cuda.extensions import declared
+from tests.fake_cuda.kernels import declared
 from tests.fake_cuda.server import FakeCudaError, run_fake
 
 EARLY = {
