@@ -2,45 +2,24 @@
 few tensors in memory, not the whole model."""
 
 import errno
-import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megapipe.checkpoint import CheckpointError
-from megapipe.checkpoint.storage import StorageWriter
+from megapipe.checkpoint.storage import DISK, StorageWriter
 from megapipe.conversion.formats import FORMATS, Source, TargetOptions
 from megapipe.conversion.megapipe_format import MegapipeSource
 from megapipe.conversion.operations import contents_for, transfer
+from tests.checkpoint.disks import OPERATIONS, CountingDisk, RefusingDisk
 from tests.conversion.test_command import run, tensors, write
 
-OPERATIONS = ("make_folder", "create", "write", "flush", "flush_folder", "rename")
-
-
-class FailingDisk:
-    """Counts all operations of the disk, and fails operation number `at`; None fails none."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, at: int | None) -> None:
-        self.count = 0
-        self.renamed = False
-        for name in OPERATIONS:
-            monkeypatch.setattr(StorageWriter, name, self._counted(name, getattr(StorageWriter, name), at))
-
-    def _counted(self, name: str, operation: Callable[..., Any], at: int | None) -> Callable[..., Any]:
-        def run(*arguments: Any) -> Any:
-            self.count += 1
-            if self.count - 1 == at:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            result = operation(*arguments)
-            self.renamed |= name == "rename"
-            return result
-
-        return run
+CHANGES = ("make_folder", "create", "write", "flush", "flush_folder", "rename")
+"""Operations that fail; removals of what a failure leaves do not."""
 
 
 @pytest.fixture(scope="module")
@@ -50,30 +29,30 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Source]:
     opened.close()
 
 
-def convert(source: Source, kind: str, path: Path) -> None:
+def convert(source: Source, kind: str, path: Path, disk: StorageWriter) -> None:
+    """Convert to a folder on this disk."""
     contents = contents_for(source.contents, FORMATS[kind], None, False)
-    transfer(source, contents, FORMATS[kind].open_target(path, contents, TargetOptions(max_shard_bytes=20_000)))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in OPERATIONS:
+            patch.setattr(DISK, name, getattr(disk, name))
+        transfer(source, contents, FORMATS[kind].open_target(path, contents, TargetOptions(max_shard_bytes=20_000)))
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-def test_every_operation_fails_once(
-    source: Source, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch:
-        disk = FailingDisk(patch, None)
-        convert(source, kind, tmp_path / "clean")
-        operations = disk.count
-    assert operations > 20
-    for at in range(operations):
-        with monkeypatch.context() as patch:
-            disk = FailingDisk(patch, at)
-            with pytest.raises(CheckpointError, match="cannot"):
-                convert(source, kind, tmp_path / "out")
+def test_every_operation_fails_once(source: Source, tmp_path: Path, kind: str) -> None:
+    disk = CountingDisk()
+    convert(source, kind, tmp_path / "clean", disk)
+    changes = [number for number, name in enumerate(disk.operations) if name in CHANGES]
+    assert len(changes) > 20
+    for at in changes:
+        with pytest.raises(CheckpointError, match="cannot"):
+            convert(source, kind, tmp_path / "out", RefusingDisk(at, errno.ENOSPC))
         left = [path.name for path in tmp_path.iterdir() if path.name != "clean"]
-        assert left == (["out"] if disk.renamed else []), at
-        if disk.renamed:
+        renamed = "rename" in disk.operations[:at]
+        assert left == (["out"] if renamed else []), at
+        if renamed:
             assert_whole(source, kind, tmp_path / "out")
-    assert disk.renamed  # the last operation makes the name durable
+    assert renamed  # the last operation makes the name durable
 
 
 def assert_whole(source: Source, kind: str, path: Path) -> None:
