@@ -20,6 +20,7 @@ from megapipe.data.preprocess.inputs import find_inputs
 from megapipe.data.preprocess.run import interrupts_delayed, map_in_order
 from megapipe.data.preprocess.run import preprocess as preprocess_files
 from megapipe.data.preprocess.tokenize_part import TokenizedPart, TokenizeSettings
+from tests.checkpoint.disks import Killed
 from tests.data.commands import ROOT, TOOL, preprocess, run_command, texts_of, write_json_lines
 from tests.faults.jobs import children_of, wait_for_the_end
 from tests.support.patience import wait_until
@@ -34,10 +35,6 @@ def write_input(folder: Path, megabytes: int) -> Path:
     return write_json_lines(folder / "in.jsonl", records)
 
 
-class Stop(BaseException):
-    """Ends a run like SIGKILL: no files are cleaned up."""
-
-
 def run(folder: Path, prefix: Path, **how: Any) -> int:
     """Preprocess a folder's documents; return the part that the run started from."""
     started: list[int] = []
@@ -49,8 +46,8 @@ def run(folder: Path, prefix: Path, **how: Any) -> int:
 def stopped_after(folder: Path, prefix: Path, parts: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preprocess_run, "JOURNAL_SECONDS", 0.0)
-        with pytest.raises(Stop):
-            run(folder, prefix, on_part=Mock(side_effect=[*[None] * parts, Stop]))
+        with pytest.raises(Killed):
+            run(folder, prefix, on_part=Mock(side_effect=[*[None] * parts, Killed]))
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ from megapipe.data.samples import GptSamples, PackedSamples
 from megapipe.data.shard_writer import ShardWriter
 from megapipe.data.shards import DTYPE_OF_CODE, HEADER, MAGIC, VERSION, IndexedDataset, bin_path, idx_path, token_dtype
 from megapipe.training.loop.batches import open_samples
-from tests.checkpoint.disks import no_larger_files
+from tests.checkpoint.disks import Killed, no_larger_files
 from tests.data.commands import manifest_of
 from tests.data.shards import joined, shard_manifest, write_shard
 from tests.support.bert_runs import make_bert_config, write_corpus
@@ -142,10 +142,6 @@ def test_missing_files_are_named(tmp_path: Path) -> None:
     (tmp_path / "corpus_text_document.bin").unlink()
     with pytest.raises(DataError, match=r"corpus_text_document.bin does not exist"):
         IndexedDataset(prefix)
-
-
-class Killed(BaseException):
-    """Replaces SIGKILL: no handler may run."""
 
 
 @pytest.mark.parametrize("limit", [100_000, 1_000_000])
