@@ -1,5 +1,8 @@
 """Execute a kernel's launch from PTX, on the tensors of its arguments: its results are exact up to rounding, and it
-moves the bytes that it must."""
+moves the bytes that it must.
+
+`python -m tests.ptx.execution NAME...` compiles cases for sm_90 and prints them as JSON.
+"""
 
 import json
 import subprocess
@@ -8,13 +11,14 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapipe.kernels.triton_backend.launch import Launch
-from tests.kernels.launches import arguments
-from tests.ptx.cases import Case
+from tests.kernels.launches import arguments, signature
+from tests.ptx.cases import CASES, Case
 from tests.ptx.machine import GLOBAL_BASE, Machine, granule_of
 from tests.ptx.memory import Memory
 from tests.ptx.program import parse
@@ -27,7 +31,7 @@ class Compiled:
     """PTX of a launch. arguments: names of those that are parameters, in order. shared: bytes of dynamic memory."""
 
     ptx: str
-    arguments: tuple[str, ...]
+    arguments: list[str]
     shared: int
 
 
@@ -57,13 +61,10 @@ class Executed:
 
 def compile_cases(names: Iterable[str]) -> dict[str, Compiled]:
     """PTX for sm_90 of cases, by name. Another process compiles: kernels of this one may be interpreted."""
-    command = [sys.executable, "-m", "tests.ptx.compiler", *names]
+    command = [sys.executable, "-m", "tests.ptx.execution", *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    compiled = json.loads(done.stdout)
-    return {
-        name: Compiled(entry["ptx"], tuple(entry["arguments"]), entry["shared"]) for name, entry in compiled.items()
-    }
+    return {name: Compiled(**fields) for name, fields in json.loads(done.stdout).items()}
 
 
 def execute(
@@ -200,3 +201,16 @@ def problems(case: Case, outcome: Outcome) -> list[str]:
         if moved.requested_written != moved.distinct_written:
             faults.append(f"{moved.requested_written} bytes written to {name}, which gets {moved.distinct_written}")
     return [f"{case.name}: {problem}" for problem in faults]
+
+
+def compiled(launch: Launch) -> dict[str, Any]:
+    """Return the fields of `Compiled`."""
+    from tests.kernels.ahead_of_time import compile_for
+
+    kernel = compile_for(launch, 90)
+    names = [name for name, kind in signature(launch).items() if kind != "constexpr"]
+    return {"ptx": kernel.asm["ptx"], "arguments": names, "shared": kernel.metadata.shared}
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: compiled(CASES[name].launch()) for name in sys.argv[1:]}))
