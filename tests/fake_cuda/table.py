@@ -4,7 +4,7 @@ A row's peak is compared with the prediction that a run checks before it starts 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -49,18 +49,6 @@ SPARE = 2**21
 """Bytes that a step may have in addition to its rehearsal's: samples of the steps before and after it."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """One row: of rank 0. peak, predicted: bytes."""
-
-    launches: int
-    moved: int
-    waits: int
-    peak: int
-    predicted: int
-    ranks: int
-
-
 def config_of(prefix: str, model: str, changes: Changes) -> PretrainConfig:
     """A row's configuration: micro-batches of four samples, four a step."""
     shape = MODELS[model]
@@ -88,14 +76,6 @@ def run_row(prefix: str, model: str, changes: Changes, **how: Any) -> tuple[Pret
     schedule = lowered_schedule(config, StageLayout.of(config))
     predicted = [predict_rank(config, schedule, rank, device="cuda").device_bytes() for rank in range(ranks)]
     return config, reports, predicted
-
-
-def measured(prefix: str, model: str, changes: Changes) -> Measured:
-    """Run a row: the second step's counts, and the peak of the whole run."""
-    _, reports, predicted = run_row(prefix, model, changes, spare=SPARE)
-    step = reports[0].phases["step"]
-    moved, peak = step.moved.total(), reports[0].peak
-    return Measured(step.launches.total(), moved, step.waits, peak, predicted[0], len(reports))
 
 
 def write_corpus(folder: Path) -> str:
