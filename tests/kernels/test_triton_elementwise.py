@@ -9,11 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.autograd import gradcheck
-from torch.nn import functional
 
 from megapipe.kernels import triton_backend
-from megapipe.kernels.reference import activations as reference_activations
-from megapipe.kernels.reference import attention as reference_attention
 from megapipe.kernels.reference import dropout as reference_dropout
 from megapipe.random.bits import dropout_bits, keep_threshold
 from tests.kernels.cases import DEVICE, DTYPES, LAYOUTS, draw, each_backend, implementation, needs_triton
@@ -185,20 +182,9 @@ def test_references_have_the_gradient_of_finite_differences(kind: str, shape: tu
     assert gradcheck(chosen.reference, [x.requires_grad_() for x in chosen.inputs])
 
 
-def test_references_are_compositions_of_torchs_functions() -> None:
+def test_fused_dropout_is_the_sum_of_its_parts() -> None:
     x, residual = draw(2, 3, 8), draw(2, 3, 8, seed=1)
-    gate, up = x.chunk(2, -1)
-    assert torch.equal(reference_activations.swiglu(x), functional.silu(gate) * up)
     keys = token_keys(2, 3, "cpu")
     dropped = reference_dropout.dropout(x, keys.unsqueeze(-1), torch.arange(8, dtype=torch.int32), PROBABILITY)
     fused = reference_dropout.bias_dropout_residual(x, None, residual, keys, PROBABILITY)
     assert torch.equal(fused, residual + dropped)
-
-
-def test_rotary_positions_are_rotations_in_the_complex_plane() -> None:
-    x, turns = draw(2, 5, 3, 8).requires_grad_(), draw(5, 4)
-    cosine, sine = turns.cos(), turns.sin()
-    by_angle = torch.polar(torch.ones_like(turns), turns).unsqueeze(1)
-    halves = torch.complex(x[..., :4], x[..., 4:]) * by_angle
-    assert torch.allclose(reference_attention.rotary(x, cosine, sine), torch.cat([halves.real, halves.imag], -1))
-    assert gradcheck(lambda t: reference_attention.rotary(t, cosine, sine), x)
