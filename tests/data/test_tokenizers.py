@@ -59,16 +59,6 @@ def library_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=100, deadline=None)
-@given(text=any_text)
-def test_bytes_round_trip(text: str) -> None:
-    tokenizer = open_tokenizer("bytes")
-    ids = tokenizer.encode(text)
-    assert ids == list(text.encode())
-    assert tokenizer.decode([*ids, 256]) == text
-    assert all(0 <= token < 256 for token in ids)
-
-
-@settings(max_examples=100, deadline=None)
 @given(text=any_text.filter(lambda text: "[PAD]" not in text))  # transformers adds this token for its padding
 def test_tokenizer_json_gives_the_ids_of_transformers(library_tokenizer: Path, text: str) -> None:
     tokenizer = open_tokenizer(str(library_tokenizer))
