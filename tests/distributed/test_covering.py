@@ -442,13 +442,19 @@ def activations_fit(predicted: RankPrediction, rank: LayoutRun) -> bool:
 
 
 def check_costs(predicted: RankPrediction, rank: LayoutRun) -> None:
-    """Everything else to the byte."""
+    """Everything is predicted, all but activations to the byte."""
+    check_state_and_traffic(predicted, rank)
+    peak = predicted.peak()
+    assert activations_fit(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
+
+
+def check_state_and_traffic(predicted: RankPrediction, rank: LayoutRun) -> None:
+    """Traffic, state between steps, and the most of what comes and goes within one, to the byte."""
     assert counts_of(rank.traffic) == predicted.traffic()
     assert rank.state == predicted.state()
     assert rank.state.total <= rank.lasting - rank.host <= rank.state.total + SCALARS
     peak = predicted.peak()
     assert list(rank.peak[:-1]) == [peak.weights, peak.gradients, peak.summands, peak.reloaded]
-    assert activations_fit(predicted, rank), f"counted {rank.peak.activations} and {rank.together}, predicted {peak}"
 
 
 def check_equal(case: Case, ranks: list[RankRun], oracle: RankRun) -> None:

@@ -1,219 +1,80 @@
-"""Sharded state: collectives of a step, whole layers and bytes at once, overlap with compute, training in a limit."""
+"""Sharded state: bytes and exchanges of a step, overlap with compute, training in a limit."""
 
 import ctypes
-import itertools
 import resource
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
 from megapipe.layout.prediction import predict_rank
-from megapipe.layout.units import StateBytes, flat_elements
-from megapipe.parallel.groups import Group, Work
+from megapipe.layout.units import flat_elements
 from megapipe.parallel.mesh import Mesh
-from megapipe.parallel.unit_state import is_allocated
 from megapipe.schedules.measured.traces import Event
 from megapipe.spec.layers import model_layers
 from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
-from tests.support.counting_groups import CountingGroup, Traffic
+from tests.distributed.test_covering import check_state_and_traffic
+from tests.support.counting_groups import Place
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
-from tests.support.layout_runs import state_bytes
-from tests.support.live_bytes import LiveBytes
+from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.meshes import run_mesh
 from tests.support.ranks import RankError
 from tests.support.sleeping_groups import SleepingGroup
 
 LLAMA = replace(LLAMA_SHAPE, num_layers=4)
+TIED = replace(GPT2_SHAPE, num_layers=4)
 UNITS = 6
 """Embedding, blocks, head."""
-ONE_COEFFICIENT = 4
-"""Bytes of what gradients are multiplied by where nothing is clipped."""
-
-
-@dataclass
-class Counts:
-    """calls, elements: by collective over the replicas, in a second step. whole_weights, whole_gradients: most layers
-    that were whole at once. state: most bytes of it at once, by kind. created: live bytes of a new replica.
-    predicted, predicted_new: the same two, predicted."""
-
-    calls: dict[str, int] = field(default_factory=dict)
-    elements: dict[str, int] = field(default_factory=dict)
-    whole_weights: int = 0
-    whole_gradients: int = 0
-    state: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0, 0))
-    created: int = 0
-    predicted: StateBytes = field(default_factory=lambda: StateBytes(0, 0, 0, 0))
-    predicted_new: int = 0
-
-
-class Watched(CountingGroup):
-    """Looks at the states whenever a collective starts."""
-
-    def __init__(self, group: Group, traffic: Traffic, look: Callable[[], None]) -> None:
-        super().__init__(group, traffic)
-        self._look = look
-
-    def gather_into(self, whole: Tensor, part: Tensor) -> Work:
-        self._look()
-        return super().gather_into(whole, part)
-
-    def reduce_into_part(self, whole: Tensor) -> Work:
-        self._look()
-        return super().reduce_into_part(whole)
-
-
-def counted(mesh: Mesh, config: PretrainConfig) -> Counts:
-    """One rank's second step; where the pipeline never empties, what is done between two feeds."""
-    counts, traffic, states = Counts(), Traffic(), []  # type: ignore[var-annotated]
-    communicators = Assembly.communicators
-
-    def look() -> None:
-        full = [state for state in states if state.table.num_elements and state.sharding.gradients]
-        whole = sum(is_allocated(copy) for state in full if state.sharding.weights for copy in state.weights)
-        counts.whole_weights = max(counts.whole_weights, whole)
-        gradients = sum(is_allocated(gradient) for state in full for gradient in state.gradients)
-        counts.whole_gradients = max(counts.whole_gradients, gradients)
-        now = state_bytes(states)
-        most = {name: max(value, getattr(now, name)) for name, value in counts.state._asdict().items()}
-        counts.state = StateBytes(**most)
-
-    def watching(*arguments: Any) -> Any:
-        groups = communicators(*arguments)
-        if not groups.shards:
-            return replace(groups, data=CountingGroup(groups.data, traffic))
-        return replace(groups, shards={size: Watched(each, traffic, look) for size, each in groups.shards.items()})
-
-    Assembly.communicators = watching  # type: ignore[method-assign]
-    with LiveBytes() as live:
-        replica = Replica(config, mesh)
-        counts.created = live.current
-    states.extend(replica.states())
-    rank = predict_rank(config, replica.schedule, mesh.rank)
-    lasting, whole = rank.state(), rank.peak()
-    counts.predicted = lasting._replace(
-        weights=lasting.weights + whole.weights, gradients=lasting.gradients + whole.gradients
-    )
-    counts.predicted_new = lasting.total - lasting.moments + ONE_COEFFICIENT
-    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
-    for step in range(2):
-        batch = loader.load(step * config.batch.global_size)
-        traffic.clear()
-        replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, 1e-3))
-        look()
-    counts.calls = {place.operation: calls for place, calls in traffic.calls.items()}
-    counts.elements = {place.operation: elements for place, elements in traffic.elements.items()}
-    replica.engine.drain()
-    return counts
-
-
-def config_of(corpus: str, microbatches: int, schedule: dict[str, Any], **zero: Any) -> PretrainConfig:
-    config = make_config(
-        corpus, LLAMA, parallel={"data": 2}, batch={"global_size": 2 * microbatches}, schedule=schedule
-    )
-    config.zero = ZeroConfig(**zero)
-    return config
-
-
-def counted_all(mesh: Mesh, configs: list[PretrainConfig]) -> list[Counts]:
-    """Several runs, one after the other, on the same ranks."""
-    return [counted(mesh, config) for config in configs]
-
-
-class Expected(NamedTuple):
-    """A run, its collectives in a step, and the most whole weights and gradients at once, which stage 3 counts."""
-
-    schedule: dict[str, Any]
-    microbatches: int
-    zero: dict[str, Any]
-    calls: dict[str, int]
-    whole: tuple[int, int] = (0, 0)
-
-
 LAYERED = {"name": "modular", "chunks": UNITS}
-SIZES = [flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in model_layers(LLAMA)]
+REPLICAS = [Place("data+context", name) for name in ("all_gather", "reduce_scatter")]
+UNCLIPPED = {"clip_norm": None}
 
 
-def layered(microbatches: int, buffers: int) -> Expected:
-    zero = {"stage": 3, "weight_buffers": buffers, "gradient_buffers": min(buffers, 2)}
-    calls = {"all_gather": 2 * UNITS - buffers, "reduce_scatter": UNITS}
-    return Expected(LAYERED, microbatches, zero, calls, (buffers, min(buffers, 2)))
+RUNS: list[tuple[ModelConfig, dict[str, dict[str, Any]]]] = [
+    *(
+        (LLAMA, {"zero": {"stage": 3, **buffers}, "batch": {"global_size": 2 * microbatches}})
+        for microbatches, buffers in (
+            (1, {"weight_buffers": 3}),
+            (5, {"weight_buffers": 1, "gradient_buffers": 1}),
+            (5, {}),
+        )
+    ),
+    (TIED, {"zero": {"stage": 1}, "training": {"precision": "bf16"}, "optimizer": {"name": "muon", **UNCLIPPED}}),
+    (TIED, {"zero": {"stage": 2}}),
+    (replace(TIED, tie_embeddings=False), {"zero": {"stage": 3}, "training": {"precision": "bf16"}}),
+]
 
 
-def single(schedule: dict[str, Any], microbatches: int, kept: int, buffers: int = 2) -> Expected:
-    """A schedule of single micro-batches. kept: gathers that find their layer still there."""
-    reductions = UNITS if buffers == UNITS else microbatches * UNITS
-    calls = {"all_gather": 2 * microbatches * UNITS - kept, "reduce_scatter": reductions}
-    return Expected(schedule, microbatches, {"stage": 3, "gradient_buffers": buffers}, calls, (2, buffers))
+def run_each(mesh: Mesh, configs: list[PretrainConfig]) -> list[LayoutRun]:
+    """Several runs, one after the other, on the same ranks."""
+    return [run_layout(mesh, config) for config in configs]
 
 
-@pytest.mark.parametrize(
-    "cases",
-    [
-        # Twice and once a layer, whatever the micro-batches (arXiv 2106.02679); layers that the forward ended with are
-        # still there. Buffers of one step's end are its own: the next one starts with none.
-        [layered(1, 3), layered(5, 1), layered(5, 2)],
-        pytest.param(
-            [
-                single({"name": "gpipe"}, 1, kept=2),
-                single({"name": "gpipe"}, 3, kept=2),
-                # 2bw reads one version in all of a step's micro-batches, so that layers at both turns stay on hand,
-                # as in 1f1b; pipedream reads another in each. Room for every layer's gradient leaves one reduction
-                # an update.
-                single({"name": "2bw", "update": "lazy"}, 3, kept=10),
-                single({"name": "2bw", "update": "eager"}, 3, kept=10, buffers=UNITS),
-                single({"name": "pipedream"}, 3, kept=6),
-                Expected({"name": "1f1b"}, 3, {"stage": 0}, {"all_reduce": UNITS}),
-                Expected({"name": "1f1b"}, 3, {"stage": 1}, {"all_gather": UNITS, "reduce_scatter": UNITS}),
-            ],
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
-def test_schedules_gather_and_reduce_layers_no_more_than_needed(corpus: str, cases: list[Expected]) -> None:
-    configs = []
-    for case in cases:
-        config = config_of(corpus, case.microbatches, case.schedule, **case.zero)
-        config.optimizer = replace(config.optimizer, clip_norm=None)
-        configs.append(config)
-    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
-        for counts, case in zip(rank, cases, strict=True):
-            assert counts.calls == case.calls
-            assert (counts.whole_weights, counts.whole_gradients) == case.whole
-            assert (counts.state, counts.created) == (counts.predicted, counts.predicted_new)
-            if case.schedule == LAYERED:
-                gathered = 2 * sum(SIZES) - sum(SIZES[-case.whole[0] :])
-                assert counts.elements == {"all_gather": gathered, "reduce_scatter": sum(SIZES)}
-
-
-FEW_STATES = [(1, True, "bf16", "muon"), (2, True, "fp32", "adamw"), (3, False, "bf16", "adamw")]
-MORE_STATES = [(*case, "adamw") for case in itertools.product((1, 2, 3), (False, True), ("fp32", "bf16"))]
-MORE_STATES += [(3, False, "fp32", "muon")]
-
-
-@pytest.mark.parametrize("cases", [FEW_STATES, pytest.param(MORE_STATES, marks=pytest.mark.exhaustive)])
-def test_state_takes_the_predicted_bytes(corpus: str, cases: list[tuple[int, bool, str, str]]) -> None:
-    configs = []
-    for stage, tied, precision, optimizer in cases:
-        config = config_of(corpus, 2, LAYERED, stage=stage)
-        config.optimizer = replace(config.optimizer, name=optimizer)  # type: ignore[arg-type]
-        config.model = replace(GPT2_SHAPE, num_layers=4, tie_embeddings=tied)
-        config.training = replace(config.training, precision=precision)  # type: ignore[arg-type]
-        configs.append(config)
-    for rank in run_mesh({"data": 2}, counted_all, configs, timeout=240.0):
-        for counts in rank:
-            assert (counts.state, counts.created) == (counts.predicted, counts.predicted_new)
+def test_sharded_state_takes_the_predicted_bytes_and_exchanges(corpus: str) -> None:
+    """Layers are gathered twice and reduced once, whatever the micro-batches (arXiv 2106.02679); layers that the
+    forward ended with are still there."""
+    fields = {"parallel": {"data": 2}, "schedule": LAYERED, "optimizer": UNCLIPPED}
+    configs = [make_config(corpus, model, **{**fields, **groups}) for model, groups in RUNS]
+    sizes = [flat_elements(layer.parameters.values(), alignment=64, num_shards=2) for layer in model_layers(LLAMA)]
+    for number, runs in enumerate(run_mesh({"data": 2}, run_each, configs, timeout=240.0)):
+        for config, run in zip(configs, runs, strict=True):
+            check_state_and_traffic(predict_rank(config, run.schedule, number), run)
+            if config.model is LLAMA:
+                kept = config.zero.weight_buffers
+                assert [run.traffic.calls[place] for place in REPLICAS] == [2 * UNITS - kept, UNITS]
+                gathered = 2 * sum(sizes) - sum(sizes[-kept:])
+                assert [run.traffic.elements[place] for place in REPLICAS] == [gathered, sum(sizes)]
 
 
 # Overlap, in a measured trace: collectives take 10 ms, on a stream of their own, and a layer at least 20 ms a pass.
