@@ -31,7 +31,6 @@ from megapipe.layers.context import BertContext, MicrobatchContext
 from megapipe.models import family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import validate
@@ -40,8 +39,15 @@ from tests.inference.test_generate import filled_with
 from tests.models.hugging_face import CONFIGS, ENCODERS, case_of, gradients_of, tame
 from tests.models.test_bert_hugging_face import case_of as bert_of
 from tests.support.bert_runs import make_bert_config, write_corpus
-from tests.support.gpt_runs import Shard, assembled, make_config, shards, write_shard
-from tests.support.layout_runs import keep_first_gradients
+from tests.support.gpt_runs import (
+    Shard,
+    assembled,
+    keep_first_gradients,
+    load_batches,
+    make_config,
+    shards,
+    write_shard,
+)
 from tests.support.meshes import Backend, run_mesh
 from tests.support.ranks import run_ranks
 
@@ -189,9 +195,8 @@ def batches(config: PretrainConfig) -> Iterable[list[MicrobatchContext]]:
     (mesh,) = in_process_meshes({})
     everything: Any = SimpleNamespace(is_first=True, is_last=True, family=family_of(config))
     config = replace(config, parallel=replace(config.parallel, data=1))
-    loader = open_loader(config, mesh, everything, open_samples(config, "train"))
-    for step in range(config.training.steps):
-        yield list(loader.load(step * BATCH).contexts)
+    for batch in load_batches(everything, config, mesh, config.training.steps):
+        yield list(batch.contexts)
 
 
 def loss_of(theirs: Any, microbatches: Sequence[MicrobatchContext]) -> Tensor:
@@ -288,15 +293,12 @@ def train_all(mesh: Mesh, layout: str, families: Sequence[Family]) -> dict[str, 
 def train(mesh: Mesh, layout: str, family: Family) -> Outcome:
     """Train a family on this rank, export it, and generate text."""
     config = on_layout(family.config, layout)
-    gradients: dict[str, Shard] = {}
     with Checkpointer(config, mesh) as checkpointer:
         replica = Replica(config, mesh)
         assert checkpointer.restore(replica) is None
-    keep_first_gradients(replica, gradients)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+    gradients = keep_first_gradients(replica)
     losses = []
-    for step in range(config.training.steps):
-        batch = loader.load(step * BATCH)
+    for step, batch in enumerate(load_batches(replica, config, mesh, config.training.steps)):
         given = StepInput(step, batch.contexts, batch.token_counts, config.optimizer.learning_rate)
         losses.append(replica.engine.run(given).loss)
     states = replica.states()

@@ -7,9 +7,8 @@ import pytest
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
-from tests.support.gpt_runs import GPT2_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, load_batches, make_config
 from tests.support.meshes import run_threads
 
 LAYOUTS = [{"data": 2}, {"data": 2, "pipeline": 2}, {"tensor": 2}]
@@ -20,17 +19,15 @@ def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[St
     sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
     config = replace(config, parallel=replace(config.parallel, **sizes))
     replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     results = []
-    for step in range(3):
-        contexts = loader.load(step * config.batch.global_size).contexts
+    for step, batch in enumerate(load_batches(replica, config, mesh, 3)):
         counts = []
-        for context in contexts:
+        for context in batch.contexts:
             assert context.ordinals is not None
             if context.loss_mask is not None:
                 context.loss_mask[context.ordinals - step * config.batch.global_size < first_kept] = 0
                 counts.append(float(context.loss_mask.sum()))
-        results.append(replica.engine.run(StepInput(step, contexts, counts, learning_rate=0.01)))
+        results.append(replica.engine.run(StepInput(step, batch.contexts, counts, learning_rate=0.01)))
     return results
 
 

@@ -17,7 +17,6 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.optim.scaling import learning_rate
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
 from tests.distributed.conftest import Make
@@ -43,7 +42,7 @@ from tests.distributed.layout_cases import (
     sequence,
     zero,
 )
-from tests.support.gpt_runs import RankRun, assembled, shards
+from tests.support.gpt_runs import RankRun, assembled, load_batches, shards
 from tests.support.meshes import run_mesh, run_threads
 
 STEPS = 6
@@ -54,8 +53,7 @@ CLIPPED: Groups = {"optimizer": {"clip_norm": 0.3}}
 
 def batches(config: PretrainConfig, mesh: Mesh, replica: Replica, poisoned: bool) -> list[StepBatch]:
     """Return the first batches of a run; one of them has an infinite loss if it is poisoned."""
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
-    loaded = [loader.load(step * config.batch.global_size) for step in range(STEPS)]
+    loaded = load_batches(replica, config, mesh, STEPS)
     mask = getattr(loaded[POISONED].contexts[0], "loss_mask", None)
     if poisoned and mask is not None:
         mask.fill_(torch.inf)
@@ -264,7 +262,7 @@ def test_an_option_changes_no_bit_of_stale_updates(
 def repeated(mesh: Mesh, config: PretrainConfig) -> list[float]:
     """Return the losses of ten steps on one batch."""
     replica = Replica(config, mesh)
-    batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+    (batch,) = load_batches(replica, config, mesh)
     steps = [StepInput(step, batch.contexts, batch.token_counts, 2e-3) for step in range(10)]
     results: list[Any] = [result for step in steps for result in replica.engine.feed(step)]
     return [result.loss for result in (*results, *replica.engine.drain())]

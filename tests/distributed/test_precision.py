@@ -12,7 +12,6 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.layers.linear import Fp8Products, Linear
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, open_samples, split_samples
 from megapipe.training.loop.replica import Replica
 from megapipe.training.resilience.signals import ExitCode
 from megapipe.training.validation import fp8_problems
@@ -36,9 +35,8 @@ from tests.distributed.layout_cases import (
     schedule,
     sequence,
 )
-from tests.support.gpt_runs import RankRun, Shard, assembled, run_gpt, shards, train_step
+from tests.support.gpt_runs import RankRun, assembled, keep_first_gradients, load_batches, run_gpt, shards, train_step
 from tests.support.launch import launch
-from tests.support.layout_runs import keep_first_gradients
 from tests.support.meshes import run_threads
 
 POISONED = 2
@@ -123,12 +121,12 @@ def test_blocks_of_further_tokens_are_in_fp8_as_the_last_one_is(make: Make, last
 
 def first_step(mesh: Mesh, config: PretrainConfig) -> tuple[float, dict[str, Tensor]]:
     """Return the loss and the gradients of a step for which all blocks start with the weights of the first one."""
-    replica, gradients = Replica(config, mesh), dict[str, Shard]()
+    replica = Replica(config, mesh)
     blocks = [state for state in replica.states() if state.name.startswith("blocks.")]
     for state in blocks if not config.model.shares_blocks else ():
         state.master.copy_(blocks[0].master)
-    keep_first_gradients(replica, gradients)
-    batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+    gradients = keep_first_gradients(replica)
+    (batch,) = load_batches(replica, config, mesh)
     return train_step(replica, config, batch, 0).loss, assembled([list(gradients.values())])
 
 
@@ -189,10 +187,8 @@ def fed(
     replica = Replica(config, mesh)
     scaler = replica.loss_scaler
     assert scaler is not None
-    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     results, scales = [], []
-    for step in range(6):
-        batch = loader.load(step * config.batch.global_size)
+    for step, batch in enumerate(load_batches(replica, config, mesh, 6)):
         if step == POISONED and mesh.rank == mesh.world_size - 1:
             mask = batch.contexts[0].loss_mask
             assert mask is not None

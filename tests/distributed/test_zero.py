@@ -22,11 +22,10 @@ from megapipe.layout.units import flat_elements
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.measured.traces import Event
 from megapipe.spec.layers import model_layers
-from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.distributed.test_covering import check_state_and_traffic
 from tests.support.counting_groups import Place
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, make_config
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, load_batches, make_config
 from tests.support.layout_runs import LayoutRun, run_layout
 from tests.support.meshes import run_mesh
 from tests.support.ranks import RankError
@@ -124,8 +123,7 @@ def traced(mesh: Mesh, config: PretrainConfig) -> tuple[list[Event], Log]:
     for stage in replica.stages.values():
         stage.units = [[slow(twin) for twin in twins] for twins in stage.units]
     engine = replica.engine_for(config.batch.global_size)
-    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
-    batch = loader.load(0)
+    (batch,) = load_batches(replica, config, mesh)
     engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
     recorder = Recorder(engine.schedule, replica.rank, mesh.device)
     engine.record(recorder)
@@ -230,10 +228,8 @@ def train_within_limit(mesh: Mesh, config: PretrainConfig) -> list[float]:
 
 def train(mesh: Mesh, config: PretrainConfig) -> list[float]:
     replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, split_samples(config, "train"))
     losses = []
-    for step in range(2):
-        batch = loader.load(step * config.batch.global_size)
+    for step, batch in enumerate(load_batches(replica, config, mesh, 2)):
         losses.append(replica.engine.run(StepInput(step, batch.contexts, batch.token_counts, 1e-3)).loss)
     return losses
 

@@ -30,11 +30,10 @@ from megapipe.schedules.actions import COMPUTE_KINDS
 from megapipe.schedules.schedule import SectionName
 from megapipe.spec.layers import model_layers
 from megapipe.spec.ops import FULL_BYTES
-from megapipe.training.loop.batches import open_loader, split_samples
 from megapipe.training.loop.replica import Replica
 from tests.optim.test_optimizer import SPECS
 from tests.spec.sizes import predicted_bytes
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, load_batches, make_config, write_shard
 from tests.support.live_bytes import LiveBytes
 from tests.support.meshes import run_threads
 
@@ -104,7 +103,7 @@ class CountingRecorder(Recorder):
 
 
 def two_steps(replica: Replica, config: PretrainConfig, mesh: Mesh) -> list[StepInput]:
-    batch = open_loader(config, mesh, replica, split_samples(config, "train")).load(0)
+    (batch,) = load_batches(replica, config, mesh)
     return [StepInput(step, batch.contexts, batch.token_counts, 1e-3) for step in range(2)]
 
 

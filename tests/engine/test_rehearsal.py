@@ -15,12 +15,11 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.engine.transfers import Sender
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import Kind
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.distributed.test_covering import CASES, name_of
 from tests.support.bert_runs import write_corpora
 from tests.support.covering import Case
-from tests.support.gpt_runs import Shard, shards, train_step
+from tests.support.gpt_runs import Shard, load_batches, shards, train_step
 from tests.support.layouts import config_of, sizes_of, world_size
 from tests.support.meshes import run_mesh, run_threads
 
@@ -44,10 +43,8 @@ def run(
 ) -> tuple[list[StepResult], list[Shard], set[Kind]]:
     """Train for two steps, some of them rehearsed; the results, the weights, and what the rehearsals ran."""
     replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     results, ran = [], set()
-    for step in range(2):
-        batch = loader.load(step * config.batch.global_size)
+    for step, batch in enumerate(load_batches(replica, config, mesh, 2)):
         if step in rehearsed:
             ran |= rehearse(replica, StepInput(step, batch.contexts, batch.token_counts))
         results.append(train_step(replica, config, batch, step))
@@ -89,7 +86,7 @@ def test_nothing_crosses_between_stages(corpora: tuple[str, BertDataConfig], mon
 
 def _rehearse_alone(mesh: Mesh, config: PretrainConfig) -> None:
     replica = Replica(config, mesh)
-    batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+    (batch,) = load_batches(replica, config, mesh)
     replica.engine.rehearse(StepInput(0, batch.contexts, batch.token_counts))
 
 

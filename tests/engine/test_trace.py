@@ -23,10 +23,9 @@ from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.actions import write_action
 from megapipe.schedules.measured.traces import Event
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.engine.library_models import SAMPLE, SGD, adoptable, batch, loss, solo
-from tests.support.gpt_runs import GPT2_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import GPT2_SHAPE, load_batches, make_config, write_shard
 from tests.support.meshes import Backend, run_mesh, run_threads
 from tests.support.patience import wait_until
 
@@ -138,12 +137,10 @@ def test_waiting_for_a_slow_peer_is_distinguished_from_working(monkeypatch: pyte
 def recorded_training(mesh: Mesh, config: PretrainConfig) -> list[Event]:
     """Events of two steps."""
     replica = Replica(config, mesh)
-    loader = open_loader(config, mesh, replica, open_samples(config, "train"))
     recorder = Recorder(replica.schedule, mesh.coordinate("pipeline"), mesh.device)
     replica.engine.record(recorder)
-    for step in range(2):
-        batch = loader.load(step * config.batch.global_size)
-        replica.engine.feed(StepInput(step, batch.contexts, batch.token_counts, learning_rate=0.01))
+    for step, loaded in enumerate(load_batches(replica, config, mesh, 2)):
+        replica.engine.feed(StepInput(step, loaded.contexts, loaded.token_counts, learning_rate=0.01))
     replica.engine.drain()
     return recorder.events()
 

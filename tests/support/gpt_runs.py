@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -146,22 +147,32 @@ def run_gpt(mesh: Mesh, config: PretrainConfig, steps: int | None = None, timeou
     parallel = replace(config.parallel, **sizes)
     config = replace(config, parallel=replace(parallel, timeout_seconds=timeout))
     replica = Replica(config, mesh)
+    gradients = keep_first_gradients(replica)
+    batches = load_batches(replica, config, mesh, config.training.steps if steps is None else steps)
+    results = [train_step(replica, config, batch, step) for step, batch in enumerate(batches)]
+    states = replica.states()
+    return RankRun(results, list(gradients.values()), shards(states, [state.master for state in states]))
+
+
+def load_batches(replica: Replica, config: PretrainConfig, mesh: Mesh, steps: int = 1) -> list[StepBatch]:
+    """Return this rank's part of the first training batches."""
     loader = open_loader(config, mesh, replica, open_samples(config, "train"))
-    gradients: list[Shard] = []
+    return [loader.load(step * config.batch.global_size) for step in range(steps)]
+
+
+def keep_first_gradients(replica: Replica) -> dict[str, Shard]:
+    """Return a dictionary that receives the gradients of every parameter's first update, before clipping."""
+    gradients: dict[str, Shard] = {}
     update = replica.optimizer.update
 
-    def recording_update(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
-        if version == 1:
-            gradients.extend(shards(states, [state.reduced_gradient() for state in states]))
+    def recording(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
+        with _disable_current_modes():  # what the test keeps is not the run's
+            for shard in shards(states, [state.reduced_gradient(version) for state in states]):
+                gradients.setdefault(shard.name, shard)
         update(states, version, rate, coefficient)
 
-    replica.optimizer.update = recording_update  # type: ignore[method-assign]
-    results = []
-    for step in range(config.training.steps if steps is None else steps):
-        batch = loader.load(step * config.batch.global_size)
-        results.append(train_step(replica, config, batch, step))
-    states = replica.states()
-    return RankRun(results, gradients, shards(states, [state.master for state in states]))
+    replica.optimizer.update = recording  # type: ignore[method-assign]
+    return gradients
 
 
 def assembled(parts: Sequence[list[Shard]]) -> dict[str, Tensor]:

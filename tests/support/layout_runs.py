@@ -7,7 +7,6 @@ from time import sleep
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from megapipe.config.parallel import DIMENSIONS
 from megapipe.config.run import PretrainConfig
@@ -21,10 +20,9 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import Action
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import Traffic, counted, counted_exchanges, counted_links
-from tests.support.gpt_runs import RankRun, Shard, shards, train_step
+from tests.support.gpt_runs import RankRun, keep_first_gradients, load_batches, shards, train_step
 from tests.support.live_bytes import LiveBytes
 
 COUNTED_STEP = 1
@@ -81,18 +79,16 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
     sizes = {name: mesh.size(name) for name in DIMENSIONS}
     config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
     traffic, live = Traffic(), LiveBytes(numbers=False)
-    gradients: dict[str, Shard] = {}
     with ExitStack() as counting:
         if not isinstance(mesh, InProcessMesh):
             counting.enter_context(counted_links(traffic))
             counting.enter_context(counted_exchanges(traffic))
         with live:
             replica = Replica(config, counted(mesh, traffic))
-        keep_first_gradients(replica, gradients)
-        loader = open_loader(config, mesh, replica, open_samples(config, "train"))
+        gradients = keep_first_gradients(replica)
+        batches = load_batches(replica, config, mesh, steps)
         results, lasting, host = [], 0, 0
-        for step in range(steps):
-            batch = loader.load(step * config.batch.global_size)
+        for step, batch in enumerate(batches):
             if step == COUNTED_STEP:
                 traffic.clear()
                 sleep(SETTLING_BETWEEN_STEPS)
@@ -122,19 +118,6 @@ def hidden_tokens(contexts: Sequence[object]) -> list[int] | None:
         each.positions.shape[1] for each in contexts if isinstance(each, BertContext) and each.positions is not None
     ]
     return counts or None
-
-
-def keep_first_gradients(replica: Replica, gradients: dict[str, Shard]) -> None:
-    """Note every parameter's gradient of its first update, reduced and not yet clipped."""
-    update = replica.optimizer.update
-
-    def recording(states: Sequence[UnitState], version: int, rate: float, coefficient: Tensor) -> None:
-        with _disable_current_modes():  # what the test keeps is not the run's
-            for shard in shards(states, [state.reduced_gradient(version) for state in states]):
-                gradients.setdefault(shard.name, shard)
-        update(states, version, rate, coefficient)
-
-    replica.optimizer.update = recording  # type: ignore[method-assign]
 
 
 def sampled(replica: Replica, live: LiveBytes) -> list[tuple[Action, Sample]]:

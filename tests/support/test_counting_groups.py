@@ -11,10 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.replica import Replica
 from tests.support.counting_groups import Place, Traffic, counted, counted_links
-from tests.support.gpt_runs import LLAMA_SHAPE, make_config, write_shard
+from tests.support.gpt_runs import LLAMA_SHAPE, load_batches, make_config, write_shard
 from tests.support.meshes import Backend, run_mesh
 
 
@@ -61,7 +60,7 @@ def step_calls(mesh: Mesh, config: PretrainConfig) -> tuple[int, int, int]:
 
     def step(where: Mesh) -> None:
         replica = Replica(config, where)
-        batch = open_loader(config, mesh, replica, open_samples(config, "train")).load(0)
+        (batch,) = load_batches(replica, config, mesh)
         traffic.clear()
         with torchs:
             replica.engine.run(StepInput(0, batch.contexts, batch.token_counts, 1e-3))
