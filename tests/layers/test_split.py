@@ -24,35 +24,6 @@ def test_every_gradient_has_the_bits_of_the_fused_backward(shape: str, dtype: to
 
 
 @pytest.mark.parametrize("shape", WITH_DROPOUT)
-def test_block_by_block_as_a_pipeline_runs_it(shape: str) -> None:
-    """Weight halves run late, in another order than input halves, over two micro-batches."""
-    model = small_model(**WITH_DROPOUT[shape])
-    block = bind_model(model)[1]
-    inputs, upstream = draw(2, 2, 12, 32, dtype=torch.float32), draw(2, 2, 12, 32, seed=2, dtype=torch.float32)
-    contexts = [make_context(model, seed=seed) for seed in range(2)]
-
-    expected_inputs = []
-    for x, dy, context in zip(inputs, upstream, contexts, strict=True):
-        x = x.clone().requires_grad_()
-        block.module(x, context=context)[0].backward(dy)
-        expected_inputs.append(x.grad)
-    expected = block.state.gradients[0].clone()
-    block.state.zero_gradients()
-
-    leaves, tapes = [x.clone().requires_grad_() for x in inputs], [SplitTape(), SplitTape()]
-    outputs = []
-    for x, context, tape in zip(leaves, contexts, tapes, strict=True):
-        context.tape = tape
-        outputs.append(block.module(x, context=context))
-    for i in (1, 0):
-        (dx,) = tapes[i].backward_input(outputs[i], [upstream[i]], [leaves[i]])
-        assert torch.equal(dx, expected_inputs[i])
-    for tape in tapes:
-        tape.backward_weight()
-    assert torch.equal(block.state.gradients[0], expected)
-
-
-@pytest.mark.parametrize("shape", WITH_DROPOUT)
 def test_what_the_weight_half_makes_again_needs_no_weights(shape: str) -> None:
     """Also for a fused kernel that adds the bias with GELU."""
     model = small_model(**WITH_DROPOUT[shape])

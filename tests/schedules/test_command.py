@@ -124,12 +124,6 @@ def test_options_reach_the_schedules(capsys, flags):
     assert report(capsys, "simulate", *flags.split())["bubble"] >= 0
 
 
-def test_show_draws_a_line_a_rank(capsys):
-    lines = output(capsys, "show", "--ranks", "3", "--microbatches", "4").splitlines()
-    assert [line[:6] for line in lines[:3]] == ["rank 0", "rank 1", "rank 2"]
-    assert lines[2][9:] == "....00aaaa11bbbb22cccc33dddd........"
-
-
 def test_files_round_trip(capsys, tmp_path):
     path = tmp_path / "mine.txt"
     path.write_text(output(capsys, "write", "--schedule", "zb_h1"))
