@@ -15,10 +15,13 @@ from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Kind
 from megapipe.schedules.command.main import main
 from megapipe.schedules.schedule import SECTIONS
 from tests.docs.figures import read
+from tests.engine.library_models import adoptable, assert_close, merged, plain, train
 from tests.planner.command.plan import json_of
 from tests.support.commands import ROOT, blocks
 from tests.support.gpt_runs import write_shard
-from tests.support.launch import TINY, environment
+from tests.support.launch import launch_with_torchrun
+from tests.support.meshes import run_threads
+from tests.training.records import steps
 
 (EXAMPLE,) = (each.text for each in blocks(read("docs/schedules.md")) if "@schedule(" in each.text)
 PROJECT = """
@@ -33,27 +36,6 @@ py-modules = ["{module}"]
 [project.entry-points."megapipe.schedules"]
 {schedule} = "{module}"
 """
-LIBRARY = """
-from copy import deepcopy
-
-import torch
-from torch import nn
-from megapipe import Pipeline
-from megapipe.parallel.in_process import in_process_meshes, run_in_process
-
-torch.manual_seed(1)
-LAYERS = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]  # threads share a generator
-
-def train(mesh, schedule):
-    layers = deepcopy(LAYERS)
-    x = torch.linspace(-1, 1, 128).reshape(16, 8)
-    loss = nn.MSELoss(reduction="sum")
-    pipeline = Pipeline(layers, mesh, loss=loss, sample=x[:4], microbatches=4, schedule=schedule, seed=3)
-    return [result.loss for _ in range(3) for result in pipeline.step(x, x.flip(0), learning_rate=0.01)]
-
-for name in ("last_in_first_out", "gpipe"):
-    print(run_in_process(in_process_meshes({"pipeline": 2}), train, name)[0])
-"""
 
 
 def install(folder: Path, packages: dict[str, tuple[str, str]]) -> Path:
@@ -67,16 +49,6 @@ def install(folder: Path, packages: dict[str, tuple[str, str]]) -> Path:
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
     subprocess.run([*pip, "--target", str(folder), *map(str, sources)], check=True, capture_output=True)
     return folder
-
-
-def printed(folder: Path, *arguments: str) -> str:
-    """Run python with the packages of a folder installed, and return what it prints."""
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env={**environment(), "PYTHONPATH": f"{ROOT}:{folder}"},
-        capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return done.stdout
 
 
 PACKAGES = {
@@ -255,21 +227,20 @@ def test_planner_takes_the_name() -> None:
 
 @pytest.mark.slow
 def test_training_takes_the_name(packages: Path, tmp_path: Path) -> None:
-    losses = {}
+    losses, corpus = {}, write_shard(tmp_path)
     for name in ("last_in_first_out", "1f1b"):
         folder = tmp_path / name
-        flags = [*TINY, f"--data.prefix={write_shard(tmp_path)}", "--parallel.pipeline=2", f"--schedule.name={name}"]
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "pretrain_gpt.py"]
-        steps = ["--training.steps=3", "--training.log_every=1", f"--training.directory={folder}"]
-        assert name in printed(packages, *launcher, *flags, *steps)
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        losses[name] = [row["loss"] for row in rows if "loss" in row]
+        flags = ["--parallel.pipeline=2", "--training.steps=3", "--training.log_every=1", f"--schedule.name={name}"]
+        flags += [f"--data.prefix={corpus}", f"--training.directory={folder}"]
+        done = launch_with_torchrun(2, *flags, folder=tmp_path, PYTHONPATH=f"{ROOT}:{packages}")
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+        assert name in done.stdout
+        losses[name] = [each["loss"] for each in steps(folder)]
     assert losses["last_in_first_out"] == pytest.approx(losses["1f1b"], abs=1e-5)
     assert len(losses["1f1b"]) == 3
 
 
-@pytest.mark.slow
-def test_library_takes_the_name(packages: Path) -> None:
-    own, built_in = map(json.loads, printed(packages, "-c", LIBRARY).splitlines())
-    assert own == pytest.approx(built_in, rel=1e-5)
-    assert len(own) == 3
+@pytest.mark.usefixtures("installed")
+def test_library_takes_the_name() -> None:
+    layers = adoptable(2)
+    assert_close(merged(run_threads({"pipeline": 2}, train, layers, "last_in_first_out", 4)), plain(layers, 4))
