@@ -1,6 +1,5 @@
 """The program as a user starts it: plain, under torchrun, stopped by a signal, and wrongly."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import Any
 import pytest
 
 from tests.support.launch import launch, launch_with_torchrun, rest_of, start
+from tests.training.records import records
 
-
-def records(folder: Path) -> list[dict[str, object]]:
-    lines = (folder / "runs/default/metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+RUN = "runs/default"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +27,7 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
     assert finished.returncode == 0, finished.stderr
     assert "step 4/4 | loss" in finished.stdout
     assert ("offload auto: stage 1: of " in finished.stdout) == ("--offload.activations=auto" in layout)
-    start, *steps, waited, saved, end = records(tmp_path)
+    start, *steps, waited, saved, end = records(tmp_path / RUN)
     assert [(each["event"], each["step"]) for each in (waited, saved)] == [("save_wait", 4), ("checkpoint", 4)]
     assert start["event"] == "start"
     assert [record["step"] for record in steps] == [1, 2, 3, 4]
@@ -41,7 +38,7 @@ def test_trains_and_writes_metrics(tmp_path: Path, corpus: str, num_processes: i
 def test_a_second_run_keeps_the_metrics_of_the_first(tmp_path: Path, corpus: str) -> None:
     for _ in range(2):
         launch(1, "--data.prefix", corpus, "--training.steps", "2", "--checkpoint.at_end=false", folder=tmp_path)
-    assert [record.get("event", record["step"]) for record in records(tmp_path)] == ["start", 1, 2, "end"] * 2
+    assert [record.get("event", record["step"]) for record in records(tmp_path / RUN)] == ["start", 1, 2, "end"] * 2
 
 
 @pytest.mark.parametrize(
@@ -65,7 +62,7 @@ def test_a_signal_stops_and_saves_after_a_whole_step(tmp_path: Path, corpus: str
     output = rest_of(process, seconds=120)
     assert f"stopped by {number}" in output
     assert "the same command continues this run" in output
-    *_, last_step, saved, end = records(tmp_path)
+    *_, last_step, saved, end = records(tmp_path / RUN)
     assert end == {**end, "event": "end", "status": 128 + signal.Signals[number], "step": last_step["step"]}
     assert saved == {**saved, "event": "checkpoint", "step": last_step["step"]}
     assert str(saved["path"]) in output.splitlines()[-1]

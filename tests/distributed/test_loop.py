@@ -1,6 +1,5 @@
 """The loop over several ranks, and on a terminal: what one process does, a pipeline that resumes it does too."""
 
-import json
 import os
 import pty
 import subprocess
@@ -9,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.launch import command, environment, launch
+from tests.training.records import records
 
 RUN = ["--training.steps=6", "--batch.global_size=8", "--batch.ramp_start=2", "--batch.ramp_samples=12",
        "--evaluation.every=3", "--evaluation.samples=8", "--checkpoint.every=2", "--data.split=80,20,0",
@@ -17,11 +17,9 @@ RUN = ["--training.steps=6", "--batch.global_size=8", "--batch.ramp_start=2", "-
 
 def metrics(folder: Path) -> list[tuple[object, ...]]:
     """Return steps and evaluations of a run's metrics.jsonl, without times."""
-    lines = (folder / "runs/default/metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
     return [
         (record.get("event"), record["step"], record["loss"], record.get("samples"), record.get("gradient_norm"))
-        for record in records
+        for record in records(folder / "runs/default")
         if record.get("event") in (None, "evaluation")
     ]
 
