@@ -33,17 +33,11 @@ def test_links_that_connect_at_first_use_hang_some_schedules(
 ) -> None:
     schedule = build(name, ranks, 2 * ranks if ranks == 2 else ranks, **options)
     assert validate(schedule).lazy_links == gets_through
-    table = Table.unroll(schedule, 1 if schedule.flushes else 2)
-    assert ("RECV" in first_deadlock(first_uses(table), ())) != gets_through
-
-
-def test_links_that_are_not_connected_can_hang_the_step() -> None:
-    schedule = build("interleaved_1f1b", 2, 8, chunks=2)
-    table, connections = Table.unroll(schedule, 1), schedule.header.connections
-    assert connections == ((0, 1), (1, 0))
-    assert first_deadlock(first_uses(table), connections[1:]) == ""
+    table, connections = Table.unroll(schedule, 1 if schedule.flushes else 2), schedule.header.connections
     hanging = first_deadlock(first_uses(table), ())
-    assert hanging.startswith("rank 0 at RECV_ACTIVATION stage 2, micro-batch 0")
+    assert ("RECV" in hanging) != gets_through
+    assert gets_through or hanging.startswith("rank 0 at RECV_ACTIVATION stage 2, micro-batch 0")
+    assert first_deadlock(first_uses(table), connections[1:]) == "", "the links of one direction are enough"
 
 
 def test_groups_that_first_reduce_in_a_circle_are_refused() -> None:
