@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -113,12 +113,11 @@ def pipeline(mesh: Mesh | None = None, layers: Sequence[Any] = (), **changes: An
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results by step, and by name the gradients of every update and the weights at the end."""
+    """Losses by step, and by name the gradients of every update and the weights at the end."""
 
-    results: list[StepResult]
+    losses: list[float]
     gradients: list[dict[str, Tensor]]
     weights: dict[str, Tensor]
-    losses: list[float] = field(default_factory=list)
 
 
 def train(
@@ -131,26 +130,15 @@ def train(
     config: OptimizerConfig = SGD,
 ) -> Outcome:
     """A few steps of a Pipeline; num_microbatches counts those of one replica."""
-    pipeline = Pipeline(
-        layers,
-        mesh,
-        loss=loss,
-        sample=SAMPLE,
-        microbatches=num_microbatches,
-        schedule=schedule,
-        optimizer=config,
-        count=lambda targets: targets.numel(),
-        timeout=20.0,
-        **(options or {}),
-    )
-    gradients = record_gradients(pipeline)
-    replica, results = mesh.coordinate("data"), []
+    arguments = {"microbatches": num_microbatches, "schedule": schedule, "optimizer": config, **(options or {})}
+    made = pipeline(mesh, layers, count=lambda targets: targets.numel(), timeout=20.0, **arguments)
+    gradients = record_gradients(made)
+    replica, replicas, results = mesh.coordinate("data"), mesh.size("data"), list[StepResult]()
     for step in range(steps):
-        tensors = batch(step, num_microbatches * mesh.size("data"))
-        inputs, targets = (tensor.chunk(mesh.size("data"))[replica] for tensor in tensors)
-        results += pipeline.step(inputs if pipeline.is_first else None, targets if pipeline.is_last else None)
-    results += pipeline.drain()
-    return Outcome(results, gradients, pipeline.state_dict(), [result.loss for result in results])
+        inputs, targets = (each.chunk(replicas)[replica] for each in batch(step, num_microbatches * replicas))
+        results += made.step(inputs if made.is_first else None, targets if made.is_last else None)
+    results += made.drain()
+    return Outcome([result.loss for result in results], gradients, made.state_dict())
 
 
 def record_gradients(pipeline: Pipeline) -> list[dict[str, Tensor]]:
@@ -185,33 +173,29 @@ def merged(outcomes: Sequence[Outcome]) -> Outcome:
         assert all(torch.equal(other.weights[name], weight) for name, weight in first.weights.items())
     updates = range(len(first.gradients))
     gradients = [{name: g for each in outcomes for name, g in each.gradients[i].items()} for i in updates]
-    return Outcome(first.results, gradients, first.weights, first.losses)
+    return Outcome(first.losses, gradients, first.weights)
 
 
-class PlainModel(nn.Module):
-    """The layers one after the other."""
-
-    def __init__(self, layers: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
+class PlainModel(nn.Sequential):
+    """The layers one after the other, each of which takes all that the previous one returns."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         passed: tuple[Tensor, ...] = (tokens,)
-        for layer in self.layers:
+        for layer in self:
             outputs = layer(*passed)
             passed = outputs if isinstance(outputs, tuple) else (outputs,)
         return passed[0]
 
-    def named(self) -> dict[str, nn.Parameter]:
-        return {name.removeprefix("layers."): parameter for name, parameter in self.named_parameters()}
 
-
-def torch_sgd(model: PlainModel, config: OptimizerConfig = SGD) -> torch.optim.Optimizer:
+def torch_optimizer(config: OptimizerConfig, decayed: list[Any], others: list[Any]) -> torch.optim.Optimizer:
+    """torch's own optimizer of that configuration."""
     groups = [
-        {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": others, "weight_decay": 0.0},
     ]
-    return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum, foreach=False)
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, eps=config.epsilon, foreach=False)
 
 
 def accumulate(model: PlainModel, step: int, num_microbatches: int) -> float:
@@ -228,19 +212,20 @@ def accumulate(model: PlainModel, step: int, num_microbatches: int) -> float:
 
 def plain(layers: Sequence[nn.Module], num_microbatches: int, *, delay: int = 0, steps: int = 3) -> Outcome:
     """The same run by torch alone. delay: gradients come from the weights that many updates ago, as in 2BW."""
-    model = PlainModel(copy.deepcopy(list(layers)))
-    optimizer = torch_sgd(model)
+    model = PlainModel(*copy.deepcopy(list(layers)))
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() >= 2) == whole] for whole in (True, False))
+    optimizer = torch_optimizer(SGD, matrices, vectors)
     older = [copy.deepcopy(model.state_dict())] * (delay + 1)
-    outcome = Outcome([], [], model.named())
+    losses, gradients = [], []
     for step in range(steps):
         newest = copy.deepcopy(model.state_dict())
         older = [*older[1:], newest] if delay else [newest]
         model.load_state_dict(older[0] if step else newest)
-        outcome.losses.append(accumulate(model, step, num_microbatches))
-        outcome.gradients.append({name: parameter.grad.clone() for name, parameter in model.named().items()})
+        losses.append(accumulate(model, step, num_microbatches))
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
         model.load_state_dict(newest)
         optimizer.step()
-    return Outcome([], outcome.gradients, {k: p.detach() for k, p in model.named().items()}, outcome.losses)
+    return Outcome(losses, gradients, {name: p.detach() for name, p in model.named_parameters()})
 
 
 def assert_same_bits(actual: Outcome, expected: Outcome) -> None:

@@ -16,6 +16,7 @@ from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import build
 from megapipe.schedules.registry import Options
+from tests.engine.library_models import torch_optimizer
 from tests.engine.serial_recursion import (
     ROWS,
     Chain,
@@ -120,18 +121,9 @@ def computed(case: Case, steps: int, replicas: int, delays: list[int]) -> Histor
         batch = case.batch(step, replicas)
         batches += [batch[index :: case.updates] for index in range(case.updates)]
         rates += [learning_rate(step)] * case.updates
-    return recursion(case.chain, batches, rates, delays, partial(torchs, case.optimizer), case.optimizer.clip_norm)
-
-
-def torchs(config: OptimizerConfig, decayed: list[Tensor], others: list[Tensor]) -> torch.optim.Optimizer:
-    """torch's own optimizer of that configuration."""
-    groups: list[dict[str, Any]] = [
-        {"params": decayed, "weight_decay": config.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=1.0, momentum=config.momentum, foreach=False)
-    return torch.optim.AdamW(groups, lr=1.0, betas=config.betas, eps=config.epsilon, foreach=False)
+    return recursion(
+        case.chain, batches, rates, delays, partial(torch_optimizer, case.optimizer), case.optimizer.clip_norm
+    )
 
 
 class Layer(nn.Module):
