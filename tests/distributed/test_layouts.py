@@ -5,6 +5,7 @@ gradients and weights are equal bit for bit (class A); elsewhere the tolerances 
 threads, except in the rows of whole loss curves and of kinds of links, whose ranks are processes.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
+from megapipe.engine.step import StepInput, StepResult
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.batches import open_samples
 from megapipe.training.loop.replica import Replica
@@ -48,8 +50,8 @@ from tests.distributed.layout_cases import (
 )
 from tests.schedules.test_groups import OVERLAPPED
 from tests.support.equality import check_gradients
-from tests.support.gpt_runs import RankRun, assembled, run_gpt
-from tests.support.meshes import Backend, run_mesh
+from tests.support.gpt_runs import GPT2_SHAPE, RankRun, assembled, load_batches, make_config, run_gpt
+from tests.support.meshes import Backend, run_mesh, run_threads
 
 
 def train_and_check(
@@ -163,3 +165,41 @@ def test_every_layout_evaluates_alike(make: Make, case: Case) -> None:
         assert record.loss == pytest.approx(expected.loss, rel=tolerance, abs=0.0)
         assert record.terms == pytest.approx(expected.terms, rel=tolerance, abs=0.0)
         assert record.accuracies == expected.accuracies
+
+
+LAYOUTS = [{"data": 2}, {"data": 2, "pipeline": 2}, {"tensor": 2}]
+
+
+def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[StepResult]:
+    """Three steps, in which samples of the batch before number `first_kept` have no loss token."""
+    sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
+    config = replace(config, parallel=replace(config.parallel, **sizes))
+    replica = Replica(config, mesh)
+    results = []
+    for step, batch in enumerate(load_batches(replica, config, mesh, 3)):
+        counts = []
+        for context in batch.contexts:
+            assert context.ordinals is not None
+            if context.loss_mask is not None:
+                context.loss_mask[context.ordinals - step * config.batch.global_size < first_kept] = 0
+                counts.append(float(context.loss_mask.sum()))
+        results.append(replica.engine.run(StepInput(step, batch.contexts, counts, learning_rate=0.01)))
+    return results
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("first_kept", [4, 7, 8])
+def test_samples_without_loss_tokens_count_on_every_layout_alike(
+    corpus: str, sizes: dict[str, int], first_kept: int
+) -> None:
+    """A batch of 8 such samples has no gradient."""
+    config = make_config(corpus, GPT2_SHAPE)
+    (expected,) = run_threads({}, masked_steps, config, first_kept)
+    for results in (expected, *run_threads(sizes, masked_steps, config, first_kept)):
+        assert [result.token_count for result in results] == [result.token_count for result in expected]
+        assert [result.loss for result in results] == pytest.approx([result.loss for result in expected], rel=1e-4)
+        norms = [result.gradient_norm for result in results]
+        assert norms == pytest.approx([result.gradient_norm for result in expected], rel=1e-4)
+        if first_kept == config.batch.global_size:
+            numbers = {(each.token_count, each.loss, each.gradient_norm, each.skipped) for each in results}
+            assert numbers == {(0.0, 0.0, 0.0, False)}

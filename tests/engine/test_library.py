@@ -1,14 +1,18 @@
 """Pipeline over plain torch modules, against torch's own autograd and optimizer in one process."""
 
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from megapipe.engine.pipeline import Pipeline
+from megapipe.parallel import pipeline_links
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules import GENERATORS, Schedule, dumps, order
 from megapipe.schedules.actions import KIND, Kind
@@ -281,3 +285,35 @@ def test_layers_by_hand_and_clipping_and_learning_rates() -> None:
     first, second = run_threads({"pipeline": 2}, build, [3, 1])
     assert (first[0], second[0]) == ([3], [1])
     assert first[1] == second[1] == build(solo(), [4])[1]
+
+
+PATIENCE = timedelta(seconds=20)
+
+
+def train_over_connecting_links(mesh: Mesh, layers: list[nn.Module]) -> Any:
+    """Train over gloo links whose first use blocks like NCCL's; the first use must be during start-up."""
+    store, used = dist.distributed_c10d._get_default_store(), []
+    send, receive = dist.isend, dist.irecv
+
+    def connecting(call: Callable[..., Any], sends: bool) -> Callable[..., Any]:
+        def first_use_waits(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup) -> dist.Work | None:
+            source, destination = (mesh.rank, peer) if sends else (peer, mesh.rank)
+            link = f"{source}->{destination}"
+            if link not in used:
+                used.append(link)
+                store.set(f"{link} used by {mesh.rank}", "")
+                store.wait([f"{link} used by {peer}"], PATIENCE)
+            return call(tensor, peer, group)
+
+        return first_use_waits
+
+    dist.isend, dist.irecv = connecting(send, True), connecting(receive, False)
+    pipeline_links.memory_is_shared = lambda group: False  # as on several hosts
+    return train(mesh, layers, "interleaved_1f1b", 4, {"chunks": 2}), used
+
+
+def test_first_steps_do_not_hang_if_first_uses_block() -> None:
+    layers = adoptable()
+    outcomes, used = zip(*run_mesh({"pipeline": 2}, train_over_connecting_links, layers), strict=True)
+    assert_same_bits(merged(list(outcomes)), plain(layers, 4))
+    assert len(used[0]) == len(used[1]) == 2

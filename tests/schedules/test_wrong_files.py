@@ -10,8 +10,8 @@ from megapipe.schedules.build import load_file
 from megapipe.schedules.command.main import main
 from megapipe.schedules.errors import excerpt
 from megapipe.schedules.parameters import FileParameters
-from tests.schedules.test_parameters import OWN
-from tests.schedules.test_parameters import PIPEDREAM as ANY_PIPEDREAM
+from tests.schedules.test_text import OWN
+from tests.schedules.test_text import PIPEDREAM as ANY_PIPEDREAM
 
 MINE = """megapipe schedule 2
 name mine

@@ -1,4 +1,4 @@
-"""The data-parallel benchmark runs every contestant at a tiny size, to equal losses; no time is judged."""
+"""Benchmarks of data parallelism and of links run at a tiny size, to equal losses; no time is judged."""
 
 import json
 from pathlib import Path
@@ -28,3 +28,11 @@ def test_contestants_with_different_losses_are_reported(monkeypatch: pytest.Monk
     check_losses(alike)
     with pytest.raises(RuntimeError, match=r"DDP is at loss 5\.910000 in step 1, and megapipe at 5\.900000"):
         check_losses({**alike, "DDP": [(1.0, 6.0), (1.0, 5.91)]})
+
+
+@pytest.mark.slow
+def test_the_link_benchmark_ends_in_one_json_object() -> None:
+    output = run("python benchmarks/link_speed.py --kilobytes 4 --messages 5 --repeats 1", 120)
+    figures = json.loads(output.splitlines()[-1])
+    assert figures["shared_memory_stream_microseconds"] > 0
+    assert figures["gloo_stream_microseconds"] > 0

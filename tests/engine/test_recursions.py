@@ -1,5 +1,8 @@
-"""PipeDream-2BW and 1F1B on the engine against their serial recursions to the last fp64 bit. 2BW's is
-W(t+1) = W(t) - lr * g(W(t-1))."""
+"""2BW, PipeDream and 1F1B on the engine against their serial recursions, to the last bit of fp64.
+
+PipeDream updates after each micro-batch; its weights are staler the nearer the stage is to the first, or with vertical
+sync everywhere as stale as there.
+"""
 
 import time
 from dataclasses import replace
@@ -8,13 +11,14 @@ import pytest
 from hypothesis import given, settings
 from torch import Tensor
 
-from megapipe.engine.step import StepResult
+from megapipe.engine.step import EngineError, StepResult
 from megapipe.parallel.groups import Group, ReduceOperation, SoloGroup, Work
 from megapipe.parallel.mesh import Mesh
 from megapipe.schedules.registry import Options
 from tests.engine.recursion_runs import (
     OPTIMIZERS,
     SPLITS,
+    UNCLIPPED,
     Case,
     Outcome,
     Replica,
@@ -48,7 +52,7 @@ def cases_of(pipeline: int, num_microbatches: int, optimizer: str = "momentum", 
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("threads", 2), ("processes", 4))),
     ],
 )
-def test_equals_the_serial_recursion_bit_for_bit(backend: Backend, pipeline: int) -> None:
+def test_2bw_and_1f1b_equal_their_recursions_bit_for_bit(backend: Backend, pipeline: int) -> None:
     """Also clipped, with a tied weight, drained after any step, and where a skipped step advances the version."""
     counts = (pipeline, pipeline + 1, 2 * pipeline) if backend == "threads" else (2 * pipeline,)
     chosen = [
@@ -126,6 +130,71 @@ def test_sums_of_neighbouring_steps_keep_their_order(pipeline: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(cases([*UPDATES, FLUSHING], OPTIMIZERS, steps=4))
-def test_any_pipeline_follows_the_recursion(case: Case) -> None:
+def test_any_pipeline_follows_the_recursion_of_2bw(case: Case) -> None:
     outcomes = run_threads({"pipeline": len(case.layers_per_stage)}, train, case, 4)
     check_bits(case, outcomes, serial(case, 4))
+
+
+BOTH = (False, True)
+SYNCED: list[tuple[str, Options]] = [("pipedream", {"vertical_sync": vertical_sync}) for vertical_sync in BOTH]
+
+
+def pipedream(pipeline: int, num_microbatches: int, vertical_sync: bool, optimizer: str = "momentum") -> Case:
+    name, options = SYNCED[vertical_sync]
+    return Case(name, SPLITS[pipeline], num_microbatches, UNCLIPPED[optimizer], options=options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "pipeline"),
+    [
+        ("threads", 4),
+        ("processes", 2),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("threads", 2), ("processes", 4))),
+    ],
+)
+def test_pipedream_equals_its_recursion_bit_for_bit(backend: Backend, pipeline: int) -> None:
+    chosen = [
+        pipedream(pipeline, num_microbatches, vertical_sync, optimizer)
+        for num_microbatches in (pipeline, pipeline + 1, 2 * pipeline)
+        for optimizer in UNCLIPPED
+        for vertical_sync in BOTH
+    ]
+    check_each(backend, pipeline, chosen, 4)
+
+
+def test_a_drain_after_any_step_changes_nothing() -> None:
+    drains = [*([step] for step in range(4)), range(4)]
+    chosen = [pipedream(3, count, vertical_sync) for count in (3, 5) for vertical_sync in BOTH]
+    check_each("threads", 3, [replace(case, drain_after=steps) for case in chosen for steps in drains], 4)
+
+
+@pytest.mark.parametrize(("backend", "vertical_sync"), [("threads", False), ("threads", True), ("processes", True)])
+def test_replicas_follow_the_recursion_of_their_micro_batches_together(backend: Backend, vertical_sync: bool) -> None:
+    """Micro-batch k of all replicas enters update k."""
+    case = pipedream(2, 3, vertical_sync)
+    outcomes = run_mesh({"data": 2, "pipeline": 2}, train, case, 3, backend=backend)
+    check_replicas(case, outcomes, serial(case, 3, replicas=2))
+
+
+def poisoned_run(mesh: Mesh, case: Case) -> str:
+    with pytest.raises(EngineError) as caught:
+        train(mesh, case, 4)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("microbatch", [0, 2])
+def test_gradients_that_are_not_finite_end_the_run(microbatch: int) -> None:
+    """The update is made before another rank knows of them."""
+    case = replace(pipedream(2, 3, vertical_sync=False, optimizer="sgd"), poisoned=(1, microbatch))
+    for message in run_threads({"pipeline": 2}, poisoned_run, case):
+        assert message.startswith(
+            "the gradients of step 1 were not finite, and pipedream updates after every micro-batch"
+        )
+
+
+@settings(max_examples=15, deadline=None)
+@given(cases(SYNCED, UNCLIPPED, steps=3))
+def test_any_pipeline_follows_the_recursion_of_pipedream(case: Case) -> None:
+    """A tied weight is used at two ages; each of its uses' gradients is added to the newest."""
+    outcomes = run_threads({"pipeline": len(case.layers_per_stage)}, train, case, 3)
+    check_bits(case, outcomes, serial(case, 3))
