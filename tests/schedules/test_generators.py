@@ -242,3 +242,15 @@ def test_default_groups_of_ragged_batches_are_the_better(ranks, rounds, left, ch
     default = default_group_size(ranks, microbatches, chunks)
     assert default == (larger if times[larger][1] <= times[ranks][1] + 2 + 1e-9 else ranks)
     assert times[default][0] <= times[ranks][0] + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("ranks", "microbatches", "chunks", "size", "makespan"),
+    [(8, 9, 2, 9, 37.5), (8, 17, 3, 9, 58.0), (8, 15, 4, 8, 51.75), (8, 16, 2, 8, 58.5), (8, 5, 2, 8, None)],
+)
+def test_default_groups_of_some_batches(ranks, microbatches, chunks, size, makespan):
+    assert default_group_size(ranks, microbatches, chunks) == size
+    schedule = build("interleaved_1f1b", ranks, microbatches, chunks=chunks)
+    assert schedule == build("interleaved_1f1b", ranks, microbatches, chunks=chunks, group_size=size)
+    if makespan is not None:
+        assert simulate(schedule, rank_costs(schedule.header)).makespan == pytest.approx(makespan)
