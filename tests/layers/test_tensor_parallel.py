@@ -1,6 +1,7 @@
 """One tensor rank against two and four: losses, logits and every gradient, fused and split, tokens sharded or not."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from megapipe.layers.split import SplitTape
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import sum_partial_gradients
 from tests.layers.bound import DROPOUT, GPT2, LLAMA, QWEN3, bind_model, make_context, run, small_model
+from tests.support.gpt_runs import Shard, assembled, shards
 from tests.support.meshes import run_mesh, run_threads
 
 SHAPES = {
@@ -21,8 +23,17 @@ SHAPES = {
 }
 
 
-def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int, chunks: int | None = None) -> dict[str, object]:
-    """Loss, logits, and this rank's gradients with the boxes that they fill.
+class Result(NamedTuple):
+    """Results of a rank. gradients: of each use of a weight, named by layer. padding: gradients of padding."""
+
+    loss: Tensor
+    logits: Tensor
+    gradients: list[Shard]
+    padding: Tensor
+
+
+def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int, chunks: int | None = None) -> Result:
+    """Run forward and backward on this rank.
 
     chunks: those of sequence parallelism; None for every rank to hold whole samples.
     """
@@ -51,46 +62,23 @@ def one_rank(mesh: Mesh, shape: str, split: bool, alignment: int, chunks: int | 
         for layer in layers
         for segment in layer.state.table
     ]
-    return {
-        "loss": loss.detach(),
-        "logits": logits,
-        "gradients": {
-            (layer.spec.name, segment.spec.name): (
-                segment.spec.shape,
-                segment.box,
-                layer.gradients()[segment.spec.name],
-            )
-            for layer in layers
-            for segment in layer.state.table
-        },
-        "padding": torch.cat(padding),
-    }
+    gradients = [
+        replace(shard, name=f"{layer.spec.name}: {shard.name}")
+        for layer in layers
+        for shard in shards([layer.state], [layer.state.gradients[0]])
+    ]
+    return Result(loss.detach(), logits, gradients, torch.cat(padding))
 
 
-def assembled(results: list[dict[str, object]]) -> dict[object, Tensor]:
-    """Whole gradients from the ranks' boxes; replicated ones must agree bit for bit."""
-    whole: dict[object, Tensor] = {}
-    for result in results:
-        for key, (shape, box, values) in result["gradients"].items():  # type: ignore[attr-defined]
-            place = tuple(slice(a, b) for a, b in zip(box.starts, box.stops, strict=True))
-            if key not in whole:
-                whole[key] = torch.full(shape, torch.nan, dtype=values.dtype)
-            if not whole[key][place].isnan().any():
-                assert torch.equal(whole[key][place], values), f"ranks disagree about {key}"
-            whole[key][place] = values
-    return whole
-
-
-def compare(shape: str, results: list[dict[str, object]]) -> None:
+def compare(shape: str, results: list[Result]) -> None:
     (alone,) = run_threads({"tensor": 1}, one_rank, shape, False, 1)
-    expected = assembled([alone])
     for result in results:
-        assert torch.allclose(result["loss"], alone["loss"], rtol=1e-12, atol=0.0)
-        assert result["logits"].shape == alone["logits"].shape
-        assert torch.allclose(result["logits"], alone["logits"], rtol=0.0, atol=1e-12)
-        assert not result["padding"].any(), "padding got a gradient"
-        assert torch.equal(result["loss"], results[0]["loss"])
-    actual = assembled(results)
+        assert torch.allclose(result.loss, alone.loss, rtol=1e-12, atol=0.0)
+        assert result.logits.shape == alone.logits.shape
+        assert torch.allclose(result.logits, alone.logits, rtol=0.0, atol=1e-12)
+        assert not result.padding.any(), "padding got a gradient"
+        assert torch.equal(result.loss, results[0].loss)
+    actual, expected = (assembled([each.gradients for each in ranks]) for ranks in (results, [alone]))
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         assert gradient.norm() > 0
