@@ -169,32 +169,24 @@ def test_groups_that_wait_for_each_other_are_refused() -> None:
         OrderGraph(replace(plain, sections=Sections.flushing(rows)))
 
 
-def check_long_steps(name: str, data: st.DataObject, seed: int, longest: int) -> None:
-    ranks, chunks, count, options = data.draw(orders(name, longest))
-    costs = random_costs(seed, ranks, ranks * chunks)
-    seconds = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline_time, "WALKED_PERIODS", ())
-        assert seconds == pytest.approx(step_seconds(name, options, costs, count), rel=1e-12)  # type: ignore[arg-type]
-
-
 LONG = [name for name in NAMES if name not in ("zb_auto", "v_auto")]
 """The orders of these take seconds to find, and never repeat."""
 
 
+@pytest.mark.parametrize(("examples", "longest"), [(8, 120), pytest.param(300, 400, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", LONG)
-@settings(max_examples=8, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 2**31))
-def test_long_steps_take_the_time_of_full_walks(name: str, data: st.DataObject, seed: int) -> None:
-    check_long_steps(name, data, seed, 120)
+def test_long_steps_take_the_time_of_full_walks(name: str, examples: int, longest: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(data=st.data(), seed=st.integers(0, 2**31))
+    def check(data: st.DataObject, seed: int) -> None:
+        ranks, chunks, count, options = data.draw(orders(name, longest))
+        costs = random_costs(seed, ranks, ranks * chunks)
+        seconds = step_seconds(name, options, costs, count)  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(pipeline_time, "WALKED_PERIODS", ())
+            assert seconds == pytest.approx(step_seconds(name, options, costs, count), rel=1e-12)  # type: ignore
 
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", LONG)
-@settings(max_examples=300, deadline=None)
-@given(data=st.data(), seed=st.integers(0, 2**31))
-def test_long_steps_take_what_walking_all_of_them_finds(name: str, data: st.DataObject, seed: int) -> None:
-    check_long_steps(name, data, seed, 400)
+    check()
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v"])
