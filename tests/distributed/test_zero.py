@@ -139,14 +139,8 @@ def two_buffers(corpus: str) -> list[tuple[list[Event], Log]]:
 
 
 def overlapped(corpus: str, weight_buffers: int) -> list[tuple[list[Event], Log]]:
-    config = make_config(
-        corpus,
-        LLAMA,
-        parallel={"data": 2},
-        batch={"global_size": 4},
-        schedule=LAYERED,
-    )
-    config.zero = ZeroConfig(stage=3, weight_buffers=weight_buffers)
+    zero = {"stage": 3, "weight_buffers": weight_buffers}
+    config = make_config(corpus, LLAMA, parallel={"data": 2}, batch={"global_size": 4}, schedule=LAYERED, zero=zero)
     return run_mesh({"data": 2}, traced, config)
 
 
