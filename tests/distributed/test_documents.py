@@ -1,6 +1,7 @@
 """Attention within documents: every stage computes the same blocks, and blocks train what a mask trains."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,13 +10,12 @@ from torch.nn.attention import flex_attention
 
 from megapipe.layers import attention
 from megapipe.layers.attention import attend, visible_within_documents
-from megapipe.models import ModelFamily, family_of
+from megapipe.models import family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.training.loop import batches
-from megapipe.training.loop.batches import open_loader, open_samples
 from tests.distributed.conftest import Make, Oracle
 from tests.distributed.layout_cases import DOCUMENTS, ONE, STEPS, Case
-from tests.support.gpt_runs import run_gpt
+from tests.support.gpt_runs import load_batches, run_gpt
 from tests.support.meshes import run_threads
 
 
@@ -39,23 +39,14 @@ def test_attention_over_blocks_equals_attention_with_a_mask(
     assert [result.loss for result in actual.results] == pytest.approx(expected, rel=1e-5)
 
 
-@dataclass
-class Part:
-    """The attributes of a stage that a loader reads."""
-
-    is_first: bool
-    is_last: bool
-    family: ModelFamily
-
-
 def test_every_stage_computes_the_same_blocks(make: Make, as_on_a_gpu: None) -> None:
     config = make("llama", ONE, DOCUMENTS)
     (mesh,) = in_process_meshes({})
-    samples = open_samples(config, "train")
-    first, middle, last = (
-        open_loader(config, mesh, Part(*ends, family_of(config)), samples).load(0).contexts
-        for ends in ((True, False), (False, False), (False, True))
-    )
+    ends: list[Any] = [
+        SimpleNamespace(is_first=first, is_last=last, family=family_of(config))
+        for first, last in ((True, False), (False, False), (False, True))
+    ]
+    first, middle, last = (load_batches(stage, config, mesh)[0].contexts for stage in ends)
     for contexts in zip(first, middle, last, strict=True):
         assert contexts[1].tokens is None
         seen = [context.document_blocks[None] for context in contexts]

@@ -7,8 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
-from megapipe.config.model import ModelConfig
-from megapipe.config.run import PretrainConfig
 from megapipe.engine.pipeline import Pipeline
 from megapipe.planner.search.space import SearchSpace
 from megapipe.schedules import ScheduleError, build, dumps, loads, lower, order, rank_costs, simulate, validate
@@ -17,6 +15,7 @@ from tests.engine.library_models import SAMPLE, adoptable, loss, solo
 from tests.schedules import streams
 from tests.schedules.interpreter import run
 from tests.schedules.serial import serial
+from tests.support.gpt_runs import GPT2_SHAPE, make_config
 
 PASSES = {"chimera": 2, "bitpipe": 4}
 """Forwards and backwards of a micro-batch on each rank."""
@@ -78,13 +77,7 @@ def test_training_planning_and_the_library_refuse_both_ways(name):
     assert name in SearchSpace(schedules=(name,)).problems()[0]
     with pytest.raises(ScheduleError, match="2 routes, over copies of the model; training does not sum"):
         Pipeline(adoptable(8), solo(), loss=loss, sample=SAMPLE, microbatches=2, schedule=name)
-    config = PretrainConfig(model=ModelConfig(num_layers=8, hidden_size=64, num_heads=4, max_positions=128))
-    config.data = replace(config.data, prefix="shard", sequence_length=128)
-    config = replace(
-        config,
-        schedule=replace(config.schedule, name=name),
-        parallel=replace(config.parallel, pipeline=2),
-        batch=replace(config.batch, micro_size=1, global_size=4),
-    )
+    groups = {"schedule": {"name": name}, "parallel": {"pipeline": 2}, "batch": {"global_size": 4}}
+    config = make_config("shard", replace(GPT2_SHAPE, num_layers=8), **groups)
     with pytest.raises(ConfigError, match=f"schedule: {name} runs micro-batches on 2 routes"):
         validate_run(config, 2)
