@@ -28,6 +28,8 @@ def test_list_names_every_schedule(capsys):
     assert all(name in table for name in GENERATORS)
     assert "`" not in table
     summaries = [row["summary"] for row in report(capsys, "list")]
+    marked = {name for name, text in zip(GENERATORS, summaries, strict=True) if text.startswith("(simulation only) ")}
+    assert marked == {"bitpipe", "chimera"}
     starts = {line.index(summary) for line, summary in zip(table.splitlines(), summaries, strict=True)}
     assert len(starts) == 1, "summaries are one column"
 
@@ -237,6 +239,11 @@ def test_draw_writes_by_suffix(capsys, tmp_path, suffix):
         ("write --forward 3", "--forward is 3, but the order of 1f1b depends on no times; leave it out"),
         ("write --latency 0.5 --lowered", "--latency is 0.5, but the order of 1f1b depends on no times"),
         ("write --backward-weight 2 --schedule own.txt", "but the order of own.txt depends on no times"),
+        ("simulate --prefetch 2", "needs --offload; pass both"),
+        ("simulate --offload-time 1", "needs --offload; pass both"),
+        ("simulate --gather-time 1", "needs --weight-buffers or --offload-weights; pass both"),
+        ("simulate --snapshot-time 1", "needs --snapshot; pass both"),
+        ("simulate --recompute-time 0", "needs --recompute; pass both"),
         ("simulate --units 1000000000", "the stages have 4,000,000,000 units (layers); the maximum is 4,000,000"),
     ],
 )
@@ -257,23 +264,3 @@ def test_times_must_be_finite_and_not_negative(capsys, flag, value):
         main(["simulate", flag, value])
     assert ended.value.code == 2
     assert f"{flag} is {value}, but must be a finite number of at least 0" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("flags", "needed"),
-    [
-        ("--prefetch 2", "--offload"),
-        ("--offload-time 1", "--offload"),
-        ("--gather-time 1", "--weight-buffers or --offload-weights"),
-        ("--snapshot-time 1", "--snapshot"),
-        ("--recompute-time 0", "--recompute"),
-    ],
-)
-def test_flags_that_would_change_nothing_are_refused(capsys, flags, needed):
-    assert main(["simulate", "--schedule", "1f1b", *flags.split()]) == 2
-    assert f"needs {needed}; pass both" in capsys.readouterr().err
-
-
-def test_list_marks_schedules_that_training_does_not_run(capsys):
-    marked = {row["name"] for row in report(capsys, "list") if row["summary"].startswith("(simulation only) ")}
-    assert marked == {"bitpipe", "chimera"}
