@@ -190,13 +190,19 @@ class StateSizes:
 
     @cached_method
     def least_buffers(self, cut: "Cut") -> Floats:
-        """Return for each rank a lower bound of the sum of what `buffers` returns: its largest sharded layer."""
-        config = self.of_units.config
-        width = ELEMENT_BYTES[cast(Precision, config.training.precision)]
-        stages = [zero_stage_of(config, layer.name) for layer in self.layers]
-        sizes = [width * (stage >= 3) + FULL_BYTES * (stage >= 2) for stage in stages]
-        largest: Floats = (np.array(sizes) * self.elements * (np.array(cut.present) > 0)).max(axis=1)
-        return largest if config.zero.stage >= 2 and self.of_units.shards > 1 else 0.0 * largest
+        """Return for each rank a lower bound of the sum of what `buffers` returns: neighbouring layers of a stage are
+        whole at once, as many as a rank may hold."""
+        config, least = self.of_units.config, np.zeros(len(cut.own))
+        if config.zero.stage < 2 or self.of_units.shards == 1:
+            return least
+        stages = np.array([zero_stage_of(config, layer.name) for layer in self.layers])
+        widths = ELEMENT_BYTES[cast(Precision, config.training.precision)], FULL_BYTES
+        for first, width, (count, _) in zip((3, 2), widths, config.zero.whole_layers(), strict=True):
+            sizes, peaks = width * np.array(self.elements) * (stages >= first), np.zeros(len(cut.own))
+            by_shown = np.array([_largest_sum(sizes[list(each.kinds)], count) for each in cut.shown])
+            np.maximum.at(peaks, list(cut.ranks), by_shown[cut.like])
+            least += peaks
+        return least
 
     @cached_method
     def _peaks(self, order: Order, sharding: ShardedRanks, cut: "Cut") -> Bytes:
@@ -235,6 +241,12 @@ class StateSizes:
     def totals(self, cut: "Cut", policy: Policy) -> Ints:
         """Return the total bytes of `by_rank`."""
         return np.array([each.total for each in self.by_rank(cut, policy)])
+
+
+def _largest_sum(sizes: Floats, count: int) -> float:
+    """Return the largest sum of up to `count` neighbours."""
+    totals, neighbours = np.append(0.0, sizes.cumsum()), min(count, len(sizes))
+    return float((totals[neighbours:] - totals[:-neighbours]).max())
 
 
 @dataclass(frozen=True, eq=False)
