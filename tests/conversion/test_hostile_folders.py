@@ -227,13 +227,6 @@ def test_names_of_tensors_never_become_names_of_files(tmp_path: Path) -> None:
     assert files == {"a", "a/b"}
 
 
-def test_nothing_is_overwritten(folder: Path) -> None:
-    out = folder.parents[1] / "out"
-    out.mkdir()
-    assert f"{out} already exists" in refusal(folder)
-    assert not list(out.iterdir())
-
-
 def test_targets_are_checked_before_the_source_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     step = tmp_path / "checkpoints/step-00000001"
     step.mkdir(parents=True)
