@@ -232,7 +232,7 @@ GPU_AREAS = {
     "csrc": Area(
         ("csrc/*.cu*",),
         (
-            "tests/kernels/test_cuda_wrappers.py",
+            *("tests/kernels/test_cuda_wrappers.py", "tests/kernels/test_backends.py", "-k", "cuda or sanitizers"),
             "tests/kernels/test_emulated_sanitizers.py::test_sanitizers_find_nothing[layout or adamw]",
         ),
         gpu_mutants_of,

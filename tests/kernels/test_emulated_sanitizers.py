@@ -23,7 +23,7 @@ def library(name: str) -> str:
 
 
 def run_tests(chosen: str, csrc: Path = ROOT / "csrc") -> subprocess.CompletedProcess[str]:
-    """tests/kernels/test_cuda_wrappers.py on the sources in a folder; a sanitizer that finds something ends it.
+    """Tests of csrc/ on the sources in a folder; a sanitizer that finds something ends them.
 
     chosen: as pytest's -k takes it.
     """
@@ -37,7 +37,8 @@ def run_tests(chosen: str, csrc: Path = ROOT / "csrc") -> subprocess.CompletedPr
         f"emulated.SOURCES = sorted(Path({str(csrc)!r}).glob('*.cu'))\n"
         # The message of a process that ends at once must not stay with pytest.
         "options = ['-q', '-s', '-x', '-p', 'no:faulthandler', '-p', 'no:cacheprovider']\n"
-        f"sys.exit(pytest.main([*options, '-k', {chosen!r}, 'tests/kernels/test_cuda_wrappers.py']))\n"
+        "files = ['tests/kernels/test_cuda_wrappers.py', 'tests/kernels/test_backends.py']\n"
+        f"sys.exit(pytest.main([*options, '-k', 'cuda and ({chosen})', *files]))\n"
     )
     return subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900

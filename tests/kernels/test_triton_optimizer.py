@@ -46,17 +46,6 @@ def test_steps_count_from_one() -> None:
         Coefficients(0, 1e-3, (0.9, 0.95), 1e-8, 0.0)
 
 
-@each_backend
-def test_rules_of_adamw(backend: str) -> None:
-    adamw_checks.check_rules(implementation("adamw", backend), DEVICE if backend == "triton" else "cpu")
-
-
-@pytest.mark.parametrize("moments", adamw_checks.MOMENTS, ids=str)
-@pytest.mark.parametrize(("size", "weight_decay"), [(1, 0.1), (64, 0.0), (3001, 0.1)])
-def test_errors_of_adamw_are_at_most_twice_torchs(size: int, weight_decay: float, moments: torch.dtype) -> None:
-    adamw_checks.check_against_double(triton("adamw"), size, moments, DEVICE, weight_decay)
-
-
 def exact(values: Tensor) -> float:
     return math.fsum(value * value for value in values.double().tolist())
 
