@@ -1,6 +1,6 @@
-"""The kernel benchmark: every op has a race, contestants compute the same, tables say what was found.
+"""The kernel benchmark: every op has a race, contestants compute the same, bytes are right, tables say what was found.
 
-Nothing here judges a time; speed is a GPU's to show. tests/ptx counts the bytes that each race declares.
+Nothing here judges a time; speed is a GPU's to show.
 """
 
 import argparse
@@ -30,6 +30,22 @@ CEILING = Ceiling(copy=1e12, product=1e15)
 LOSSES = ("cross_entropy", "linear_cross_entropy", "softcapped_linear_cross_entropy")
 OTHERWISE = ("dropout", "bias_dropout_residual", "adamw", "stochastic_rounding", "weight_gradient", *LOSSES)
 """Ops whose contestants draw other random numbers, or give their results in other ways."""
+
+BYTES = {
+    "layer_norm": (4, 10),
+    "layer_norm, after a sum": (8, 16),
+    "rms_norm": (4, 10),
+    "rms_norm, after a sum": (8, 16),
+    "softmax, plain": (4, 10),
+    "gelu": (4, 10),
+    "bias_gelu": (4, 10),
+    "swiglu": (6, 16),
+    "rotary": (4, 8),
+    "cross_entropy": (2, 4),
+    "adamw, fp32, bf16 copy": (30, None),
+    "gradient_norm, fp32": (4, None),
+}
+"""Bytes an element in bf16, forward and with the backward, as the literature counts them."""
 
 
 def named(name: str) -> Case:
@@ -106,6 +122,13 @@ def test_losses_and_their_gradients_are_the_same(case: Case) -> None:
     _, *actual = entry.both(*inputs)
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one.detach(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", BYTES)
+def test_predicted_bytes(name: str) -> None:
+    size = Size(64, 32)
+    for work, expected in zip(named(name).work(size, 2), BYTES[name], strict=True):
+        assert (None if work is None else work.bytes / size.elements) == expected
 
 
 def test_the_ceiling_is_the_slower_of_memory_and_products() -> None:
