@@ -29,18 +29,6 @@ def test_errors_come_out_where_results_are_read() -> None:
         run_beside(fail, None).result(10)
 
 
-def test_turns_communicate_in_the_order_of_their_starts() -> None:
-    """The first one finds late what the second one has at once; it still shares first."""
-    turns, gate, shared = Turns(), threading.Event(), list[str]()
-    first = turns.run_beside(lambda: gate.wait(10), lambda _: shared.append("first"), CPU)
-    second = turns.run_beside(lambda: True, lambda _: shared.append("second"), CPU)
-    assert not second.done()
-    gate.set()
-    first.result(10)
-    second.result(10)
-    assert shared == ["first", "second"]
-
-
 def test_a_failed_turn_does_not_block_the_next_one() -> None:
     turns = Turns()
     broken = turns.run_beside(lambda: 1 / 0, lambda _: None, CPU)
