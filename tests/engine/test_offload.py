@@ -66,12 +66,18 @@ class Progress:
 
 
 class SlowCopies(ThreadCopies):
-    """Copies that last until something has been computed since they were started, however long that takes."""
+    """Copies that last until something has been computed since they were started, however long that takes.
+
+    hidden: for each copy, in order, whether an action is computed between its start and its use; the others are fast.
+    """
+
+    hidden: Sequence[bool] = (True,)
 
     def __init__(self, name: str, progress: Progress) -> None:
         super().__init__(name)
         self._progress = progress
         self._starts: deque[int] = deque()
+        self._made = 0
         self.overlapped: list[bool] = []
 
     def start(self, moves: Sequence[Move]) -> Copy:
@@ -79,14 +85,20 @@ class SlowCopies(ThreadCopies):
         return super().start(moves)
 
     def copy(self, moves: Sequence[Move]) -> None:
-        self.overlapped.append(self._progress.wait_beyond(self._starts.popleft()))
+        start, slow = self._starts.popleft(), self.hidden[self._made % len(self.hidden)]
+        self._made += 1
+        if slow:
+            self.overlapped.append(self._progress.wait_beyond(start))
         super().copy(moves)
 
 
 class CountingRecorder(Recorder):
-    """Notifies a Progress of every compute action that has run."""
+    """Notifies a Progress of every compute action of a replica that has run."""
 
-    progress: Progress
+    def __init__(self, replica: Replica, progress: Progress) -> None:
+        super().__init__(replica.schedule, 0, CPU)
+        self.progress = progress
+        replica.engine.record(self)
 
     def instructions(self, section: SectionName, instructions: Iterable[Instruction]) -> list[Instruction]:
         return [
@@ -111,9 +123,7 @@ def slow_run(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool
     progress = Progress()
     out, back = SlowCopies("offload", progress), SlowCopies("reload", progress)
     replica = Replica(config, mesh, Swaps(CPU, out, back))
-    recorder = CountingRecorder(replica.schedule, 0, CPU)
-    recorder.progress = progress
-    replica.engine.record(recorder)
+    recorder = CountingRecorder(replica, progress)
     losses = [replica.engine.run(each).loss for each in two_steps(replica, config, mesh)]
     return losses, out.overlapped + back.overlapped, [event.action for event in recorder.events()]
 
@@ -340,28 +350,6 @@ def test_no_more_units_than_buffers_are_on_the_device(
     assert counts.copied_in == home + counts.gathered
 
 
-class PrefetchedCopies(SlowCopies):
-    """Slow copies, except those that no compute can hide.
-
-    hidden: for each copy, in order, whether an action is computed between its start and its use.
-    """
-
-    hidden: Sequence[bool] = ()
-
-    def __init__(self, name: str, progress: Progress) -> None:
-        super().__init__(name, progress)
-        self._made = 0
-
-    def copy(self, moves: Sequence[Move]) -> None:
-        slow = self.hidden[self._made % len(self.hidden)]
-        self._made += 1
-        if slow:
-            super().copy(moves)
-        else:
-            self._starts.popleft()
-            ThreadCopies.copy(self, moves)
-
-
 def copies_in(replica: Replica) -> list[bool]:
     """For each copy in of a step, whether something is computed before it is used; updates compute nothing."""
     actions = list(replica.schedule.actions("body", 0))
@@ -377,12 +365,10 @@ def copies_in(replica: Replica) -> list[bool]:
 
 def slow_weights(mesh: Mesh, config: PretrainConfig) -> tuple[list[float], list[bool], list[bool], list[Tensor]]:
     progress = Progress()
-    back = PrefetchedCopies("reload", progress)
+    back = SlowCopies("reload", progress)
     replica = Replica(config, mesh, Swaps(CPU, None, back))
     back.hidden = copies_in(replica)
-    recorder = CountingRecorder(replica.schedule, 0, CPU)
-    recorder.progress = progress
-    replica.engine.record(recorder)
+    CountingRecorder(replica, progress)
     steps = two_steps(replica, config, mesh)
     losses = [replica.engine.run(each).loss for each in steps]
     back.hidden = [False]
