@@ -109,21 +109,17 @@ def serial(case: Case, steps: int, replicas: int = 1) -> History:
     key = repr(
         (case.chain, case.num_microbatches, case.updates, case.optimizer, case.poisoned, delays, steps, replicas)
     )
-    if key not in HISTORIES:
-        HISTORIES[key] = computed(case, steps, replicas, delays)
-    return HISTORIES[key]
-
-
-def computed(case: Case, steps: int, replicas: int, delays: list[int]) -> History:
+    if key in HISTORIES:
+        return HISTORIES[key]
     batches: list[Sequence[Microbatch]] = []
     rates = []
     for step in range(steps):
         batch = case.batch(step, replicas)
         batches += [batch[index :: case.updates] for index in range(case.updates)]
         rates += [learning_rate(step)] * case.updates
-    return recursion(
-        case.chain, batches, rates, delays, partial(torch_optimizer, case.optimizer), case.optimizer.clip_norm
-    )
+    optimizer = partial(torch_optimizer, case.optimizer)
+    HISTORIES[key] = recursion(case.chain, batches, rates, delays, optimizer, case.optimizer.clip_norm)
+    return HISTORIES[key]
 
 
 class Layer(nn.Module):

@@ -21,7 +21,6 @@ from tests.engine.library_models import (
     WIDTH,
     Block,
     Head,
-    Outcome,
     Start,
     adoptable,
     assert_close,
@@ -132,22 +131,6 @@ def test_replicas_start_from_the_first_ones_weights() -> None:
             parameter.add_(1.0)
     first, second = run_threads({"data": 2}, lambda mesh: pipeline(mesh, models[mesh.rank]).state_dict())
     assert all(torch.equal(weight, second[name]) for name, weight in first.items())
-
-
-def test_modular_on_one_rank_is_layered_gradient_accumulation() -> None:
-    """Stages of one unit: each layer's gradient is complete, and its reduction under way, before the next layer's."""
-    layers, m = adoptable(2), 4
-    schedules: list[Schedule] = []
-
-    def layered(mesh: Mesh) -> Outcome:
-        schedules.append(pipeline(mesh, layers, microbatches=m, schedule="modular", chunks=4).schedule)
-        return train(mesh, layers, "modular", m, {"chunks": 4})
-
-    assert_close(merged(run_threads({"data": 2}, layered)), plain(layers, 2 * m))
-    kinds = (Kind.BACKWARD, Kind.REDUCE_GRADIENTS)
-    actions = [action for action in schedules[0].actions("body", 0) if action.kind in kinds]
-    expected = [(kind, stage) for stage in (3, 2, 1, 0) for kind in (*[Kind.BACKWARD] * m, Kind.REDUCE_GRADIENTS)]
-    assert [(action.kind, action.stage) for action in actions] == expected
 
 
 @pytest.mark.parametrize(("schedule", "options"), [("1f1b", {}), ("zb_v", {}), ("2bw", {})])
