@@ -1,5 +1,6 @@
-"""Ranks of a ring compute every visible pair once, and the same number everywhere."""
+"""Pieces of attention: of a ring, each visible pair once and the same number everywhere; one alone against float64."""
 
+import math
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megapipe.layers import attention_pieces, context_parallel
-from megapipe.layers.attention_pieces import Seen
+from megapipe.layers.attention_pieces import Seen, Weighing, piece_backward, piece_forward
 from megapipe.parallel.groups import Work
 from megapipe.parallel.in_process import ThreadGroup
 from megapipe.spec import token_order
@@ -138,3 +139,66 @@ def test_hops_overlap_the_work_of_their_predecessors(monkeypatch: pytest.MonkeyP
     # Keys and values as forward; gradients are sent after each hop's work and awaited after the next one's.
     back = ["shift", "backward", "wait", "shift", "backward", "shift", "wait", "backward", "wait", "shift", "wait"]
     assert list(events.values()) == [hops + back] * 3
+
+
+SCALE = 0.3
+CASES = pytest.mark.parametrize("what", ["all", "causal", "masked"])
+
+
+def inputs(device: str, dtype: torch.dtype, rows: int, columns: int, width: int) -> list[Tensor]:
+    """Gradient and query of four heads, key and value of two."""
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(2, 4, rows, width)] * 2 + [(2, 2, columns, width)] * 2
+    return [torch.randn(each, generator=generator).to(device, dtype) for each in shapes]
+
+
+def seen_of(what: str, device: str, rows: int, columns: int) -> Seen:
+    if what != "masked":
+        return Seen(causal=what == "causal")
+    visible = torch.rand(2, 1, rows, columns, generator=torch.Generator().manual_seed(4)) < 0.5
+    visible[0, :, 1] = False  # a query that sees nothing
+    return Seen(visible=visible.to(device))
+
+
+def definition(tensors: list[Tensor], seen: Seen) -> list[Tensor]:
+    """Mixed values, log-sum, and gradients of query, key and value."""
+    gradient, *leaves = (each.double().requires_grad_() for each in tensors)
+    query, key, value = leaves
+    scores = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) * SCALE
+    rows, columns = scores.shape[-2:]
+    visible = torch.ones(rows, columns, dtype=torch.bool, device=scores.device)
+    visible = visible.tril() if seen.causal else visible
+    visible = visible if seen.visible is None else seen.visible
+    scores = scores.masked_fill(~visible, -math.inf)
+    log_sum = scores.logsumexp(-1)
+    weights = (scores - log_sum.masked_fill(log_sum == -math.inf, 0.0)[..., None]).exp()
+    mixed = weights @ value.repeat_interleave(2, dim=1)
+    return [mixed.detach(), log_sum.detach(), *torch.autograd.grad(mixed, leaves, gradient)]
+
+
+def check(device: str, what: str, unfused: bool, dtype: torch.dtype, size: int, width: int, tolerance: float) -> None:
+    rows, columns = (size, size) if what == "causal" else (size, size - 3)
+    tensors, seen = inputs(device, dtype, rows, columns, width), seen_of(what, device, rows, columns)
+    how = Weighing(SCALE, unfused=unfused)
+    gradient, query, key, value = tensors
+    mixed, log_sum = piece_forward(query, key, value, seen, how)
+    finite = log_sum.masked_fill(log_sum == -math.inf, 0.0)
+    actual = [mixed, log_sum, *piece_backward(gradient, query, key, value, mixed, finite, seen, how)]
+    expected = definition(tensors, seen)
+    assert torch.equal(actual[1] == -math.inf, expected[1] == -math.inf)
+    for one, other in zip(actual, expected, strict=True):
+        one, other = (each.double().masked_fill(each == -math.inf, 0.0) for each in (one, other))
+        assert (one - other).norm() <= tolerance * other.norm()
+
+
+@CASES
+@pytest.mark.parametrize("unfused", [False, True])
+def test_pieces_on_a_cpu(what: str, unfused: bool) -> None:
+    check("cpu", what, unfused, torch.float64, 9, 8, 1e-12)
+
+
+@pytest.mark.gpu
+@CASES
+@pytest.mark.parametrize("unfused", [False, True])
+def test_pieces_on_a_gpu(what: str, unfused: bool) -> None:
+    check("cuda", what, unfused, torch.bfloat16, 300, 64, 2e-2)
