@@ -5,7 +5,6 @@ gradients and weights are equal bit for bit (class A); elsewhere the tolerances 
 threads, except in the rows of whole loss curves and of kinds of links, whose ranks are processes.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +25,8 @@ from tests.distributed.layout_cases import (
     BF16,
     CURVE,
     CURVES,
+    D2,
+    DP,
     EVALUATED,
     EXHAUSTIVE,
     FAST,
@@ -50,7 +51,7 @@ from tests.distributed.layout_cases import (
 )
 from tests.schedules.test_groups import OVERLAPPED
 from tests.support.equality import check_gradients
-from tests.support.gpt_runs import GPT2_SHAPE, RankRun, assembled, load_batches, make_config, run_gpt
+from tests.support.gpt_runs import RankRun, assembled, load_batches, run_gpt
 from tests.support.meshes import Backend, run_mesh, run_threads
 
 
@@ -167,15 +168,9 @@ def test_every_layout_evaluates_alike(make: Make, case: Case) -> None:
         assert record.accuracies == expected.accuracies
 
 
-LAYOUTS = [{"data": 2}, {"data": 2, "pipeline": 2}, {"tensor": 2}]
-
-
 def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[StepResult]:
     """Three steps, in which samples of the batch before number `first_kept` have no loss token."""
-    sizes = {name: mesh.size(name) for name in ("data", "pipeline", "tensor")}
-    config = replace(config, parallel=replace(config.parallel, **sizes))
-    replica = Replica(config, mesh)
-    results = []
+    replica, results = Replica(config, mesh), []
     for step, batch in enumerate(load_batches(replica, config, mesh, 3)):
         counts = []
         for context in batch.contexts:
@@ -187,19 +182,18 @@ def masked_steps(mesh: Mesh, config: PretrainConfig, first_kept: int) -> list[St
     return results
 
 
-@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("sizes", [D2, DP, T2], ids=str)
 @pytest.mark.parametrize("first_kept", [4, 7, 8])
 def test_samples_without_loss_tokens_count_on_every_layout_alike(
-    corpus: str, sizes: dict[str, int], first_kept: int
+    make: Make, sizes: dict[str, int], first_kept: int
 ) -> None:
     """A batch of 8 such samples has no gradient."""
-    config = make_config(corpus, GPT2_SHAPE)
-    (expected,) = run_threads({}, masked_steps, config, first_kept)
-    for results in (expected, *run_threads(sizes, masked_steps, config, first_kept)):
+    (expected,) = run_threads(ONE, masked_steps, make("gpt2", ONE), first_kept)
+    for results in (expected, *run_threads(sizes, masked_steps, make("gpt2", sizes), first_kept)):
         assert [result.token_count for result in results] == [result.token_count for result in expected]
         assert [result.loss for result in results] == pytest.approx([result.loss for result in expected], rel=1e-4)
         norms = [result.gradient_norm for result in results]
         assert norms == pytest.approx([result.gradient_norm for result in expected], rel=1e-4)
-        if first_kept == config.batch.global_size:
+        if first_kept == 8:
             numbers = {(each.token_count, each.loss, each.gradient_norm, each.skipped) for each in results}
             assert numbers == {(0.0, 0.0, 0.0, False)}

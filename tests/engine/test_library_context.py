@@ -6,15 +6,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from megapipe.config.optimizer import OptimizerConfig
 from megapipe.engine.pipeline import Pipeline
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.parallel.mesh import Mesh
+from tests.engine.library_models import WIDTH, WORDS, loss
 from tests.support.meshes import run_threads
 
-ROWS, LENGTH, WIDTH, WORDS, HEADS, KV_HEADS = 2, 8, 16, 11, 4, 2
+ROWS, LENGTH, HEADS, KV_HEADS = 2, 8, 4, 2
 RATE = 0.1
 
 
@@ -51,10 +51,6 @@ class Block(nn.Module):
 def model(causal: bool) -> list[nn.Module]:
     torch.manual_seed(5)
     return [Words(), Block(causal), Block(causal), nn.Linear(WIDTH, WORDS)]
-
-
-def loss(logits: Tensor, targets: Tensor) -> Tensor:
-    return functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def batch(rows: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
