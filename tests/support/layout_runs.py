@@ -71,13 +71,13 @@ class LayoutRun:
     predictions: list[int] | None
 
 
-def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: float = 30.0) -> LayoutRun:
-    """Train on this rank as pretrain_gpt.py or pretrain_bert.py would, counting. timeout: of links, in s.
+def run_layout(mesh: Mesh, config: PretrainConfig) -> LayoutRun:
+    """Train on this rank for two steps as pretrain_gpt.py or pretrain_bert.py would, counting.
 
     Of ranks that are threads links are not counted, and what their groups hand over counts as activations.
     """
     sizes = {name: mesh.size(name) for name in DIMENSIONS}
-    config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=timeout))
+    config = replace(config, parallel=replace(config.parallel, **sizes, timeout_seconds=30.0))
     traffic, live = Traffic(), LiveBytes(numbers=False)
     with ExitStack() as counting:
         if not isinstance(mesh, InProcessMesh):
@@ -86,7 +86,7 @@ def run_layout(mesh: Mesh, config: PretrainConfig, steps: int = 2, timeout: floa
         with live:
             replica = Replica(config, counted(mesh, traffic))
         gradients = keep_first_gradients(replica)
-        batches = load_batches(replica, config, mesh, steps)
+        batches = load_batches(replica, config, mesh, 2)
         results, lasting, host = [], 0, 0
         for step, batch in enumerate(batches):
             if step == COUNTED_STEP:
