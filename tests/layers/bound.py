@@ -92,9 +92,9 @@ def bind_model(model: ModelConfig, **how: object) -> list[BoundLayer]:
     return [bind(spec, model, **how) for spec in model_layers(model)]  # type: ignore[arg-type]
 
 
-def make_context(model: ModelConfig, batch: int = 2, length: int = 12, seed: int = 3) -> MicrobatchContext:
+def make_context(model: ModelConfig, batch: int = 2, length: int = 12) -> MicrobatchContext:
     """Random tokens and labels, an uneven loss mask, and ordinals on both sides of 2**32."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(model.vocabulary_size, (batch, length + 1), generator=generator)
     mask = (torch.rand(batch, length, generator=generator) < 0.7).float()
     ordinals = torch.arange(batch) * 2**32 + 5

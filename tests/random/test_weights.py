@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from megapipe.random import bits
 from megapipe.random.bits import fill_box, normals
@@ -101,12 +100,8 @@ def test_wrong_input_is_named(box: Box, seed: int, message: str) -> None:
         fill_box("w", (4, 2), box, NORMAL, seed)
 
 
-def random_words(count: int, seed: int = 7) -> NDArray[np.uint64]:
-    return np.random.Philox(key=seed).random_raw(count)
-
-
 def test_equals_box_and_muller_as_the_textbook_writes_it() -> None:
-    words = random_words(1 << 14)
+    words = np.random.Philox(key=7).random_raw(1 << 14)
     radius_word, angle_word = words[0::2], words[1::2]
     uniform = 1.0 - (radius_word >> np.uint64(12)).astype(np.float64) / 2**52
     eighth = ((angle_word >> np.uint64(12)).astype(np.float64) / 2**52) * (math.pi / 2)

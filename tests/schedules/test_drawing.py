@@ -14,9 +14,9 @@ from megapipe.schedules.drawing.bars import FILLS, NAMES, activation_curves, bar
 from tests.support.browser import open_page
 
 
-def run_of(name, ranks=4, microbatches=8, steps=1, **costs):
+def run_of(name, ranks=4, microbatches=8, **costs):
     schedule = build(name, ranks, microbatches)
-    return simulate(schedule, rank_costs(schedule.header, **costs), steps)
+    return simulate(schedule, rank_costs(schedule.header, **costs))
 
 
 def test_trace_has_an_event_for_every_bar():

@@ -29,13 +29,11 @@ def write_trace(
     costs: Costs,
     steps: int = 3,
     change: Callable[[Event, int], Event] = lambda event, rank: event,
-    run: str = "a run",
-    data: int = 1,
     clock_error: int = 0,
 ) -> None:
     """Write what ranks would that take exactly the costs, in milliseconds.
 
-    change: applied to each event and its pipeline rank. data: replicas, all alike.
+    change: applied to each event and its pipeline rank.
     """
     header, text = schedule.header, dumps(schedule)
     write_whole(directory / SCHEDULE_FILE, text.encode())
@@ -45,16 +43,11 @@ def write_trace(
             late = STEP_APART * first
             moved = (e._replace(step=e.step + first, start=e.start + late, end=e.end + late) for e in events)
             ranks[rank] += [change(event, rank) for event in moved]
-    layout = {"data": data, "pipeline": header.num_ranks, "tensor": 1}
-    for number in range(data * header.num_ranks):
-        replica, rank = divmod(number, header.num_ranks)
-        place = {"data": replica, "pipeline": rank, "tensor": 0}
-        write_rank(
-            directory,
-            RankTrace(
-                run, fingerprint(text), number, layout, place, {"model": {"num_layers": 4}}, clock_error, ranks[rank]
-            ),
-        )
+    layout, about = {"data": 1, "pipeline": header.num_ranks, "tensor": 1}, {"model": {"num_layers": 4}}
+    for rank, events in enumerate(ranks):
+        place = {"data": 0, "pipeline": rank, "tensor": 0}
+        trace = RankTrace("a run", fingerprint(text), rank, layout, place, about, clock_error, events)
+        write_rank(directory, trace)
 
 
 def pause(at: float, length: float) -> Callable[[Event, int], Event]:
