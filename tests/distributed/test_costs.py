@@ -1,12 +1,10 @@
 """Costs that the covering array does not show: peaks of whole steps, sums of a step, what auto decides."""
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from torch import Tensor
 
 from megapipe.config.memory import OffloadConfig, RecomputeConfig
 from megapipe.config.run import PretrainConfig
@@ -24,16 +22,13 @@ from tests.distributed.layout_cases import (
     P2,
     P4,
     STEPS,
-    T2,
     Groups,
     every,
     parallel,
     schedule,
-    sequence,
 )
 from tests.distributed.test_covering import NUMBERS
 from tests.spec.sizes import message_bytes, predicted_bytes
-from tests.support.counting_groups import Place, Traffic, counted
 from tests.support.equality import check_bits
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, RankRun, load_batches, make_config, run_gpt
 from tests.support.layout_runs import LayoutRun, run_layout
@@ -71,30 +66,6 @@ def test_a_rank_keeps_inputs_and_one_group_of_blocks(corpus: str, blocks: int, i
     assert 0.9 * expected < peak_bytes < 1.1 * expected + 2 * stream
     (everything,) = run_threads(ONE, peak, replace(config, recompute=RecomputeConfig()))
     assert everything > microbatches * 4 * layers["block"]
-
-
-def sums_of_a_step(mesh: Mesh, config: PretrainConfig) -> list[int]:
-    """Return the elements of each all-reduce of one step in the tensor group."""
-    sums: list[int] = []
-
-    class Sums(Traffic):
-        def note(self, place: Place, tensors: Sequence[Tensor]) -> None:
-            if place == ("tensor", "all_reduce"):
-                sums.append(tensors[0].numel())
-
-    run_gpt(counted(mesh, Sums()), config, 1)
-    return sums
-
-
-@pytest.mark.parametrize("micro_size", [pytest.param(1, marks=EXHAUSTIVE), 4])
-def test_whole_vectors_are_summed_once_a_step(make: Make, micro_size: int) -> None:
-    """One exchange a unit, however many micro-batches: positions; two norms and two biases after row-parallel products
-    of each block; the last norm. Micro-batches do not add all-reduces."""
-    config = make("gpt2", T2, sequence(), {"batch": {"micro_size": micro_size}})
-    hidden = config.model.hidden_size
-    wanted = [config.model.max_positions * hidden, *[6 * hidden] * 2, 2 * hidden]
-    for sums in run_threads(T2, sums_of_a_step, config):
-        assert sorted(sums) == sorted(wanted)
 
 
 def filled_fields(mesh: Mesh, config: PretrainConfig) -> set[str]:
