@@ -8,15 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 from megapipe.config.model import ModelConfig
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layers.sequence_slices import sliced
-from megapipe.models import build_layer
-from megapipe.models.gpt import Block
-from megapipe.parallel.groups import SoloGroup
 from megapipe.spec.layers import model_layers
+from tests.layers.bound import bind
 from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE
 
 LENGTH, SAMPLES = 24, 2
@@ -30,26 +27,6 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
-def block_of(model: ModelConfig) -> Block:
-    """A block with random weights in float64."""
-    model = replace(model, max_positions=LENGTH)
-    block = build_layer(model_layers(model)[1], model, SoloGroup("tensor"))
-    torch.manual_seed(0)
-    for name, parameter in list(block.named_parameters()):
-        owner, _, leaf = name.rpartition(".")
-        shape = parameter.shape
-        value = torch.nn.Parameter(torch.randn(shape, dtype=torch.float64) * 0.3)
-        setattr(block.get_submodule(owner), leaf, value)
-    return block  # type: ignore[return-value]
-
-
-def gradients(block: Block) -> dict[str, Tensor]:
-    by_name = {name: parameter.grad for name, parameter in block.named_parameters() if parameter.grad is not None}
-    for parameter in block.parameters():
-        parameter.grad = None
-    return by_name
-
-
 @pytest.mark.parametrize("name", MODELS)
 @settings(max_examples=8, deadline=None)
 @given(st.sets(st.integers(1, LENGTH - 1), max_size=4), st.booleans(), st.booleans())
@@ -57,8 +34,9 @@ def test_slices_have_the_results_and_gradients_of_whole_samples(
     name: str, cuts: set[int], documents: bool, again: bool
 ) -> None:
     """again: forwards run without a graph first, as those of recomputed blocks do."""
-    block, random = block_of(MODELS[name]), torch.Generator().manual_seed(1)
-    hidden, upstream = torch.randn(2, SAMPLES, LENGTH, MODELS[name].hidden_size, dtype=torch.float64, generator=random)
+    model = replace(MODELS[name], max_positions=LENGTH, init_std=0.3, scale_residual_init=False)
+    block, random = bind(model_layers(model)[1], model, dtype=torch.float64), torch.Generator().manual_seed(1)
+    hidden, upstream = torch.randn(2, SAMPLES, LENGTH, model.hidden_size, dtype=torch.float64, generator=random)
     starts = torch.tensor([[0] * 7 + [7] * 17, [0] * 16 + [16] * 8]) if documents else None
     context = MicrobatchContext(ordinals=torch.arange(SAMPLES), seed=3, document_starts=starts)
     edges = [0, *sorted(cuts), LENGTH]
@@ -69,16 +47,17 @@ def test_slices_have_the_results_and_gradients_of_whole_samples(
         parts = [hidden[:, each.start : each.stop].clone().requires_grad_() for each in places]
         if again and len(contexts) > 1:
             with torch.no_grad():
-                outputs = [block(part, context=each)[0] for part, each in zip(parts, contexts, strict=True)]
+                outputs = [block.module(part, context=each)[0] for part, each in zip(parts, contexts, strict=True)]
         else:
-            outputs = [block(part, context=each)[0] for part, each in zip(parts, contexts, strict=True)]
+            outputs = [block.module(part, context=each)[0] for part, each in zip(parts, contexts, strict=True)]
         for number in reversed(range(len(parts))):
             output = outputs[number]
             if not output.requires_grad:
-                (output,) = block(parts[number], context=contexts[number])
+                (output,) = block.module(parts[number], context=contexts[number])
             output.backward(upstream[:, places[number].start : places[number].stop])
         inputs = [part.grad for part in parts]
-        actual.append((torch.cat(outputs, 1).detach(), torch.cat(inputs, 1), gradients(block)))
+        actual.append((torch.cat(outputs, 1).detach(), torch.cat(inputs, 1), block.gradients()))
+        block.state.zero_gradients()
     (whole, inside, own), (whole_again, inside_again, own_again) = actual
     torch.testing.assert_close(whole_again, whole, rtol=1e-10, atol=1e-11)
     torch.testing.assert_close(inside_again, inside, rtol=1e-10, atol=1e-11)
