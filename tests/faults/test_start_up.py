@@ -79,16 +79,18 @@ def test_a_start_that_cannot_go_well_ends_all_ranks(folder: Path) -> None:
                 Launch(["--parallel.data=1", "--parallel.pipeline=2"]),
                 Launch(["--model.num_layer=4"]),
                 Launch(["--data.prefix=nowhere"]),
+                Launch(["--training.directory=elsewhere"]),
                 Launch(world_size=3, timeout=2.0),
                 Launch(port=port, timeout=2.0),
             ],
         )
-    (layout,), (misspelt,), (wrong,), (missing,), (unserved, unreached) = lines
+    (layout,), (misspelt,), (wrong,), (elsewhere,), (missing,), (unserved, unreached) = lines
     assert layout.startswith(
         "error: the ranks do not run the same job: parallel.pipeline: rank 0 has 1, rank 1 has 2; parallel.data: "
     )
     assert misspelt.startswith("error: rank 1: unknown configuration key 'model.num_layer'")
     assert wrong.startswith("error: rank 1: nowhere.idx does not exist")
+    assert elsewhere.startswith("error: rank 1: training.directory elsewhere is not the folder ")
     assert missing == "error: rank 2 did not start within 2 s (parallel.timeout_seconds)"
     assert unserved.startswith(f"error: rank 0 cannot listen on MASTER_PORT={port} of ")
     assert unreached.startswith("error: rank 1 on ")

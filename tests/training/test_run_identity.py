@@ -14,19 +14,15 @@ from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.parallel.launch import LaunchEnvironment
-from megapipe.parallel.rendezvous import Start, StartError, connect
 from megapipe.training.resilience import run_identity as module
 from megapipe.training.resilience.run_identity import (
     Fact,
     Identity,
-    agree_on_run,
     difference,
-    locked_folder,
     make_folders,
     run_identity,
 )
 from tests.support.gpt_runs import write_shard
-from tests.support.ranks import free_port, run_ranks
 
 CPU = torch.device("cpu")
 
@@ -71,51 +67,24 @@ def start_config(kind: type[PretrainConfig], folder: Path) -> PretrainConfig:
     return config
 
 
-def refusals(rank: int, port: int, folder: Path) -> dict[str, str]:
-    """Return the error of this rank if rank 1 has another value in one field, for each field in turn."""
-    start = Start(connect("localhost", port, rank, serve=rank == 0, timeout=60.0), rank, 2, 60.0)
-    errors = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_sources", dict)  # 600 files, which would take most of the time
-        for kind in (PretrainConfig, BertPretrainConfig):
-            config = start_config(kind, folder)
-            assert refusal(config, rank, start) == ""
-            for name, another in changed(config):
-                errors[f"{kind.__name__}: {name}"] = refusal(another if rank == 1 else config, rank, start)
-    start.leave()
-    return errors
-
-
-def refusal(config: PretrainConfig, rank: int, start: Start) -> str:
-    """Return the error that ends the start of all ranks; empty if they agree."""
-    try:
-        agree_on_run(start, run_identity(config, 2, CPU))
-        with locked_folder(Path(config.training.directory), rank, start):
-            start.wait_for_all()
-    except StartError as shared:
-        return str(shared)
-    except ConfigError as error:  # like `failures.status_of`
-        with pytest.raises(StartError) as caught:
-            start.fail(str(error))
-        return str(caught.value)
-    return ""
-
-
-def test_every_field_that_differs_is_refused_by_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [PretrainConfig, BertPretrainConfig])
+def test_every_field_that_differs_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[PretrainConfig]
+) -> None:
+    """But for the folder, whose lock shows whether all ranks use the same one (tests/faults/test_start_up.py)."""
+    monkeypatch.setattr(module, "_sources", dict)  # 600 files, which would take most of the time
     write_shard(tmp_path)
-    first, second = run_ranks(2, refusals, free_port(), tmp_path)
-    assert first == second, "all ranks end with one line"
-    assert len(first) > 300
-    for name, line in first.items():
-        field = name.partition(": ")[2]
+    config = start_config(kind, tmp_path)
+    ours = run_identity(config, 2, CPU)
+    others = {name: run_identity(another, 2, CPU) for name, another in changed(config)}
+    assert len(others) > 150
+    assert {name for name, theirs in others.items() if theirs == ours} == {"training.directory"}
+    del others["training.directory"]
+    for name, theirs in others.items():
+        line = difference([([0], ours), ([1], theirs)])
         assert "\n" not in line
-        if field == "training.directory":
-            assert line.startswith("rank 1: training.directory "), line
-        else:
-            assert line.startswith("the ranks do not run the same job: "), (name, line)
-            assert field in line
-            assert "rank 0 has " in line, (name, line)
-            assert "rank 1 has " in line, (name, line)
+        assert line.startswith("the ranks do not run the same job: ")
+        assert all(words in line for words in (name, "rank 0 has ", "rank 1 has ")), (name, line)
 
 
 def test_paths_may_differ_where_their_content_does_not(tmp_path: Path) -> None:
