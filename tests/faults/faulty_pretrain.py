@@ -5,6 +5,7 @@ MEGAPIPE_FAULT holds the JSON of a `Fault`; without it this is pretrain_gpt.py.
 
 import importlib
 import json
+import math
 import os
 import sys
 import threading
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -25,6 +27,7 @@ from megapipe.engine.step import StepInput
 from megapipe.parallel.groups import DistributedGroup
 from megapipe.training import pretrain
 from megapipe.training.loop.batches import BatchLoader
+from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
 from megapipe.training.loop.steps import Evaluator
 from megapipe.training.resilience.guards import Guards
@@ -91,20 +94,20 @@ def flipped_bit(fault: Fault) -> None:
     wrap(Guards, "compare", flip)
 
 
-def spoilt_batches(fault: Fault) -> None:
-    """Batches from a sample on hold the rarest token alone: their loss jumps up."""
+def spoil_batches(first: int, stop: float, patch: pytest.MonkeyPatch) -> None:
+    """Fill batches that start from sample `first` and before `stop` with the rarest token: their loss jumps up."""
     load = BatchLoader.load
 
-    def loaded(loader: BatchLoader, consumed: int) -> Any:
+    def loaded(loader: BatchLoader, consumed: int) -> StepBatch:
         batch = load(loader, consumed)
-        if consumed == fault.step:
+        if consumed == first:
             print(MARK, flush=True)
-        for context in batch.contexts if consumed >= fault.step else ():
+        for context in batch.contexts if first <= consumed < stop else ():
             if context.labels is not None:
                 context.labels.fill_(60)
         return batch
 
-    BatchLoader.load = loaded  # type: ignore[method-assign]
+    patch.setattr(BatchLoader, "load", loaded)
 
 
 def in_compile(fault: Fault) -> None:
@@ -153,7 +156,7 @@ PLACES: dict[str, Callable[[Fault], None]] = {
     "step": lambda fault: wrap(Engine, "feed", lambda _, given: fault.strike() if given.step == fault.step else None),
     "collective": in_collective,
     "weights": flipped_bit,
-    "batches": spoilt_batches,
+    "batches": lambda fault: spoil_batches(fault.step, math.inf, pytest.MonkeyPatch()),
 }
 
 if __name__ == "__main__":

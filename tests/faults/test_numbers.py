@@ -4,6 +4,7 @@ Ranks are threads. What one of them sees has to be decided alike by all.
 """
 
 import json
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -18,13 +19,12 @@ from megapipe.config.run import PretrainConfig
 from megapipe.engine.reductions import Reductions
 from megapipe.engine.step import StepResult, StepState
 from megapipe.parallel.mesh import Mesh
-from megapipe.training.loop.batches import BatchLoader
 from megapipe.training.loop.loader import SKIPPED_SAMPLES as SKIPPED
-from megapipe.training.loop.loader import StepBatch
 from megapipe.training.loop.replica import Replica
 from megapipe.training.observe.records import RANKS, TIME_PARTS
 from megapipe.training.observe.traces import StragglerWatch
 from megapipe.training.resilience.guards import NonFiniteCount, NonFiniteError, SpikeError
+from tests.faults.faulty_pretrain import spoil_batches
 from tests.faults.jobs import metrics_of_steps
 from tests.support.gpt_runs import GPT2_SHAPE, make_config, opened, shards, train_alone
 from tests.support.meshes import run_threads
@@ -118,21 +118,6 @@ def test_steps_that_stay_not_finite_end_the_run() -> None:
         outcomes(config, ".x")
 
 
-def spiking(monkeypatch: pytest.MonkeyPatch, first: int, stop: int) -> None:
-    """Fill batches that start from sample `first` and before `stop` with the rarest token: their loss jumps up."""
-    load = BatchLoader.load
-
-    def loaded(self: BatchLoader, consumed: int) -> StepBatch:
-        batch = load(self, consumed)
-        if first <= consumed < stop:
-            for context in batch.contexts:
-                assert context.labels is not None
-                context.labels.fill_(60)
-        return batch
-
-    monkeypatch.setattr(BatchLoader, "load", loaded)
-
-
 def spike_config(corpus: str, directory: Path, **groups: dict[str, Any]) -> PretrainConfig:
     return make_config(
         corpus,
@@ -150,7 +135,7 @@ def spike_config(corpus: str, directory: Path, **groups: dict[str, Any]) -> Pret
 def test_spike_recovery_equals_skipping_its_samples_by_hand(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spiking(monkeypatch, 48, 56)  # the batch of step 7
+    spoil_batches(48, 56, monkeypatch)  # the batch of step 7
     assert train_alone(spike_config(corpus, tmp_path / "rewound")) == 0
     by_hand = spike_config(
         corpus, tmp_path / "by hand", spikes={"deviations": None}, reliability={"skip_samples": [[40, 56]]}
@@ -171,7 +156,7 @@ def test_spike_recovery_equals_skipping_its_samples_by_hand(
 
 
 def test_a_loss_that_stays_high_ends_the_run(tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spiking(monkeypatch, 48, 1000)
+    spoil_batches(48, math.inf, monkeypatch)
     config = spike_config(corpus, tmp_path, spikes={"deviations": 10.0, "window": 4, "patience": 2})
     with pytest.raises(SpikeError, match=r"after 2 returns to the checkpoint after step 4"):
         train_alone(config)

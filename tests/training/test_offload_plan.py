@@ -94,12 +94,9 @@ def test_auto_measures_what_is_not_stated() -> None:
     assert "TFLOP/s, copies at " in remarks[0]
 
 
-def test_too_little_memory_is_refused_with_the_need() -> None:
+def test_plans_that_cannot_be_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"offload.memory .*: activations of the blocks of stage 0 need .* GiB"):
         run_threads({}, planned, config_of(auto(0.5, 2.0)))
-
-
-def test_nothing_left_to_move_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"offload.activations blocks has nothing to move"):
         run_threads({}, planned, config_of({"activations": "blocks"}, {"method": "full"}))
 
