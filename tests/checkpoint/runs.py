@@ -41,12 +41,13 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of all ranks. tensors: kind -> name -> whole tensor."""
+    """Result of all ranks. tensors, loaded: kind -> name -> whole tensor, at the end and at the start."""
 
     losses: list[tuple[int, float]]
     start: int
     said: list[str]
     tensors: dict[str, dict[str, Tensor]]
+    loaded: dict[str, dict[str, Tensor]]
 
 
 def config_in(folder: Path, corpus: str, model: ModelConfig, **groups: dict[str, Any]) -> PretrainConfig:
@@ -64,7 +65,8 @@ def run(sizes: Sizes, config: PretrainConfig, until: int, backend: Backend = "th
     parallel = replace(config.parallel, **layout, timeout_seconds=30.0)
     ranks: list[RankOutcome] = run_mesh(sizes, train, replace(config, parallel=parallel), until, backend=backend)
     assert all(rank.losses == ranks[0].losses for rank in ranks)
-    return Outcome(ranks[0].losses, ranks[0].start, ranks[0].said, whole_tensors([rank.kept for rank in ranks]))
+    kept, loaded = (whole_tensors([getattr(rank, when) for rank in ranks]) for when in ("kept", "loaded"))
+    return Outcome(ranks[0].losses, ranks[0].start, ranks[0].said, kept, loaded)
 
 
 def whole_tensors(ranks: Sequence[dict[str, list[Shard]]]) -> dict[str, dict[str, Tensor]]:
