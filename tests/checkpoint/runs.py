@@ -18,7 +18,7 @@ from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.loop.replica import Replica
-from tests.support.gpt_runs import Shard, assembled, make_config
+from tests.support.gpt_runs import Shard, assembled, make_config, shards
 from tests.support.meshes import Backend, run_mesh
 
 Sizes = dict[str, int]
@@ -106,16 +106,27 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
         return RankOutcome(losses, start, said, kept(replica), loaded)
 
 
+def initial_weights(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
+    """Return this rank's weights of a run that starts with those of `init_from`."""
+    config = replace(config, parallel=replace(config.parallel, **mesh.shape.sizes))
+    with Checkpointer(config, mesh) as checkpointer:
+        replica = Replica(config, mesh)
+        assert checkpointer.restore(replica) is None
+    states = replica.states()
+    assert all(state.newest == 0 and not state.moments for state in states)
+    return shards(states, [state.master for state in states])
+
+
 def kept(replica: Replica) -> dict[str, list[Shard]]:
     """Return the weights of all versions and the moments of this rank."""
-    shards: dict[str, list[Shard]] = {}
+    parts: dict[str, list[Shard]] = {}
     for shard in shards_of(replica.states()):
         for kind, part in parts_of(shard).items():
             spec, box = shard.segment.spec, shard.segment.box
-            shards.setdefault(kind, []).append(
+            parts.setdefault(kind, []).append(
                 Shard(spec.name, spec.shape, box, shard.state.held(shard.segment), part.clone())
             )
-    return shards
+    return parts
 
 
 def assert_same_bits(actual: Outcome, expected: Outcome) -> None:

@@ -14,9 +14,9 @@ from megapipe.config.run import PretrainConfig
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.checkpoints import Checkpointer
 from megapipe.training.loop.replica import Replica
-from tests.checkpoint.runs import assert_same_bits, config_in, run, train
+from tests.checkpoint.runs import assert_same_bits, config_in, initial_weights, run, train
 from tests.checkpoint.toy import alone
-from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, Shard, assembled, shards
+from tests.support.gpt_runs import GPT2_SHAPE, LLAMA_SHAPE, assembled
 from tests.support.meshes import run_threads
 
 
@@ -134,21 +134,12 @@ def test_configured_checkpoints_stay_and_steps_are_saved_once(tmp_path: Path, co
         assert checkpointer.save(replica, 5, 40, []) == path_of(config, 5)
 
 
-def weights_after(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
-    with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh)
-        assert checkpointer.restore(replica) is None
-    states = replica.states()
-    assert all(state.newest == 0 and not state.moments for state in states)
-    return shards(states, [state.master for state in states])
-
-
 @pytest.mark.parametrize("named", ["", "checkpoints", "checkpoints/step-00000003"], ids=["run", "folder", "step"])
 def test_initial_weights_from_a_checkpoint(config: PretrainConfig, tmp_path: Path, corpus: str, named: str) -> None:
     expected = assembled([train(alone(), config, 3).kept["weights"]])
-    new = config_in(tmp_path / "new", corpus, GPT2_SHAPE, parallel={"tensor": 2, "pipeline": 2})
+    new = config_in(tmp_path / "new", corpus, GPT2_SHAPE)
     new.init_from = str(Path(config.training.directory) / named)
-    ranks = run_threads({"tensor": 2, "pipeline": 2}, weights_after, new)
+    ranks = run_threads({"tensor": 2, "pipeline": 2}, initial_weights, new)
     weights = assembled(ranks)
     assert weights.keys() == expected.keys()
     assert all((weights[name] == tensor).all() for name, tensor in expected.items())

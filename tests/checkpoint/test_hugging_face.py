@@ -20,16 +20,13 @@ from megapipe.checkpoint import CheckpointError
 from megapipe.checkpoint.hugging_face import INDEX, SINGLE, with_stored_head
 from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.parallel.mesh import Mesh
 from megapipe.spec.family import family_of
-from megapipe.training.loop.checkpoints import Checkpointer
-from megapipe.training.loop.replica import Replica
-from tests.checkpoint.runs import config_in
+from tests.checkpoint.runs import config_in, initial_weights
 from tests.checkpoint.toy import alone
 from tests.models.hugging_face import CONFIGS, canonical, most_exhaustive, opened
 from tests.models.hugging_face import case_of as decoder_of
 from tests.models.test_bert_hugging_face import case_of
-from tests.support.gpt_runs import Shard, assembled, shards
+from tests.support.gpt_runs import assembled
 from tests.support.meshes import run_threads
 
 BERTS = {
@@ -73,18 +70,8 @@ def configured(directory: Path, model: Any, source: Path) -> PretrainConfig:
     return config
 
 
-def initial(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
-    sizes = mesh.shape.sizes
-    config.parallel = replace(config.parallel, tensor=sizes["tensor"], pipeline=sizes["pipeline"])
-    with Checkpointer(config, mesh) as checkpointer:
-        replica = Replica(config, mesh)
-        assert checkpointer.restore(replica) is None
-    states = replica.states()
-    return shards(states, [state.master for state in states])
-
-
 def loaded(directory: Path, model: Any, source: Path) -> dict[str, Tensor]:
-    return assembled([initial(alone(), configured(directory, model, source))])
+    return assembled([initial_weights(alone(), configured(directory, model, source))])
 
 
 def check(weights: dict[str, Tensor], name: str, without: tuple[str, ...] = (), **changes: Any) -> None:
@@ -110,7 +97,7 @@ def test_several_files_on_several_ranks(tmp_path: Path, name: str) -> None:
     case(name).theirs.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
     assert (tmp_path / "sharded" / INDEX).exists()
     config = configured(tmp_path / "run", case(name).model, tmp_path / "sharded")
-    check(assembled(run_threads(LAYOUT, initial, config)), name)
+    check(assembled(run_threads(LAYOUT, initial_weights, config)), name)
 
 
 def test_balanced_experts_with_any_rate(tmp_path: Path) -> None:
@@ -121,12 +108,12 @@ def test_balanced_experts_with_any_rate(tmp_path: Path) -> None:
     wanted = canonical(files, made.model, made.family)
     assert wanted["blocks.1.mlp.router.bias"].abs().min() > 0
     config = configured(tmp_path / "run", replace(made.model, expert_balance_rate=0.02), tmp_path / "theirs")
-    weights = assembled(run_threads(LAYOUT, initial, config))
+    weights = assembled(run_threads(LAYOUT, initial_weights, config))
     assert all(torch.equal(weights.pop(name), tensor) for name, tensor in wanted.items())
     assert not weights
     config.model = replace(made.model, expert_balance_rate=0.0)
     with pytest.raises(CheckpointError, match=r"set model\.expert_balance_rate to 0\.001 \(it is 0\.0\)"):
-        initial(alone(), config)
+        initial_weights(alone(), config)
 
 
 def rewritten(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
