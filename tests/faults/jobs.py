@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from tests.faults.faulty_pretrain import MARK, VARIABLE, Fault
 from tests.support.gpt_runs import write_shard
@@ -81,22 +79,10 @@ def saved_files(run: Path, step: int) -> list[bytes]:
     return [path.read_bytes() for path in sorted(files)]
 
 
-def saved_tensors(run: Path, step: int) -> dict[str, torch.Tensor]:
-    """Everything in a checkpoint, by file and key."""
-    folder = run / f"checkpoints/step-{step:08d}"
-    return {
-        f"{file.name}: {name}": tensor
-        for file in folder.glob("*.safetensors")
-        for name, tensor in load_file(file).items()
-    }
-
-
 def assert_same_run(actual: Path, expected: Path, step: int) -> None:
     """Check that metrics of every step up to `step`, and tensors saved after it, are the same, bit for bit."""
     assert metrics_of_steps(actual) == metrics_of_steps(expected)
-    ours, theirs = saved_tensors(actual, step), saved_tensors(expected, step)
-    assert ours.keys() == theirs.keys() != set()
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert saved_files(actual, step) == saved_files(expected, step) != []
 
 
 class Job:
