@@ -108,7 +108,8 @@ def train(mesh: Mesh, config: PretrainConfig, until: int) -> RankOutcome:
 
 def initial_weights(mesh: Mesh, config: PretrainConfig) -> list[Shard]:
     """Return this rank's weights of a run that starts with those of `init_from`."""
-    config = replace(config, parallel=replace(config.parallel, **mesh.shape.sizes))
+    layout = {name: mesh.size(name) for name in ("tensor", "pipeline")}
+    config = replace(config, parallel=replace(config.parallel, **layout))  # type: ignore[arg-type]
     with Checkpointer(config, mesh) as checkpointer:
         replica = Replica(config, mesh)
         assert checkpointer.restore(replica) is None

@@ -32,6 +32,7 @@ def samples(config: PretrainConfig, replicas: Sequence[int]) -> list[dict[int, l
         taken = tokens_by_step.setdefault(consumed, {})
         for context in batch.contexts:
             assert context.ordinals is not None
+            assert context.tokens is not None
             ordinals = context.ordinals.tolist()
             assert not taken.keys() & set(ordinals), "two replicas took one sample"
             taken.update(zip(ordinals, context.tokens.tolist(), strict=True))
