@@ -12,11 +12,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from megapipe.checkpoint.hugging_face import correspondences
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.hugging_face import HuggingFaceSource
 from megapipe.spec.family import family_of
+from tests.layers.bound import BoundLayer, all_gradients
 
 
 @dataclass
@@ -48,6 +50,22 @@ def gradients_of(theirs: nn.Module) -> dict[str, Tensor]:
         if parameter.grad is not None:
             graded.get_parameter(name).data = parameter.grad
     return opened(graded)[1]
+
+
+def loss_of(logits: Tensor, context: Any) -> Tensor:
+    """Return the loss sum of logits by torch."""
+    losses = cross_entropy(logits.flatten(0, 1), context.labels.flatten(), reduction="none")
+    return (losses * context.loss_mask.flatten()).sum()
+
+
+def check_gradients(theirs: nn.Module, layers: list[BoundLayer], tolerance: float) -> None:
+    """Compare each gradient by its norm, which is not zero. A router's bias has none."""
+    wanted, ours = gradients_of(theirs), all_gradients(layers)
+    trained = {name for name in ours if not name.endswith("router.bias")}
+    assert trained == {name for name in wanted if not name.endswith("router.bias")}
+    for name in trained:
+        assert wanted[name].norm() > 0, name
+        assert (ours[name] - wanted[name]).norm() <= tolerance * wanted[name].norm(), name
 
 
 def canonical(theirs: Mapping[str, Tensor], model: ModelConfig, family: str) -> dict[str, Tensor]:
@@ -240,8 +258,12 @@ def case_of(name: str) -> Case:
 
 def case_of_config(config: transformers.PreTrainedConfig) -> Case:
     """Return a case with a configuration of transformers."""
+    return Case(config.model_type, drawn(model_class(config)(config)))
+
+
+def model_class(config: transformers.PreTrainedConfig) -> Any:
+    """Return transformers' class with the head that we train."""
     prefix = type(config).__name__.removesuffix("Config")
     names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-    head = "ForMaskedLM" if prefix in {each for each, _ in ENCODERS.values()} else "ForCausalLM"
-    kind = getattr(transformers, names.get(prefix, prefix + head))
-    return Case(config.model_type, drawn(kind(config)))
+    head = "ForMaskedLM" if family_of(config.model_type).kind == "bert" else "ForCausalLM"
+    return getattr(transformers, names.get(prefix, prefix + head))

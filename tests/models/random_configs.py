@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from megapipe.checkpoint import CheckpointError
 from megapipe.config.bert import BertModelConfig
@@ -25,7 +24,17 @@ from megapipe.conversion.hugging_face import HuggingFaceSource, exported_config
 from megapipe.spec.family import _WITHOUT_EFFECT, Family, family_of
 from tests.layers.bound import all_gradients, bind_weights, make_context, run
 from tests.models import test_bert_hugging_face as bert
-from tests.models.hugging_face import CONFIGS, ENCODERS, SIZES, UNDROPPED, drawn, gradients_of, tame
+from tests.models.hugging_face import (
+    CONFIGS,
+    ENCODERS,
+    SIZES,
+    UNDROPPED,
+    drawn,
+    gradients_of,
+    loss_of,
+    model_class,
+    tame,
+)
 
 LENGTH = 40
 DRAWS = 40
@@ -277,15 +286,6 @@ def configuration(random: Random, model_type: str) -> tuple[Any, list[str]]:
         raise Unusable from error
 
 
-def model_class(config: Any) -> Any:
-    """Return transformers' class with the head that we train."""
-    prefix = type(config).__name__.removesuffix("Config")
-    if family_of(config.model_type).kind == "bert":
-        return getattr(transformers, prefix + "ForMaskedLM")
-    names = {"GPT2": "GPT2LMHeadModel", "Gemma3Text": "Gemma3ForCausalLM"}
-    return getattr(transformers, names.get(prefix, prefix + "ForCausalLM"))
-
-
 def context_of(config: Any) -> Any:
     """Return random tokens for a model."""
     if family_of(config.model_type).kind == "gpt":
@@ -305,8 +305,7 @@ def their_outcome(theirs: nn.Module, context: Any) -> tuple[Tensor, Tensor]:
             rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         else:
             rows = logits = theirs(context.tokens).logits
-        losses = cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
-        loss = (losses * context.loss_mask.flatten()).sum()
+        loss = loss_of(rows, context)
         loss.backward()
         for parameter in theirs.parameters():
             if parameter.grad is None:

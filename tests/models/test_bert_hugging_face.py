@@ -1,7 +1,6 @@
 """BERT against transformers' BertForPreTraining and MegatronBertForPreTraining: same weights, logits, gradients."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,8 +10,8 @@ from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.layers.context import BertContext
-from tests.layers.bound import BoundLayer, all_gradients, bind_weights
-from tests.models.hugging_face import ENCODERS, SIZES, UNDROPPED, canonical, gradients_of, opened
+from tests.layers.bound import BoundLayer, bind_weights
+from tests.models.hugging_face import ENCODERS, SIZES, UNDROPPED, Case, check_gradients, drawn, loss_of, opened
 from tests.models.hugging_face import case_of as encoder_of
 
 MODEL = BertModelConfig(vocabulary_size=97, num_layers=2, hidden_size=64, num_heads=4, max_positions=64)
@@ -24,42 +23,16 @@ ROUNDED = 1e-5
 """Tolerance where transformers computes rotary angles in fp32."""
 
 
-class Case(NamedTuple):
-    model: BertModelConfig
-    theirs: torch.nn.Module
-
-    @property
-    def family(self) -> str:
-        """The model_type in transformers."""
-        return str(self.theirs.config.model_type)
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return canonical(self.theirs.state_dict(), self.model, self.family)
-
-
-def case_of(
-    sentence_head: bool = True,
-    activation: str = "gelu",
-    form: str = "post",
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    """Matrices with std 0.2, so that logits are of order 1 (at 0.02 nearly any model would agree); norms around 1."""
+def case_of(sentence_head: bool = True, activation: str = "gelu", form: str = "post") -> Case:
+    """A BERT with the weights of `drawn`."""
     family, narrow = FAMILIES[form], {"embedding_size": 24} if form == "shared" else {}
     config = getattr(transformers, f"{family}Config")(
         **{**SIZES, **UNDROPPED, **narrow, "intermediate_size": 256, "pad_token_id": 0},
         hidden_act="gelu" if activation == "gelu" else "gelu_new",
         attn_implementation="eager",
     )
-    theirs = getattr(transformers, family + ("ForPreTraining" if sentence_head else "ForMaskedLM"))(config)
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in theirs.named_parameters():
-        parameter.data.normal_(0.0, 0.2, generator=generator)
-        if name.endswith(("LayerNorm.weight", "ln.weight", "layer_norm.weight")):
-            parameter.data.add_(1.0)
-    forms = {"pre": {"norm_position": "pre"}, "shared": {"shared_blocks": True, "embedding_size": 24}}
-    model = replace(MODEL, sentence_head=sentence_head, activation=activation, **forms.get(form, {}))  # type: ignore[arg-type]
-    return Case(model, theirs.eval().to(dtype))
+    kind = getattr(transformers, family + ("ForPreTraining" if sentence_head else "ForMaskedLM"))
+    return Case(config.model_type, drawn(kind(config)))
 
 
 def make_context(model: BertModelConfig = MODEL) -> BertContext:
@@ -107,8 +80,12 @@ def their_logits(theirs: torch.nn.Module, context: BertContext) -> tuple[Tensor,
     return (output.logits,)
 
 
-def compare(theirs: torch.nn.Module, layers: list[BoundLayer], model: BertModelConfig, tolerance: float) -> None:
-    """Logits, losses and gradients; outputs at padded positions are undefined."""
+def compare(theirs: torch.nn.Module, path: str) -> None:
+    """Logits, losses and gradients in float64; outputs at padded positions are undefined."""
+    model, weights = opened(theirs)
+    assert isinstance(model, BertModelConfig)
+    layers = bound(replace(model, attention=path), weights, torch.float64)
+    tolerance = ROUNDED if model.positions == "rotary" else 1e-9
     context = make_context(model)
     logits, *pairs = their_logits(theirs, context)
     real = torch.arange(LENGTH) < context.lengths[:, None]
@@ -118,8 +95,7 @@ def compare(theirs: torch.nn.Module, layers: list[BoundLayer], model: BertModelC
         assert 0.5 < expected[rows].std() < 50.0
         assert (ours - expected)[rows].abs().max() <= tolerance * expected[rows].abs().max()
     rows = logits.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-    tokens = functional.cross_entropy(rows.flatten(0, 1), context.labels.flatten(), reduction="none")
-    terms = [(tokens * context.loss_mask.flatten()).sum()]
+    terms = [loss_of(rows, context)]
     for pair in pairs:
         sentences = functional.cross_entropy(pair, context.sentence_labels, reduction="none")
         terms.append((sentences * context.sentence_weights).sum())
@@ -129,11 +105,7 @@ def compare(theirs: torch.nn.Module, layers: list[BoundLayer], model: BertModelC
     (losses,) = run(layers, context)
     (losses * scale).sum().backward()
     assert torch.allclose(losses, expected_losses, rtol=tolerance, atol=0.0)
-    wanted, gradients = gradients_of(theirs), all_gradients(layers)
-    assert gradients.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert gradient.norm() > 0, name
-        assert (gradients[name] - gradient).norm() <= tolerance * gradient.norm(), name
+    check_gradients(theirs, layers, tolerance)
 
 
 @pytest.mark.parametrize(
@@ -142,9 +114,7 @@ def compare(theirs: torch.nn.Module, layers: list[BoundLayer], model: BertModelC
 )
 @pytest.mark.parametrize("form", FAMILIES)
 def test_berts_agree_in_double(form: str, path: str, sentence_head: bool, activation: str) -> None:
-    case = case_of(sentence_head, activation, form, torch.float64)
-    model = replace(case.model, attention=path)
-    compare(case.theirs, bound(model, case.weights, torch.float64), model, 1e-9)
+    compare(case_of(sentence_head, activation, form).theirs.double(), path)
 
 
 SLOWER = [
@@ -154,19 +124,15 @@ SLOWER = [
 
 @pytest.mark.parametrize(("name", "path"), [*((name, "sdpa") for name in ENCODERS), *SLOWER])
 def test_encoders_of_masked_tokens_agree_in_double(name: str, path: str) -> None:
-    theirs = encoder_of(name).theirs.double()
-    model, weights = opened(theirs)
-    assert isinstance(model, BertModelConfig)
-    layers = bound(replace(model, attention=path), weights, torch.float64)
-    compare(theirs, layers, model, ROUNDED if model.positions == "rotary" else 1e-9)
+    compare(encoder_of(name).theirs.double(), path)
 
 
 def test_evaluation_counts_correct_predictions() -> None:
-    case = case_of()
-    layers = bound(case.model, case.weights, torch.float32)
+    theirs = case_of().theirs
+    layers = bound(*opened(theirs), torch.float32)
     context = make_context()
     with torch.no_grad():
-        logits, pairs = their_logits(case.theirs, context)
+        logits, pairs = their_logits(theirs, context)
         best = logits.argmax(-1).gather(1, context.positions)
         # Some labels are the model's own guesses, so that not all of them are wrong.
         labels = torch.where(torch.arange(HIDDEN_TOKENS) % 2 == 0, best, context.labels)

@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers.masking_utils import chunked_causal_mask_function
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.validation import context_problems
-from tests.layers.bound import all_gradients, bind_weights, make_context, run, small_model
-from tests.models.hugging_face import case_of, gradients_of, opened
+from tests.layers.bound import bind_weights, make_context, run, small_model
+from tests.models.hugging_face import case_of, check_gradients, loss_of, opened
 
 CHUNK, LENGTH = 5, 40
 
@@ -69,16 +68,12 @@ def test_loss_and_gradients_are_those_of_masked_chunks(path: Any, documents: boo
         context.document_starts = starts
         seen = (places <= places[:, None]) & (places >= starts[:, :, None])
         known = {"attention_mask": added(seen[:, None], torch.float64), "position_ids": places - starts}
-    logits = theirs(context.tokens, **known).logits
-    losses = cross_entropy(logits.flatten(0, 1), context.labels.flatten(), reduction="none")
-    expected_loss = (losses * context.loss_mask.flatten()).sum()
+    expected_loss = loss_of(theirs(context.tokens, **known).logits, context)
     expected_loss.backward()
     loss = run(layers, context)
     loss.backward()
     assert torch.allclose(loss, expected_loss, rtol=1e-5, atol=0.0)
-    expected, actual = gradients_of(theirs), all_gradients(layers)
-    for name, gradient in expected.items():
-        assert (actual[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    check_gradients(theirs, layers, 1e-5)
     whole = bind_weights(replace(model, layer_kinds={}, layer_pattern=()), weights, dtype=torch.float64)
     assert not torch.allclose(run(whole, context), loss, rtol=1e-3), "chunks should matter"
 

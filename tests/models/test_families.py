@@ -1,17 +1,22 @@
-"""Decoders of every family against transformers: same weights, same logits, same gradients."""
+"""Decoders of every family against transformers: weights, logits, gradients, and stretched rotary frequencies."""
 
+import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
-from torch.nn.functional import cross_entropy
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megapipe.checkpoint.hugging_face import correspondences
+from megapipe.config.rope import RopeScaling
 from megapipe.layers.context import MicrobatchContext
+from megapipe.layers.embedding import attention_factor, inverse_frequencies
 from megapipe.spec.family import FamilyError, family_of
-from tests.layers.bound import BoundLayer, all_gradients, bind_weights, make_context, run
-from tests.models.hugging_face import CONFIGS, case_of, gradients_of, most_exhaustive, opened
+from tests.layers.bound import BoundLayer, bind_weights, make_context, run
+from tests.models.hugging_face import CONFIGS, case_of, check_gradients, loss_of, opened
 
 PATHS = ["auto", pytest.param("unfused", marks=pytest.mark.exhaustive)]
 
@@ -26,31 +31,12 @@ def check_logits(layers: list[BoundLayer], theirs: nn.Module, context: Microbatc
 
 def check_loss(layers: list[BoundLayer], theirs: nn.Module, context: MicrobatchContext, tolerance: float) -> None:
     """And gradients."""
-    logits = theirs(context.tokens).logits
-    losses = cross_entropy(logits.flatten(0, 1), context.labels.flatten(), reduction="none")
-    expected_loss = (losses * context.loss_mask.flatten()).sum()
+    expected_loss = loss_of(theirs(context.tokens).logits, context)
     expected_loss.backward()
     loss = run(layers, context)
     loss.backward()
     assert torch.allclose(loss, expected_loss, rtol=tolerance, atol=0.0)
-    expected, actual = gradients_of(theirs), all_gradients(layers)
-    trained = {name for name in actual if not name.endswith("router.bias")}
-    assert trained == expected.keys() & trained
-    for name in trained:
-        assert expected[name].norm() > 0, name
-        assert (actual[name] - expected[name]).norm() <= tolerance * expected[name].norm(), name
-
-
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name", most_exhaustive(CONFIGS))
-def test_logits_agree_in_single(name: str, path: str) -> None:
-    theirs = case_of(name).theirs
-    model, weights = opened(theirs)
-    layers = bind_weights(replace(model, attention=path), weights)
-    context = make_context(model, batch=3, length=40)
-    check_logits(layers, theirs, context, 1e-5)
-    if name in ("gpt2", "llama"):
-        check_loss(layers, theirs, context, 2e-5)
+    check_gradients(theirs, layers, tolerance)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -73,3 +59,43 @@ def test_a_parameter_without_a_place_is_named() -> None:
     for changes, path in (({"positions": "learned"}, "embedding.position"), ({"num_experts": 4}, "mlp.router")):
         with pytest.raises(FamilyError, match=f"llama weights have no tensor for .*{path}.weight"):
             correspondences(replace(model, **changes), family_of("llama"))
+
+
+def drawn_scaling(draw: random.Random, kind: str, pairs: int) -> tuple[RopeScaling, dict[str, Any]]:
+    """A random scaling, and transformers' rope_parameters of it."""
+    length, factor = draw.choice([64, 2048, 8192]), draw.choice([1.0, 2.0, 3.7, 32.0])
+    fields: dict[str, Any] = {"original_length": length}
+    if kind == "longrope":
+        fields |= {f"{name}_factor": [draw.uniform(1, 60) for _ in range(pairs)] for name in ("short", "long")}
+    choices = {"beta_fast": 16.0, "beta_slow": 2.0, "truncate": False, "mscale": 0.7, "mscale_all_dim": 1.3}
+    for name, value in {"attention_factor": 1.5, **(choices if kind == "yarn" else {})}.items():
+        if kind in ("yarn", "longrope") and draw.random() < 0.5:
+            fields[name] = value
+    theirs = {name: value for name, value in fields.items() if name != "original_length"}
+    if kind in ("yarn", "longrope", "llama3"):
+        theirs["original_max_position_embeddings"] = length
+    if kind == "llama3":
+        theirs |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return RopeScaling(kind=kind, factor=factor, **fields), {"rope_type": kind, "factor": factor, **theirs}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["linear", "llama3", "dynamic", "yarn", "longrope"])
+def test_stretched_frequencies_are_those_of_transformers(kind: str) -> None:
+    draw = random.Random(kind)
+    for _ in range(40):
+        head, fraction, theta = draw.choice([16, 64, 128]), draw.choice([1.0, 0.5, 0.25]), draw.choice([500.0, 1e6])
+        channels = int(head * fraction)
+        scaling, parameters = drawn_scaling(draw, kind, channels // 2)
+        config = transformers.LlamaConfig(
+            hidden_size=4 * head,
+            num_attention_heads=4,
+            head_dim=head,
+            max_position_embeddings=scaling.original_length,
+            rope_parameters={**parameters, "rope_theta": theta, "partial_rotary_factor": fraction},
+        )
+        assert not scaling.problems(theta, channels)
+        for num_tokens in (scaling.original_length, scaling.original_length + 1, 3 * scaling.original_length):
+            expected, factor = ROPE_INIT_FUNCTIONS[kind](config, seq_len=num_tokens)
+            actual = inverse_frequencies(channels, theta, scaling, num_tokens)
+            torch.testing.assert_close(actual, expected.double(), rtol=2e-6, atol=0.0)
+            assert attention_factor(scaling) == pytest.approx(factor, rel=1e-12)

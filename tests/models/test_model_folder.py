@@ -106,20 +106,6 @@ def test_generated_text_is_that_of_transformers(tmp_path: Path, capsys: pytest.C
     assert str(tmp_path) in messages
 
 
-def test_a_bert_folder_fills_gaps(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{number}" for number in range(92))]
-    folder = folders["bert"]
-    (folder / "vocab.txt").write_text("\n".join(words) + "\n")
-    tokenizer = ["--tokenizer", f"bert-cased:{folder}/vocab.txt"]
-    assert fill_mask(["--checkpoint", str(folder), "--text", "w1 [MASK] w3", "--top-k", "1", *tokenizer]) == 0
-    filled = capsys.readouterr().out.splitlines()[0].split()
-    assert generate(["--checkpoint", str(folder), "--prompt", "w1"]) == 2
-    inputs = torch.tensor([[words.index(word) for word in ("[CLS]", "w1", "[MASK]", "w3", "[SEP]")]])
-    with torch.no_grad():
-        best = bert_of().theirs(inputs).prediction_logits[0, 2].argmax()
-    assert filled == ["w1", words[int(best)], "w3"]
-
-
 def test_a_roberta_folder_fills_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With the tokens of its own vocabulary, of which the one for a gap takes the space before it."""
     trained = tokenizers.ByteLevelBPETokenizer()
