@@ -108,13 +108,7 @@ TOO_LONG = replace(run(), data=replace(run().data, sequence_length=256))
     [
         (run(), 4, {"parallel.tensors"}, {}, r"'parallel.tensors' is not a field .*did you mean 'parallel.tensor'"),
         (run(), 0, set(), {}, "the number of devices is 0"),
-        (
-            run(),
-            4,
-            set(),
-            {"schedules": ("1f2b",), "max_chunks": 0},
-            r"max_chunks is 0; .*\nschedules: .*'1f2b'",
-        ),
+        (run(), 4, set(), {"schedules": ("1f2b",), "max_chunks": 0}, r"max_chunks is 0; .*\nschedules: .*'1f2b'"),
         (TOO_LONG, 4, set(), {}, r"data\.sequence_length 256 exceeds model\.max_positions 128"),
     ],
 )

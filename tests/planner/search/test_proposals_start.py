@@ -6,9 +6,10 @@ sequence and context parallelism.
 """
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -32,22 +33,18 @@ LLAMA = replace(LLAMA_SHAPE, num_layers=3)
 BERT = replace(POST_NORM, num_layers=3)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """One search. model: a GPT's, or None for the BERT. pinned: fields of `groups` that stay."""
+class Asked(NamedTuple):
+    """One search. model: a GPT's, or None for the BERT. groups: fields of the configuration that stay."""
 
     devices: int
     model: ModelConfig | None
     space: SearchSpace
     memory: float = 1e9
-    groups: tuple[tuple[str, str, Any], ...] = ()
-
-    @property
-    def pinned(self) -> frozenset[str]:
-        return frozenset(f"{group}.{name}" for group, name, _ in self.groups)
+    groups: Mapping[str, dict[str, Any]] = {}
 
 
 SMALL = SearchSpace(max_micro_size=2, max_chunks=2)
+TWO_STAGES = {"parallel": {"pipeline": 2}}
 ASKED = {
     "one device": Asked(1, GPT, SMALL),
     "two devices": Asked(2, GPT, SMALL),
@@ -57,14 +54,12 @@ ASKED = {
     "llama, four devices": Asked(4, LLAMA, SMALL),
     "bert, two devices": Asked(2, None, SMALL),
     "bert, four devices": Asked(4, None, SMALL),
-    "zero-bubble": Asked(
-        4, GPT, replace(SMALL, schedules=("zb_h1", "zb_v"), max_tensor=2), groups=(("parallel", "pipeline", 2),)
-    ),
-    "modular": Asked(4, GPT, replace(SMALL, schedules=("modular", "gpipe")), groups=(("parallel", "pipeline", 2),)),
-    "2bw": Asked(2, LLAMA, replace(SMALL, schedules=("2bw",)), groups=(("parallel", "pipeline", 2),)),
-    "long samples": Asked(4, LLAMA, replace(SMALL, max_context=2), groups=(("parallel", "context", 2),)),
-    "sharded": Asked(4, GPT, SMALL, groups=(("zero", "stage", 3),)),
-    "recomputed": Asked(2, LLAMA, SMALL, groups=(("recompute", "method", "full"), ("parallel", "tensor", 2))),
+    "zero-bubble": Asked(4, GPT, replace(SMALL, schedules=("zb_h1", "zb_v"), max_tensor=2), groups=TWO_STAGES),
+    "modular": Asked(4, GPT, replace(SMALL, schedules=("modular", "gpipe")), groups=TWO_STAGES),
+    "2bw": Asked(2, LLAMA, replace(SMALL, schedules=("2bw",)), groups=TWO_STAGES),
+    "long samples": Asked(4, LLAMA, replace(SMALL, max_context=2), groups={"parallel": {"context": 2}}),
+    "sharded": Asked(4, GPT, SMALL, groups={"zero": {"stage": 3}}),
+    "recomputed": Asked(2, LLAMA, SMALL, groups={"recompute": {"method": "full"}, "parallel": {"tensor": 2}}),
 }
 
 
@@ -84,19 +79,19 @@ def machine(asked: Asked) -> Hardware:
 
 def base_of(asked: Asked, prefix: str, bert: Any) -> PretrainConfig:
     """The run without a layout. AdamW's large epsilon keeps rounding from moving a weight as far as a gradient."""
-    config = make_bert_config(bert, BERT) if asked.model is None else make_config(prefix, asked.model)
-    config.optimizer = replace(config.optimizer, epsilon=1e-3)
+    groups: dict[str, dict[str, Any]] = {"optimizer": {"epsilon": 1e-3}, **asked.groups}
     if asked.devices == 3:
-        config.batch = replace(config.batch, global_size=6)
-    for group, name, value in asked.groups:
-        setattr(config, group, replace(getattr(config, group), **{name: value}))
-    return config
+        groups["batch"] = {"global_size": 6}
+    if asked.model is None:
+        return make_bert_config(bert, BERT, **groups)
+    return make_config(prefix, asked.model, **groups)
 
 
 def proposals(asked: Asked, prefix: str, bert: Any, **effort: Any) -> list[Estimate]:
     """Each layout that a search proposes once: ranked ones, the front, alternatives that fit."""
     base, hardware, effort_of = base_of(asked, prefix, bert), machine(asked), Effort(keep=3, **effort)
-    findings = search_speed(base, hardware, asked.devices, asked.pinned, space=asked.space, effort=effort_of)
+    pinned = frozenset(f"{group}.{name}" for group, fields in asked.groups.items() for name in fields)
+    findings = search_speed(base, hardware, asked.devices, pinned, space=asked.space, effort=effort_of)
     every = [each.estimate for each in (*findings.ranked, *findings.pareto)]
     every += [each.estimate for each in findings.alternatives if each.estimate is not None and each.estimate.fits]
     once: dict[str, Estimate] = {}

@@ -1,4 +1,4 @@
-"""Objectives, reasons why alternatives lose, what is refined, errors, and properties of every plan."""
+"""Objectives, reasons why alternatives lose, what is refined, errors, hints, and properties of every plan."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -9,14 +9,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megapipe.config import ConfigError
-from megapipe.config.bert import BertDataConfig, BertModelConfig, BertPretrainConfig
 from megapipe.config.run import BatchConfig, PretrainConfig, TrainingConfig
-from megapipe.layout.hardware.description import Hardware, load_hardware
+from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.validation import run_problems
+from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.fitting import A100
-from megapipe.planner.search.findings import Findings, NothingFits, faster_or_slower, term_differences
+from megapipe.planner.search.findings import (
+    NothingFits,
+    faster_or_slower,
+    hints,
+    neighbour_batches,
+    neighbour_devices,
+    single_groups,
+    term_differences,
+)
 from megapipe.planner.search.plan import QUICK, Effort, device_counts, family, search, search_speed
 from megapipe.planner.search.space import Layouts, SearchSpace
 from megapipe.schedules import GENERATORS, build, dumps, order
@@ -216,15 +224,6 @@ def test_schedule_files_are_used_where_they_fit_the_run(tmp_path: Path) -> None:
         search(base, machine(), 2, effort=CLOSED)
 
 
-def test_a_bert_is_planned_too() -> None:
-    model = BertModelConfig(vocabulary_size=500, num_layers=4, hidden_size=256, num_heads=4, max_positions=128)
-    data, training = BertDataConfig(prefix="corpus", sequence_length=128), TrainingConfig(precision="bf16")
-    base = BertPretrainConfig(model=model, data=data, batch=BatchConfig(global_size=8), training=training)
-    result = search(base, machine(5e7), 4, space=SPACE, effort=CLOSED)
-    assert isinstance(result.best.config, BertPretrainConfig)
-    assert result.best.estimate.tokens_per_second == pytest.approx(everything(base, machine(5e7), 4))
-
-
 OTHERS_TOO = SearchSpace(max_micro_size=2, max_chunks=2)
 
 
@@ -285,7 +284,62 @@ def test_the_best_is_as_fast_as_the_authors_layout(name: str) -> None:
 
 
 def test_findings_count_every_layout_once() -> None:
-    findings: Findings = search_speed(run(), machine(3e7), 4, space=OTHERS_TOO, effort=CLOSED)
+    findings = search_speed(run(), machine(3e7), 4, space=OTHERS_TOO, effort=CLOSED)
     assert findings.examined + sum(findings.pruned.values()) == findings.layouts
     assert findings.pruned["memory"] > 0
     assert findings.ranked[0].estimate.step_seconds == findings.pareto[0].estimate.step_seconds
+
+
+@pytest.mark.parametrize(
+    ("samples", "devices", "expected"),
+    [(1023, 64, [1024]), (1024, 64, []), (1536, 64, []), (32, 256, []), (100, 64, [96])],
+)
+def test_batches_that_more_sizes_divide(samples: int, devices: int, expected: list[int]) -> None:
+    assert neighbour_batches(samples, devices)[:1] == expected
+
+
+def test_devices_that_fill_nodes_have_no_better_neighbour() -> None:
+    hardware = load_hardware("a100-80")
+    assert neighbour_devices(hardware, 63) == [56, 60]
+    assert neighbour_devices(hardware, 64) == neighbour_devices(hardware, 8) == neighbour_devices(hardware, 1) == []
+
+
+class _Speed:
+    def __init__(self, tokens_per_second: float) -> None:
+        self.tokens_per_second = tokens_per_second
+
+
+def test_hints_name_what_is_much_faster() -> None:
+    slow, fast = (load_hardware(name).groups[0] for name in ("v100-32", "a100-80"))
+    mixed = Hardware("two kinds", (replace(slow, num_nodes=1), replace(fast, num_nodes=1)))
+    assert [(each.groups[0].device.name, count) for each, count in single_groups(mixed, 16)] == [
+        (slow.device.name, 8),
+        (fast.device.name, 8),
+    ]
+
+    def fastest(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
+        alone = len(machine.groups) == 1 and machine.groups[0].device.name == fast.device.name
+        faster = alone or config.batch.global_size == 1024
+        return _Speed(1.3 if faster else 0.5)  # type: ignore[return-value]
+
+    base = PretrainConfig(batch=BatchConfig(global_size=1023))
+    said = list(hints(base, mixed, 16, _Speed(1.0), fastest))  # type: ignore[arg-type]
+    assert len(said) == 2
+    assert "--batch.global_size 1024 trains 1.3 times as many tokens" in said[0]
+    assert "the 8 A100-SXM4-80GB alone are 1.30 times as fast as all 16 devices" in said[1]
+
+
+def test_a_hint_names_the_batch_that_it_needs() -> None:
+    def fastest(config: PretrainConfig, machine: Hardware, count: int) -> Estimate:
+        return _Speed(1.5 if (count, config.batch.global_size) == (60, 1020) else 1.0)  # type: ignore[return-value]
+
+    base = PretrainConfig(batch=BatchConfig(global_size=1024))
+    said = list(hints(base, load_hardware("a100-80"), 63, _Speed(1.0), fastest))  # type: ignore[arg-type]
+    assert said == ["60 devices with --batch.global_size 1020 are 1.5 times as fast as 63, which has few divisors"]
+
+
+def test_presets_of_one_chip_share_its_fitted_efficiency() -> None:
+    devices = {name: load_hardware(name).groups[0].device for name in PRESETS}
+    for chip, source in (("A100", "a100-80"), ("H100", "h100"), ("H200", "h100")):
+        same = [each for each in devices.values() if each.name.startswith(chip)]
+        assert {each.efficiency for each in same} == {devices[source].efficiency}
