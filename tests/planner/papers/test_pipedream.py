@@ -1,7 +1,7 @@
 """Planners of PipeDream and 2BW (arXiv 2006.09503): brute force, walks of schedules, and findings of that paper."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise, product
 
 import numpy as np
@@ -49,83 +49,68 @@ def partitions(first: int, last: int, workers: int) -> Iterator[list[tuple[int, 
                 yield [(*edge, count) for edge, count in zip(edges, counts, strict=True)]
 
 
-def flat_seconds(layers: list[Layer], stages: list[tuple[int, int, int]], bandwidth: float) -> float:
-    """The slowest stage or hand-over, by the paper's terms layer by layer."""
-    times = [2 * layers[first - 1].activation_bytes / bandwidth for first, _, _ in stages[1:]]
-    for first, last, workers in stages:
-        own = layers[first:last]
-        weights = sum(4 * (workers - 1) * layer.weight_bytes / (workers * bandwidth) for layer in own)
-        times.append(max(sum(layer.seconds for layer in own), weights) / workers)
+Passes = Callable[[int], float]
+"""Replicas of a stage -> how often its weights cross a link in a gradient sum."""
+
+
+def slowest(layers: list[Layer], stages: list[tuple[int, int, int, float]], level: Level, passes: Passes) -> float:
+    """The slowest stage or hand-over of stages (first, last, workers, seconds of one worker), by the paper's terms."""
+    times = [2 * layers[first - 1].activation_bytes / level.bytes_per_second for first, *_ in stages[1:]]
+    for first, last, workers, alone in stages:
+        weights = sum(layer.weight_bytes for layer in layers[first:last])
+        times.append(max(alone, passes(workers) * weights / level.bytes_per_second) / workers)
     return max(times)
 
 
-def nested_seconds(layers: list[Layer], first: int, last: int, levels: list[Level]) -> float:
+def best_seconds(layers: list[Layer], first: int, last: int, levels: list[Level], passes: Passes) -> float:
     """The best of layers first to last over all of the levels, every choice tried."""
     if not levels:
         return sum(layer.seconds for layer in layers[first:last])
     *inner, level = levels
-    best = float("inf")
-    for stages in partitions(first, last, level.width):
-        times = [2 * layers[start - 1].activation_bytes / level.bytes_per_second for start, _, _ in stages[1:]]
-        for start, stop, workers in stages:
-            weights = sum(layer.weight_bytes for layer in layers[start:stop])
-            exchanged = 2 * (workers - 1) * weights / level.bytes_per_second
-            times.append(max(nested_seconds(layers, start, stop, inner), exchanged) / workers)
-        best = min(best, max(times))
-    return best
+    return min(
+        slowest(layers, [(*each, best_seconds(layers, *each[:2], inner, passes)) for each in stages], level, passes)
+        for stages in partitions(first, last, level.width)
+    )
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("num_layers", "workers"), [(1, 3), (5, 1), (6, 4), (8, 4)])
-def test_the_flat_partition_is_that_of_brute_force(seed: int, num_layers: int, workers: int) -> None:
-    layers, bandwidth = profile(seed, num_layers), 10.0
-    partition = flat(layers, workers, bandwidth)
-    best = min(flat_seconds(layers, stages, bandwidth) for stages in partitions(0, num_layers, workers))
-    assert partition.seconds == pytest.approx(best, rel=1e-12)
-    own = [(stage.first, stage.last, stage.workers) for stage in partition.stages]
-    assert flat_seconds(layers, own, bandwidth) == pytest.approx(best, rel=1e-12)
-    assert sum(stage.workers for stage in partition.stages) == workers
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("widths", [(4,), (2, 3), (3, 2), (2, 2, 2)])
-def test_the_hierarchical_partition_is_that_of_brute_force(seed: int, widths: tuple[int, ...]) -> None:
-    layers = profile(seed, 5)
-    levels = [Level(width, 30.0 / 3**index) for index, width in enumerate(widths)]
-    partition = hierarchical(layers, levels)
-    assert partition.seconds == pytest.approx(nested_seconds(layers, 0, len(layers), levels), rel=1e-12)
-    check_nested(partition.stages, 0, len(layers), list(widths))
-
-
-def check_nested(stages: tuple[PartitionStage, ...], first: int, last: int, widths: list[int]) -> None:
-    """Each level's stages are contiguous and use its whole width."""
-    if not widths:
+def seconds_of(
+    layers: list[Layer], stages: tuple[PartitionStage, ...], first: int, last: int, levels: list[Level], passes: Passes
+) -> float:
+    """The seconds of a partition, each level's stages of which are contiguous and use its whole width."""
+    if not levels:
         assert not stages
-        return
-    *inner, width = widths
+        return sum(layer.seconds for layer in layers[first:last])
+    *inner, level = levels
     assert [stages[0].first, stages[-1].last] == [first, last]
     assert all(one.last == other.first for one, other in pairwise(stages))
-    assert sum(stage.workers for stage in stages) == width
-    for stage in stages:
-        check_nested(stage.inner, stage.first, stage.last, inner)
+    assert sum(stage.workers for stage in stages) == level.width
+    own = [
+        (each.first, each.last, each.workers, seconds_of(layers, each.inner, each.first, each.last, inner, passes))
+        for each in stages
+    ]
+    return slowest(layers, own, level, passes)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    ("num_layers", "widths"),
+    [(1, (3,)), (5, (1,)), (6, (4,)), (8, (4,)), (5, (2, 3)), (5, (3, 2)), (5, (2, 2, 2))],
+)
+def test_the_partition_is_that_of_brute_force(seed: int, num_layers: int, widths: tuple[int, ...]) -> None:
+    layers = profile(seed, num_layers)
+    levels = [Level(width, 30.0 / 3**index) for index, width in enumerate(widths)]
+    cases: list[tuple[Partition, Passes]] = [(hierarchical(layers, levels), lambda count: 2 * (count - 1))]
+    if len(widths) == 1:
+        cases.append((flat(layers, widths[0], 30.0), lambda count: 4 * (count - 1) / count))
+    for partition, passes in cases:
+        best = best_seconds(layers, 0, num_layers, levels, passes)
+        assert partition.seconds == pytest.approx(best, rel=1e-12)
+        assert seconds_of(layers, partition.stages, 0, num_layers, levels, passes) == pytest.approx(best, rel=1e-12)
 
 
 def test_straight_pipelines_keep_one_mini_batch_per_stage() -> None:
     assert Partition(1.0, tuple(PartitionStage(index, index + 1, 1) for index in range(5))).in_flight == 5
     assert Partition(1.0, (PartitionStage(0, 1, 3), PartitionStage(1, 2, 4))).in_flight == 3
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_straight_pipeline_seconds_equal_the_schedules_walk(seed: int) -> None:
-    """Seconds are those of a mini-batch in a full pipeline, where transfers take no time."""
-    layers = [Layer(each.seconds, 0.0, 1e9) for each in profile(seed, 5)]
-    partition = flat(layers, 5, 1.0)
-    times = np.array([[sum(layer.seconds for layer in layers[each.first : each.last]) for each in partition.stages]])
-    none, links = np.zeros_like(times), np.zeros((1, times.size, times.size))
-    costs = OrderCosts(none, times / 3, none, times * 2 / 3, none, none, links, links)
-    ((walked,),) = step_seconds("pipedream", {}, costs, 64)
-    assert [each.workers for each in partition.stages] == [1] * 5
-    assert walked / 64 == pytest.approx(partition.seconds, rel=1e-9)
 
 
 V100_16 = Machine(devices=64, devices_per_server=8, memory_bytes=16 * 2**30, fast=150e9, slow=25e9 / 8)
@@ -267,10 +252,3 @@ def test_throughput_is_that_of_a_walk_of_the_schedule(depth: int, microbatches: 
     ((walked,),) = step_seconds("2bw", {}, costs, microbatches)
     rate = sequences_per_second(model, machine, microbatches, 1, depth, 1, "pipelined")
     assert microbatches / walked == pytest.approx(rate, rel=1e-12)
-
-
-def test_what_cannot_be_is_refused() -> None:
-    small = Machine(2, 2, memory_bytes=1e6, fast=1, slow=1)
-    model = blocks_of(papers_model(2, 64, 1))
-    with pytest.raises(ValueError, match=r"no width and depth of 2 devices fits 1e\+06 bytes per device"):
-        plan(model, small, 4)
