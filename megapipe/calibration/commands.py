@@ -24,7 +24,7 @@ from torch import Tensor
 from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.calibration.machine import check_output, profile
 from megapipe.config import ConfigError
-from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar
+from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar, quiet
 from megapipe.config.files import write_whole
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import MeshShape
@@ -118,7 +118,7 @@ def dry_run(
     *,
     device: str = "cuda",
     say: Callable[[str], None] = lambda line: None,
-    report: Report = lambda share: None,
+    report: Report = quiet,
 ) -> DryRun:
     """Check a run on `world_size` ranks.
 

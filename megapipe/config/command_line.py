@@ -265,6 +265,10 @@ Report = Callable[[float], None]
 """Receives the fraction of the work that is done, from 0 to 1."""
 
 
+def quiet(share: float) -> None:
+    """Report nothing."""
+
+
 class ProgressBar:
     """A bar with the time left, on a terminal; it disappears when it is closed.
 

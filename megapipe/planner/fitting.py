@@ -156,7 +156,7 @@ def _products(name: str) -> Belief:
     device = load_hardware(name).groups[0].device
     if name == "a100-80":
         return Belief(law_of(device, "fp16", A100_FP16).ceiling, f"{len(A100_FP16)} published products")
-    ceiling = ceiling_of(device, "bf16", H100_BF16, device.efficiency.launch)
+    _, ceiling = half_size_and_ceiling(device, "bf16", H100_BF16, device.efficiency.launch)
     return Belief(ceiling, f"{len(H100_BF16)} published products")
 
 
@@ -166,26 +166,18 @@ def law_of(device: Device, dtype: str, rates: Mapping[int, float]) -> Efficiency
     return fit_efficiency(device, dtype, products)
 
 
-def half_size_of(rates: Mapping[int, float], launch: float) -> float:
-    """Fit half_size to products of about three sizes. rates: TFLOP/s by size. launch: known seconds of a launch."""
-    slope, intercept = _third_roots(rates, launch)
-    return slope / intercept
+def half_size_and_ceiling(
+    device: Device, dtype: str, rates: Mapping[int, float], launch: float
+) -> tuple[float, float]:
+    """Fit half_size, and the share of the peak that an infinitely large product would reach, to products of about
+    three sizes: by the law of `Efficiency`, a line through the cube roots of seconds per FLOP, by 1 / size.
 
-
-def ceiling_of(device: Device, dtype: str, rates: Mapping[int, float], launch: float) -> float:
-    """Return the share of the peak that an infinitely large product would reach. See `half_size_of` for arguments."""
-    _, intercept = _third_roots(rates, launch)
-    return intercept**-3 / device.peak(dtype)
-
-
-def _third_roots(rates: Mapping[int, float], launch: float) -> tuple[float, float]:
-    """Fit a line to the cube roots of seconds per FLOP as a function of 1 / size; return its slope and intercept.
-    By the law of `Efficiency`, the intercept is that of an infinitely large product, and half_size slope / intercept.
+    rates: TFLOP/s by size. launch: known seconds of a launch.
     """
     sizes = np.array(list(rates), dtype=np.float64)
     seconds = np.array([_seconds(size, rate) for size, rate in rates.items()]) - launch
     slope, intercept = np.polyfit(1.0 / sizes, (seconds / (2.0 * sizes**3)) ** (1.0 / 3.0), 1)
-    return float(slope), float(intercept)
+    return float(slope / intercept), float(intercept**-3 / device.peak(dtype))
 
 
 def _seconds(size: int, rate: float) -> float:

@@ -85,14 +85,10 @@ def resolved(
 
 def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
     """Return, for a search over layouts, the run without auto, and the hardware with the memory that auto may use."""
-
-    def within_budget(device: Device) -> Device:
-        return replace(device, memory_bytes=allowed_bytes(config, device.memory_bytes))
-
     plain, memory = RecomputeConfig(logits=config.recompute.logits), config.recompute.memory
     share = f"{1 - RESERVE:.0%} of its memory" if memory is None else f"recompute.memory {memory:g} GiB"
-    limited = replace(hardware.with_devices(within_budget), name=f"{hardware.name}, {share}")
-    return replace(config, recompute=plain), limited
+    within = hardware.with_devices(lambda each: replace(each, memory_bytes=allowed_bytes(config, each.memory_bytes)))
+    return replace(config, recompute=plain), replace(within, name=f"{hardware.name}, {share}")
 
 
 def allowed_bytes(config: PretrainConfig, device_bytes: float) -> float:

@@ -377,9 +377,7 @@ def print_advice(advice: Mapping[str, Any]) -> None:
             "flight, by its model; megapipe can train it only if all stages have the same number of replicas"
         )
         for number, stage in enumerate(plan["stages"]):
-            first, last = stage["layers"]
-            layers = first if first == last else f"{first} to {last}"
-            print(f"  stage {number}: {layers}, {stage['replicas']} replicas")
+            print(f"  stage {number}: {' to '.join(dict.fromkeys(stage['layers']))}, {stage['replicas']} replicas")
 
 
 def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config import ConfigError
-from megapipe.config.command_line import Report
+from megapipe.config.command_line import Report, quiet
 from megapipe.config.parallel import ScheduleConfig, ZeroConfig, layer_is_fp8
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
@@ -144,7 +144,7 @@ class Plan:
         return self.batch_size / self.seconds
 
 
-def search(costs: "OpCosts", batch_size: int, *, units: int = 512, report: Report = lambda share: None) -> Plan:
+def search(costs: "OpCosts", batch_size: int, *, units: int = 512, report: Report = quiet) -> Plan:
     """Return the fastest plan over all pipeline degrees and numbers of micro-batches; on a tie the first plan. Shapes
     whose lower bound is too slow are skipped.
 
@@ -374,9 +374,7 @@ ADVICE = (
 )
 
 
-def per_layer(
-    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = lambda share: None
-) -> dict[str, Any]:
+def per_layer(config: PretrainConfig, hardware: Hardware, devices: int, report: Report = quiet) -> dict[str, Any]:
     """Return the plan of Galvatron's search (`papers.galvatron.search`) for batches of batch.global_size, for JSON.
 
     report: as in `search`. Times of layers are the roofline of the first group's device. Raises ConfigError if the

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.config import ConfigError
-from megapipe.config.command_line import Report
+from megapipe.config.command_line import Report, quiet
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ScheduleConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig
@@ -41,6 +41,8 @@ from megapipe.schedules.registry import find_published
 from megapipe.spec.ops import FULL_BYTES
 
 Floats = npt.NDArray[np.float64]
+Passes = Callable[[Ints], npt.NDArray[np.floating]]
+"""Numbers of replicas -> how often weights cross a link in a gradient sum."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +77,10 @@ class PartitionStage:
     workers: int
     inner: tuple["PartitionStage", ...] = ()
 
-    def on_devices(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the first layer, the end and the number of devices of each of its stages on the innermost level."""
-        if not self.inner:
-            yield self.first, self.last, self.workers
-        for stage in self.inner:
-            yield from ((first, last, self.workers * devices) for first, last, devices in stage.on_devices())
+    def on_devices(self) -> list[tuple[int, int, int]]:
+        """Return the first layer, the end and the number of devices of its stages on the innermost level."""
+        stages = [each for stage in self.inner for each in stage.on_devices()] or [(self.first, self.last, 1)]
+        return [(first, last, self.workers * devices) for first, last, devices in stages]
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,8 @@ class Partition:
         """Return NOAM, the mini-batches that fill the pipeline: workers / replicas of the first stage, rounded up."""
         return -(-sum(stage.workers for stage in self.stages) // self.stages[0].workers)
 
-    def on_devices(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the first layer, the end and the number of devices of every stage on the innermost level."""
-        return (each for stage in self.stages for each in stage.on_devices())
 
-
-def flat(
-    layers: Sequence[Layer], workers: int, bytes_per_second: float, report: Report = lambda share: None
-) -> Partition:
+def flat(layers: Sequence[Layer], workers: int, bytes_per_second: float, report: Report = quiet) -> Partition:
     """Return the best partition over `workers` workers with equal links (arXiv 1806.03377, partitioning algorithm).
 
     T(i..j, m) = max(sum of seconds, sum of W_l) / m, where `W_l = 4 (m - 1) |w_l| / (m x bandwidth)`; a transfer takes
@@ -111,7 +105,7 @@ def flat(
     return _best(layers, [Level(workers, bytes_per_second)], lambda count: 4.0 * (count - 1.0) / count, report)
 
 
-def hierarchical(layers: Sequence[Layer], levels: Sequence[Level], report: Report = lambda share: None) -> Partition:
+def hierarchical(layers: Sequence[Layer], levels: Sequence[Level], report: Report = quiet) -> Partition:
     """Return the best partition over levels of links (SOSP'19, partitioning algorithm). levels: the innermost first.
     report: receives the fraction of each level that is done.
 
@@ -121,55 +115,40 @@ def hierarchical(layers: Sequence[Layer], levels: Sequence[Level], report: Repor
     return _best(layers, levels, lambda count: 2.0 * (count - 1.0), report)
 
 
-def _best(
-    layers: Sequence[Layer],
-    levels: Sequence[Level],
-    passes: Callable[[Ints], npt.NDArray[np.floating]],
-    report: Report,
-) -> Partition:
-    """Return the best partition. passes: numbers of replicas -> how often weights cross a link in a gradient sum.
-    report: receives the fraction of each level that is done."""
-    seconds, activations, weights = np.array([astuple(layer) for layer in layers]).T
-    chosen: list[tuple[Ints, Ints]] = []
-    # A^(k-1)(first..last), shape [firsts, lasts]: the layers on one component of a level.
-    fastest = _sums(seconds)
+def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Passes, report: Report) -> Partition:
+    """Return the best partition. report: receives the fraction of each level that is done."""
+    profile, chosen = np.array([astuple(layer) for layer in layers]).T, list[Ints]()
+    totals = np.pad(profile.cumsum(axis=1), [(0, 0), (1, 0)])
+    # Sums over layers first to last - 1, shape [firsts, lasts]; fastest is A^(k-1), on one component of a level.
+    fastest, _, weights = totals[:, None] - totals[:, :-1, None]
     for number, level in enumerate(levels):
-        counts, transfer = np.arange(1, level.width + 1), 2 * activations / level.bytes_per_second
-        synchronised = passes(counts) * _sums(weights)[..., None] / level.bytes_per_second
+        counts, transfer = np.arange(1, level.width + 1), 2 * profile[1] / level.bytes_per_second
+        synchronised = passes(counts) * weights[..., None] / level.bytes_per_second
         stage = np.maximum(fastest[..., None], synchronised) / counts
-        # Only the outermost level has no level that divides other layers than all of them.
+        # Outer levels need every range of layers; of the outermost one, only all layers are asked.
         firsts = len(layers) if number + 1 < len(levels) else 1
-        best, cuts, workers = _best_of_level(stage[:firsts], stage, transfer, report)
-        chosen.append((cuts, workers))
-        fastest = np.full_like(fastest, np.inf)
-        fastest[:firsts] = best[..., -1]
+        best, last_stages = _best_of_level(stage[:firsts], stage, transfer, report)
+        chosen.append(last_stages)
+        fastest = best[..., -1]
 
     def stages(k: int, first: int, last: int, count: int) -> tuple[PartitionStage, ...]:
         if k == 0:
             return ()
-        cut, own = (int(each[first, last, count - 1]) for each in chosen[k - 1])
-        width = levels[k - 2].width if k > 1 else 1
+        at, width = int(chosen[k - 1][first, last, count - 1]), levels[k - 2].width if k > 1 else 1
+        cut, own = (first, count) if at < 0 else (at // (count - 1) + 1, at % (count - 1) + 1)
         stage = PartitionStage(cut, last, own, stages(k - 1, cut, last, width))
-        return (stage,) if cut == first else (*stages(k, first, cut, count - own), stage)
+        return (stage,) if at < 0 else (*stages(k, first, cut, count - own), stage)
 
     return Partition(float(fastest[0, -1]), stages(len(levels), 0, len(layers), levels[-1].width))
 
 
-def _sums(values: Floats) -> Floats:
-    """Return the sums over layers first to last - 1, shape [layers + 1, layers + 1]."""
-    totals = np.append(0.0, values.cumsum())
-    return np.asarray(totals - totals[:, None])
-
-
-def _best_of_level(whole: Floats, stage: Floats, transfer: Floats, report: Report) -> tuple[Floats, Ints, Ints]:
-    """Return A^k(first..last, m), and the first layer and the workers of each last stage.
+def _best_of_level(whole: Floats, stage: Floats, transfer: Floats, report: Report) -> tuple[Floats, Ints]:
+    """Return A^k(first..last, m), and the last stage: (its first layer - 1) (m - 1) + its workers - 1, or -1 for all.
 
     whole: T^k of the layers as one stage; stage: T^k of a last stage, shape [firsts, lasts, workers]; a level's A has
     the shape of `whole`. transfer: seconds to send the output of each layer.
     """
-    best, firsts = whole.copy(), np.arange(len(whole))
-    cuts = np.broadcast_to(firsts[:, None, None], whole.shape).copy()
-    workers = np.broadcast_to(np.arange(1, whole.shape[2] + 1), whole.shape).copy()
+    best, chosen, firsts = whole.copy(), np.full(whole.shape, -1), np.arange(len(whole))
     for last in range(2, whole.shape[1]):
         report(last / whole.shape[1])
         # The layers up to a cut on some workers, the transfer, then a stage on the others.
@@ -182,15 +161,11 @@ def _best_of_level(whole: Floats, stage: Floats, transfer: Floats, report: Repor
             at = choices.argmin(axis=1)
             fastest = choices[firsts, at]
             better = fastest < best[:, last, count - 1]
-            best[better, last, count - 1] = fastest[better]
-            cut, own = np.divmod(at[better], count - 1)
-            cuts[better, last, count - 1], workers[better, last, count - 1] = cut + 1, own + 1
-    return best, cuts, workers
+            best[better, last, count - 1], chosen[better, last, count - 1] = fastest[better], at[better]
+    return best, chosen
 
 
-def partition_plan(
-    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = lambda share: None
-) -> dict[str, Any]:
+def partition_plan(config: PretrainConfig, hardware: Hardware, devices: int, report: Report = quiet) -> dict[str, Any]:
     """Return the stages of PipeDream's partitioners for micro-batches of batch.micro_size, ready for JSON.
 
     On the devices of one node, the answer is that of `flat`, otherwise that of `hierarchical` over devices of a node
@@ -225,7 +200,8 @@ def partition_plan(
         "in_flight": partition.in_flight,
         "stages": [
             {"layers": [members[first].name, members[last - 1].name], "replicas": replicas}
-            for first, last, replicas in partition.on_devices()
+            for stage in partition.stages
+            for first, last, replicas in stage.on_devices()
         ],
     }
 
@@ -322,7 +298,7 @@ def sequences_per_second(
 
 
 def configurations(
-    model: BlockModel, machine: Machine, batch_size: int, report: Report = lambda share: None
+    model: BlockModel, machine: Machine, batch_size: int, report: Report = quiet
 ) -> Iterator[Configuration]:
     """Yield the configurations that algorithm 1 compares: for every width, depth and execution, the one with the
     largest micro-batch that fits.
@@ -344,7 +320,7 @@ def configurations(
                 break
 
 
-def plan(model: BlockModel, machine: Machine, batch_size: int, report: Report = lambda share: None) -> Configuration:
+def plan(model: BlockModel, machine: Machine, batch_size: int, report: Report = quiet) -> Configuration:
     """Return the fastest configuration for a global batch of `batch_size` sequences (algorithm 1).
 
     Trying all micro-batch sizes gives the same result if a block's time per sequence does not increase with the size.
@@ -362,7 +338,7 @@ def plan(model: BlockModel, machine: Machine, batch_size: int, report: Report = 
 
 
 def two_buffered_plan(
-    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = lambda share: None
+    config: PretrainConfig, hardware: Hardware, devices: int, report: Report = quiet
 ) -> dict[str, Any]:
     """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
 

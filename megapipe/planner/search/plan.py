@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from megapipe.config import ConfigError
-from megapipe.config.command_line import Report
+from megapipe.config.command_line import Report, quiet
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
@@ -80,7 +80,7 @@ def search_speed(
     times: LayerTimes | None = None,
     effort: Effort | None = None,
     assumptions: Assumptions = ENGINE,
-    report: Report = lambda share: None,
+    report: Report = quiet,
 ) -> Findings:
     """Return the layouts with the most tokens per second. report: receives the fraction of the work that is done.
 
@@ -255,11 +255,8 @@ class Refiner:
         except ConfigError:  # a mesh that does not cut the nodes evenly has no other order
             return PlannedLayout(before)
         after = estimate(config, self.hardware, times=self.times, node_order=order, assumptions=self.assumptions)
-        return (
-            PlannedLayout(after, node_order=order)
-            if after.step_seconds < before.step_seconds
-            else PlannedLayout(before)
-        )
+        faster = after.step_seconds < before.step_seconds
+        return PlannedLayout(after, node_order=order) if faster else PlannedLayout(before)
 
 
 class Member(NamedTuple):
@@ -283,7 +280,7 @@ def search(
     times: LayerTimes | None = None,
     effort: Effort | None = None,
     assumptions: Assumptions = ENGINE,
-    report: Report = lambda share: None,
+    report: Report = quiet,
 ) -> Findings:
     """Return the best layouts of a run by an objective.
 

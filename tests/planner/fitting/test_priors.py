@@ -22,9 +22,8 @@ from megapipe.planner.fitting import (
     Floats,
     Parameter,
     Prior,
-    ceiling_of,
     fit_parameters,
-    half_size_of,
+    half_size_and_ceiling,
     law_of,
     prior_of,
 )
@@ -129,7 +128,8 @@ def test_the_a100_has_the_law_of_its_products() -> None:
 def test_h100_has_its_own_half_size_and_a100s_launch() -> None:
     preset = device("h100").efficiency
     assert preset.launch == device("a100-80").efficiency.launch
-    assert preset.half_size == pytest.approx(half_size_of(H100_BF16, preset.launch), abs=1.0)
+    half, _ = half_size_and_ceiling(device("h100"), "bf16", H100_BF16, preset.launch)
+    assert preset.half_size == pytest.approx(half, abs=1.0)
 
 
 def test_the_law_predicts_the_products_it_was_fitted_to() -> None:
@@ -149,6 +149,6 @@ def test_fits_recover_half_size_and_ceiling_of_synthetic_products(half: float, l
     rates = {
         size: 2e-12 * size**3 / (2.0 * (size + half) ** 3 / (peak * 1e12) + launch) for size in (2048, 4096, 8192)
     }
-    assert half_size_of(rates, launch) == pytest.approx(half, rel=1e-6)
     machine = Device("a", {"bf16": 989e12}, 80e9, 3e12)
-    assert ceiling_of(machine, "bf16", rates, launch) == pytest.approx(peak / 989, rel=1e-6)
+    fitted = half_size_and_ceiling(machine, "bf16", rates, launch)
+    assert fitted == pytest.approx((half, peak / 989), rel=1e-6)
