@@ -16,6 +16,7 @@ from megapipe.layout.stages import StageLayout, layers_of
 from megapipe.layout.units import GIB, StateUnits
 from megapipe.planner.cost.estimate import ENGINE, Assumptions
 from megapipe.planner.cost.layer_times import shared
+from megapipe.planner.cost.memory import cut_of
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.measured import MeasuredTimes
 from megapipe.planner.search.bounds import LayoutBounds
@@ -308,3 +309,13 @@ def test_a_search_holds_the_assumptions_that_it_is_given() -> None:
     exact = predict(simulated.config, hardware, assumptions=assumptions).estimate
     assert simulated.simulated
     assert simulated.estimate.step_seconds == pytest.approx(exact.step_seconds)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_bound_of_whole_layers_is_what_ranks_hold(stage: int) -> None:
+    base = replace(run(num_layers=12), batch=replace(run().batch, global_size=48), zero=ZeroConfig(stage=stage))
+    hardware = machine(1e15, 1e10, 1e9)
+    costs = Evaluation(base, hardware, slowest_times(base, hardware, 8))
+    layout = Layout(Shape(4, 1, 2, 1, 1, "1f1b", None), 0, stage, "none")
+    held = [memory.buffers for memory in costs.estimate(layout).memory]
+    assert costs.states(layout).least_buffers(cut_of(costs.run(layout))).tolist() == held
