@@ -63,6 +63,7 @@ def test_a_resumed_run_has_the_same_bits(
     assert_same_bits(outcome, whole(tmp_path, corpus, model, then if options else first, **options))
 
 
+@pytest.mark.slow
 def test_another_layout_is_within_tolerance(tmp_path: Path, corpus: str) -> None:
     outcome = resumed(tmp_path, corpus, GPT2_SHAPE, {"tensor": 2}, {"data": 2}, "processes")
     assert_close(outcome, whole(tmp_path, corpus, GPT2_SHAPE, {}))

@@ -151,6 +151,7 @@ def check_bar(text: str) -> None:
     assert "step 6/6 | loss" in text, "losses stay in the scrollback"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", pytest.param("2bw", marks=pytest.mark.exhaustive)])
 def test_pipelines_ramp_evaluate_and_resume_like_one_process(tmp_path: Path, corpus: str, schedule: str) -> None:
     """The one process runs on a terminal, where it shows a bar."""

@@ -54,6 +54,7 @@ def test_layers_of_several_strategies_train_alike(tmp_path: Path, schedule: dict
     assert {layers.index(place) for place in gathered} == {2, 5}  # blocks.1, and the head, which has zero.stage
 
 
+@pytest.mark.slow
 def test_pools_limited_in_bytes_hold_what_fits(tmp_path: Path) -> None:
     """Two blocks and one of the small ends, where a pool of two layers has two; trained to the same bits."""
     prefix, limit = write_shard(tmp_path), ROOM * 4 / 2**30

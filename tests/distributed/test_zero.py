@@ -60,6 +60,7 @@ def run_each(mesh: Mesh, configs: list[PretrainConfig]) -> list[LayoutRun]:
     return [run_layout(mesh, config) for config in configs]
 
 
+@pytest.mark.slow
 def test_sharded_state_takes_the_predicted_bytes_and_exchanges(corpus: str) -> None:
     """Layers are gathered twice and reduced once, whatever the micro-batches (arXiv 2106.02679); layers that the
     forward ended with are still there."""
@@ -164,6 +165,7 @@ def test_the_next_weights_arrive_before_a_forward_ends(two_buffers: list[tuple[l
             assert gather[1] < layer[1]
 
 
+@pytest.mark.slow
 def test_without_a_second_buffer_weights_come_after_it(corpus: str) -> None:
     for events, log in overlapped(corpus, weight_buffers=1):
         gathers = [start for operation, start, _ in log if operation == "gather_into"][:UNITS]

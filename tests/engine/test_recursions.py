@@ -47,8 +47,8 @@ def cases_of(pipeline: int, num_microbatches: int, optimizer: str = "momentum", 
 @pytest.mark.parametrize(
     ("backend", "pipeline"),
     [
-        ("threads", 4),
         ("processes", 2),
+        pytest.param("threads", 4, marks=pytest.mark.slow),
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("threads", 2), ("processes", 4))),
     ],
 )
