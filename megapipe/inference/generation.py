@@ -356,7 +356,7 @@ def fill(model: LoadedModel, tokenizer: Tokenizer, text: str, tokens: Sequence[i
             outputs = twins[0](*outputs, context=context)
     logits = outputs[0][0, :, : tokenizer.vocabulary_size]
     gaps = (row[0] == tokenizer.special_tokens[ends_of(tokenizer).mask]).nonzero().flatten()
-    best = logits[gaps].float().softmax(dim=-1).topk(min(num_candidates, logits.shape[1]))
+    best = logits[gaps].float().softmax(dim=-1).topk(num_candidates)
     gaps_filled = [
         [Candidate(tokenizer.decode([number]), share) for number, share in zip(numbers, shares, strict=True)]
         for numbers, shares in zip(best.indices.tolist(), best.values.tolist(), strict=True)

@@ -324,7 +324,7 @@ def test_close_at_any_moment(depth: int) -> None:
 
 
 TOKENS_OF_A_DOCUMENT = 1000
-"""Of a billion documents, except the first, which has one more token."""
+"""The number of tokens of each of a billion documents, except the first, which has one more."""
 
 
 class ComputedArray:

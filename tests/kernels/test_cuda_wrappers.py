@@ -1,4 +1,4 @@
-"""What the kernels of csrc/ and their wrappers have and other backends have not, on an emulated GPU."""
+"""Properties of the CUDA kernels and their wrappers that no other backend has, on an emulated GPU."""
 
 from collections.abc import Iterator
 
