@@ -92,8 +92,8 @@ class Function:
             return None
         supported, taken = " or ".join(map(str, self.counts)), _count(function) or "unknown"
         return (
-            f"{self.extension}.{self.name} takes {taken} arguments instead of {supported}; build apex at commit "
-            f"{self.forms[-1].commit[:9]}"
+            f"{self.extension}.{self.name} takes {taken} arguments instead of {supported}; "
+            f"build apex at commit {self.forms[-1].commit[:9]}"
         )
 
 
@@ -148,8 +148,8 @@ LAYER_NORM_BACKWARD = _function(
     "backward_affine",
     (
         _LAYER_NORM,
-        "dout:tensor mean:tensor invvar:tensor input:tensor normalized_shape:shape gamma:tensor beta:tensor "
-        "epsilon:float",
+        "dout:tensor mean:tensor invvar:tensor input:tensor normalized_shape:shape "
+        "gamma:tensor beta:tensor epsilon:float",
     ),
     (_MEMORY_EFFICIENT, "memory_efficient:bool"),
 )
@@ -343,9 +343,9 @@ def weight_gradient(x: Tensor, dy: Tensor, total: Tensor) -> None:
     fits = len(rows) == len(outputs) and total.shape == (outputs.shape[1], rows.shape[1]) and len(rows) < _MOST
     if not fits or x.dtype != dy.dtype or total.dtype != torch.float32 or not total.is_contiguous():
         raise ValueError(
-            f"weight_gradient: x is {x.dtype} {list(x.shape)}, dy {dy.dtype} {list(dy.shape)}, total {total.dtype} "
-            f"{list(total.shape)}; apex needs x and dy of one dtype with the same rows, and a contiguous float32 "
-            "total"
+            f"weight_gradient: x is {x.dtype} {list(x.shape)}, "
+            f"dy {dy.dtype} {list(dy.shape)}, total {total.dtype} {list(total.shape)}; apex "
+            "needs x and dy of one dtype with the same rows, and a contiguous float32 total"
         )
     if len(rows):
         WEIGHT_GRADIENT(rows, outputs, total)

@@ -37,9 +37,9 @@ def operands(name: str, x: Tensor, matching: dict[str, Tensor | None], parameter
     for key, (tensor, shape) in expected.items():
         if tensor.shape != shape or tensor.dtype != x.dtype:
             raise ValueError(
-                f"{name}: {key} is {tensor.dtype} {list(tensor.shape)}, but x is {x.dtype} {list(x.shape)}; it must "
-                f"be {x.dtype} {list(shape)}; cast it, or request the backend 'reference', which supports all "
-                "dtypes"
+                f"{name}: {key} is {tensor.dtype} {list(tensor.shape)}, "
+                f"but x is {x.dtype} {list(x.shape)}; it must be {x.dtype} {list(shape)}; "
+                "cast it, or request the backend 'reference', which supports all dtypes"
             )
     return [x.contiguous(), *(tensor.contiguous() for tensor, _ in expected.values())]
 

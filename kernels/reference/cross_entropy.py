@@ -156,8 +156,8 @@ def linear_cross_entropy_statistics(
 
 # Opaque, like the functions below: a graph would unroll all chunks that are written in place.
 @opaque(
-    "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, SymInt num_columns, "
-    "bool alone, float? cap=None) -> (Tensor, Tensor)",
+    "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
+    "SymInt num_columns, bool alone, float? cap=None) -> (Tensor, Tensor)",
     lambda x, weight, *_, cap=None: (
         x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32)),
         x.new_empty(x.shape[0], weight.shape[0]),
@@ -186,8 +186,8 @@ def linear_cross_entropy_statistics_and_gradient(
 
 
 @opaque(
-    "linear_cross_entropy_complete(Tensor(a!) gradient, Tensor columns, Tensor owned, SymInt num_columns, Tensor own, "
-    "Tensor log_sum_exp, float? cap=None) -> ()",
+    "linear_cross_entropy_complete(Tensor(a!) gradient, Tensor columns, Tensor owned, "
+    "SymInt num_columns, Tensor own, Tensor log_sum_exp, float? cap=None) -> ()",
     lambda gradient, columns, owned, num_columns, own, log_sum_exp, cap=None: None,
 )
 def linear_cross_entropy_complete_gradient(

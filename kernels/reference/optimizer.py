@@ -227,8 +227,8 @@ def check_rounded(target: Tensor, source: Tensor) -> None:
     for name, tensor, dtype in (("target", target, torch.bfloat16), ("source", source, torch.float32)):
         if tensor.dtype != dtype or tensor.shape != (source.numel(),) or not tensor.is_contiguous():
             raise ValueError(
-                f"stochastic rounding's {name} is {tensor.dtype} {list(tensor.shape)}; it must be a flat, contiguous "
-                f"view of {source.numel()} elements in {dtype}"
+                f"stochastic rounding's {name} is {tensor.dtype} {list(tensor.shape)}; "
+                f"it must be a flat, contiguous view of {source.numel()} elements in {dtype}"
             )
 
 

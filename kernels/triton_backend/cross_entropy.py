@@ -333,8 +333,8 @@ def cross_entropy_statistics_and_gradient(logits: Tensor, columns: Tensor, owned
 
 
 @opaque(
-    "cross_entropy_gradient_triton(Tensor(a!) logits, Tensor columns, Tensor owned, Tensor log_sum_exp, "
-    "Tensor? scale) -> ()",
+    "cross_entropy_gradient_triton(Tensor(a!) logits, Tensor columns, Tensor owned, "
+    "Tensor log_sum_exp, Tensor? scale) -> ()",
     lambda logits, columns, owned, log_sum_exp, scale: None,
 )
 def cross_entropy_gradient(
@@ -374,8 +374,8 @@ def cross_entropy_row_statistics(
 
 
 @opaque(
-    "linear_cross_entropy_statistics_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
-    "SymInt num_columns, Tensor? bias=None) -> Tensor",
+    "linear_cross_entropy_statistics_triton(Tensor x, Tensor weight, Tensor columns, "
+    "Tensor owned, SymInt num_columns, Tensor? bias=None) -> Tensor",
     _empty_statistics,
 )
 def linear_cross_entropy_statistics(
@@ -392,8 +392,8 @@ def linear_cross_entropy_statistics(
 
 
 @opaque(
-    "linear_cross_entropy_gradient_triton(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
-    "SymInt num_columns, bool alone) -> (Tensor, Tensor)",
+    "linear_cross_entropy_gradient_triton(Tensor x, Tensor weight, Tensor columns, "
+    "Tensor owned, SymInt num_columns, bool alone) -> (Tensor, Tensor)",
     lambda x, weight, *_: (_empty_statistics(x), x.new_empty(x.shape[0], weight.shape[0])),
 )
 def linear_cross_entropy_statistics_and_gradient(
@@ -413,8 +413,8 @@ def linear_cross_entropy_statistics_and_gradient(
 
 
 @opaque(
-    "linear_cross_entropy_complete_triton(Tensor(a!) gradient, Tensor columns, Tensor owned, SymInt num_columns, "
-    "Tensor own, Tensor log_sum_exp) -> ()",
+    "linear_cross_entropy_complete_triton(Tensor(a!) gradient, Tensor columns, Tensor owned, "
+    "SymInt num_columns, Tensor own, Tensor log_sum_exp) -> ()",
     lambda gradient, columns, owned, num_columns, own, log_sum_exp: None,
 )
 def linear_cross_entropy_complete_gradient(

@@ -138,8 +138,8 @@ def dry_run(
     actions = sum(len(rows) for rows in schedule.sections.body)
     header = schedule.header
     say(
-        f"schedule: {header.name}, class {header.numerical_class}, {microbatches:,} micro-batches, "
-        f"{actions:,} actions a step, valid"
+        f"schedule: {header.name}, class {header.numerical_class}, "
+        f"{microbatches:,} micro-batches, {actions:,} actions a step, valid"
     )
     first = predict_rank(config, schedule, 0, device=device)
     kernels, holding = OPS.with_overrides(config.kernels.backends), Holding.of(LayoutTable.of(config, layout))

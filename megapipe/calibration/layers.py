@@ -70,8 +70,8 @@ def samples_for(config: PretrainConfig) -> Samples:
         return RandomSamples(config.data.sequence_length, config.model.vocabulary_size)
     if not any(config.data.prefixes):
         raise ConfigError(
-            "data.prefix is empty, and masked pairs for a BERT cannot be generated; set it to the shard that the "
-            "run will train on"
+            "data.prefix is empty, and masked pairs for a BERT cannot be generated; "
+            "set it to the shard that the run will train on"
         )
     return open_samples(config, "train")
 

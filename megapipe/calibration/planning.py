@@ -41,8 +41,8 @@ def planned(
     config = given.config
     if config.training.precision == "auto":
         raise ConfigError(
-            "training.precision auto cannot be combined with --plan, because it is measured after the layout is "
-            "known; set a precision"
+            "training.precision auto cannot be combined with --plan, "
+            "because it is measured after the layout is known; set a precision"
         )
     per_node = ranks_per_node(environment, world_size)
     hardware = this_machine(config.parallel.device, per_node) if plan == AUTO else load_hardware(plan)
@@ -62,9 +62,9 @@ def planned(
         hardware_name = auto.hardware if plan == AUTO or auto.hardware is not None else plan
         chosen = replace(chosen, recompute=replace(auto, hardware=hardware_name))
     line = (
-        f"plan for {world_size} x {hardware.groups[0].device.name}: {layout_text(chosen)}; predicted "
-        f"{seconds_text(best.estimate.step_seconds)} a step ({provenance(hardware)}), {findings.layouts:,} layouts "
-        "considered"
+        f"plan for {world_size} x {hardware.groups[0].device.name}: "
+        f"{layout_text(chosen)}; predicted {seconds_text(best.estimate.step_seconds)} a step "
+        f"({provenance(hardware)}), {findings.layouts:,} layouts considered"
     )
     return chosen, line
 
@@ -97,9 +97,9 @@ def preset_of(name: str, memory_bytes: float, option: str = "--plan") -> str:
     nearest = min(misses, key=lambda preset: misses[preset], default=None)
     if nearest is None or misses[nearest] > SIZE_TOLERANCE:
         raise ConfigError(
-            f"no preset matches {name!r} with {memory_bytes / 1e9:.0f} GB (presets: {', '.join(PRESETS)}); measure "
-            "it with megapipe plan profile --output machine.yaml, or describe it (docs/hardware.md), and give "
-            f"{option} machine.yaml"
+            f"no preset matches {name!r} with {memory_bytes / 1e9:.0f} GB (presets: "
+            f"{', '.join(PRESETS)}); measure it with megapipe plan profile --output "
+            f"machine.yaml, or describe it (docs/hardware.md), and give {option} machine.yaml"
         )
     return nearest
 

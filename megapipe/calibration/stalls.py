@@ -217,9 +217,9 @@ class StallReport:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the printed report."""
         yield (
-            f"{', '.join(self.prefixes)}: {_bytes(self.corpus_bytes)}; {self.samples} samples of "
-            f"{self.tokens // self.samples} tokens a step, {self.num_steps} steps, {self.epochs:.3g} epochs, on "
-            f"{self.device}"
+            f"{', '.join(self.prefixes)}: {_bytes(self.corpus_bytes)}; "
+            f"{self.samples} samples of {self.tokens // self.samples} tokens a step, "
+            f"{self.num_steps} steps, {self.epochs:.3g} epochs, on {self.device}"
         )
         if self.num_replicas > 1:
             yield f"one of {self.num_replicas} data-parallel replicas; those on one host share its storage and cores"
@@ -281,8 +281,8 @@ class StallReport:
         yield f"a faster accelerator: data would keep up with {_factor(headroom)} the model's rate{shown}"
         if headroom < 1:
             yield (
-                "preparation is slower than the model for any storage: one thread prepares the data of a replica, "
-                "so replicas with fewer devices wait less"
+                "preparation is slower than the model for any storage: one thread prepares "
+                "the data of a replica, so replicas with fewer devices wait less"
             )
 
     def _memory_advice(self) -> Iterator[str]:
@@ -291,8 +291,8 @@ class StallReport:
         if self.memory_bytes is not None:
             fits = min(1.0, self.memory_bytes / max(self.corpus_bytes, 1))
             yield (
-                f"memory: {_bytes(self.memory_bytes)} are free for files, {fits:.0%} of the shards; after one epoch "
-                f"{rates.throughput(fits):,.0f} tokens/s"
+                f"memory: {_bytes(self.memory_bytes)} are free for files, {fits:.0%} of the "
+                f"shards; after one epoch {rates.throughput(fits):,.0f} tokens/s"
             )
         if needed is None or share is None or rates.fetch is None:
             return
@@ -430,9 +430,9 @@ class ColdShards:
         if self.resident <= COLD:
             return True
         self.why_not = (
-            f"{self.resident:.0%} of the shards remain in memory after they were removed from the page cache: they "
-            "are on a file system in memory (tmpfs), another process has mapped them, or another user owns them; "
-            "copy them to your own files on a disk"
+            f"{self.resident:.0%} of the shards remain in memory after they were removed from "
+            "the page cache: they are on a file system in memory (tmpfs), another process has "
+            "mapped them, or another user owns them; copy them to your own files on a disk"
         )
         return False
 
@@ -458,10 +458,10 @@ def measure_stalls(
     if ingestion is None and ranks_per_replica > 1:
         shared = f" x parallel.context {parallel.context}" if parallel.context > 1 else ""
         raise ConfigError(
-            f"parallel.pipeline {parallel.pipeline}{shared} x parallel.tensor {parallel.tensor}: one process "
-            "cannot be as fast as several; give the tokens/s that a run's log prints with "
-            f"--ingestion-tokens-per-second, or set {'all' if shared else 'both'} to 1 to measure the whole model on "
-            "this device"
+            f"parallel.pipeline {parallel.pipeline}{shared} "
+            f"x parallel.tensor {parallel.tensor}: one process cannot be as fast as several; "
+            "give the tokens/s that a run's log prints with --ingestion-tokens-per-second, or "
+            f"set {'all' if shared else 'both'} to 1 to measure the whole model on this device"
         )
     config = _one_replica(config, num_replicas)
     mesh = initialize({}, device=config.parallel.device)

@@ -60,8 +60,8 @@ class Engine:
         expected = set(schedule.header.stages_on(rank))
         if set(stages) != expected:
             raise EngineError(
-                f"schedule {schedule.header.name} places stages {sorted(expected)} on pipeline rank {rank}, "
-                f"but stages {sorted(stages)} were given"
+                f"schedule {schedule.header.name} places stages {sorted(expected)} on "
+                f"pipeline rank {rank}, but stages {sorted(stages)} were given"
             )
         self._header = schedule.header
         self._flushes = schedule.flushes
@@ -183,8 +183,8 @@ class Engine:
         expected = self._header.num_microbatches
         if len(step_input.contexts) != expected:
             raise EngineError(
-                f"step {step_input.step} has {len(step_input.contexts)} micro-batches, and schedule "
-                f"{self._header.name} was built for {expected}"
+                f"step {step_input.step} has {len(step_input.contexts)} micro-batches, "
+                f"and schedule {self._header.name} was built for {expected}"
             )
         if self._under_way is not None and step_input.step != self._under_way.input.step + 1:
             raise EngineError(
@@ -200,8 +200,8 @@ class Engine:
     def _require_whole(self) -> None:
         if self._broken_by is not None:
             raise EngineError(
-                f"a step of this engine failed and left partial gradients ({self._broken_by}); create a new engine "
-                "from the last good weights"
+                "a step of this engine failed and left partial gradients "
+                f"({self._broken_by}); create a new engine from the last good weights"
             )
 
     def _ended(self, state: StepState) -> tuple[StepResult, ...]:

@@ -51,8 +51,8 @@ class Moves:
                     continue
                 if swaps is None:
                     raise EngineError(
-                        f"schedule {schedule.header.name} copies to host memory, but this engine was created without "
-                        "swaps: pass it a Swaps"
+                        f"schedule {schedule.header.name} copies to host memory, "
+                        "but this engine was created without swaps: pass it a Swaps"
                     )
                 if action.kind == Kind.SNAPSHOT:
                     continue

@@ -271,9 +271,9 @@ class Pipeline:
             rows = self._cut(as_tensors(inputs, "inputs"), "inputs")
             if described(rows[0]) != described(self._sample):
                 raise PipelineError(
-                    f"a micro-batch of the inputs is {described(rows[0])}, but the pipeline was built for "
-                    f"{described(self._sample)}; pass a batch with {self._microbatches} times the rows of the "
-                    "sample"
+                    f"a micro-batch of the inputs is {described(rows[0])}, "
+                    f"but the pipeline was built for {described(self._sample)}; "
+                    f"pass a batch with {self._microbatches} times the rows of the sample"
                 )
             parts = [Microbatch(inputs=part) for part in rows]
         if self.is_last and targets is not None:
@@ -316,8 +316,8 @@ def as_tensors(tensors: Tensors, what: str) -> tuple[Tensor, ...]:
     for part in parts:
         if not isinstance(part, Tensor):
             raise PipelineError(
-                f"{what} of type {type(tensors).__name__} contains {type(part).__name__}; pass a tensor, or a tuple "
-                "of tensors"
+                f"{what} of type {type(tensors).__name__} contains {type(part).__name__}; "
+                "pass a tensor, or a tuple of tensors"
             )
     return parts
 
@@ -354,8 +354,8 @@ def _check_mesh(mesh: Mesh, plan: ModelPlan, fp8: str) -> None:
         axis = spec.partition_axis or 0
         if spec.shape[axis] % size:
             raise PipelineError(
-                f"parameter {spec.name} has {spec.shape[axis]} elements along axis {axis}, which {size} tensor ranks "
-                "do not divide; change its size or the mesh"
+                f"parameter {spec.name} has {spec.shape[axis]} elements along axis {axis}, "
+                f"which {size} tensor ranks do not divide; change its size or the mesh"
             )
 
 
@@ -416,8 +416,8 @@ def _with_matrices(plan: ModelPlan, names: Collection[str] | None) -> ModelPlan:
         raise PipelineError(f"matrices names {', '.join(unknown)}, but the 2-D weights are {', '.join(sorted(known))}")
     if not names:
         raise PipelineError(
-            "optimizer muon has no matrix to update: no layer between the first and the last has a 2-D weight; name "
-            "some in matrices, or use adamw"
+            "optimizer muon has no matrix to update: no layer between the first and the last "
+            "has a 2-D weight; name some in matrices, or use adamw"
         )
 
     def marked(layer: LayerSpec) -> LayerSpec:
@@ -436,8 +436,8 @@ def _own_sample(sample: tuple[Tensor, ...], parts: int) -> tuple[Tensor, ...]:
     tokens = {tensor.shape[1] if tensor.dim() > 1 else 0 for tensor in sample}
     if len(tokens) > 1 or min(tokens) == 0 or min(tokens) % parts:
         raise PipelineError(
-            f"the sample is {described(sample)}; with {parts} context ranks, axis 1 of each tensor must be tokens, of "
-            f"the same number, a multiple of {parts}"
+            f"the sample is {described(sample)}; with {parts} context ranks, "
+            f"axis 1 of each tensor must be tokens, of the same number, a multiple of {parts}"
         )
     return tuple(tensor[:, : tensor.shape[1] // parts] for tensor in sample)
 
@@ -456,8 +456,8 @@ def _agreed(mesh: Mesh, plan: ModelPlan) -> ModelPlan:
     for rank, other in enumerate(mesh.world.all_gather_object(plan)):
         if other != plan:
             raise PipelineError(
-                f"rank {mesh.rank} was given other layers or another sample than rank {rank}; pass the same on "
-                "every rank"
+                f"rank {mesh.rank} was given other layers or another sample than rank {rank}; "
+                "pass the same on every rank"
             )
     return plan
 
@@ -506,8 +506,8 @@ def _schedule(
 def _ranges(num_layers: int, num_stages: int, num_ranks: int, by_hand: Sequence[int] | None) -> tuple[range, ...]:
     if num_layers < num_stages:
         raise PipelineError(
-            f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} pipeline ranks, "
-            f"{num_stages // num_ranks} each); cut the model into more layers, or use fewer ranks or chunks"
+            f"{num_layers} layers cannot fill {num_stages} stages ({num_ranks} pipeline "
+            f"ranks, {num_stages // num_ranks} each); cut the model into more layers, or use fewer ranks or chunks"
         )
     if by_hand is None:
         bounds = balance_layers([1.0] * num_layers, num_stages)

@@ -131,8 +131,8 @@ Layer = nn.Module | Callable[[], nn.Module]
 """A module, or a function that creates one, so that a rank creates only the layers that it runs."""
 
 _META_HINT = (
-    " (layers are tried on meta tensors, which have no values: register what a layer keeps as a buffer, and read no "
-    "values in its forward)"
+    " (layers are tried on meta tensors, which have no values: "
+    "register what a layer keeps as a buffer, and read no values in its forward)"
 )
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -217,8 +217,8 @@ class _TokensApart(TorchFunctionMode):
 
     def _refused(self, what: str) -> PipelineError:
         return PipelineError(
-            f"{self._layer} {what}, which mixes tokens that are on different context ranks; use "
-            "megapipe.DotProductAttention, or no context ranks"
+            f"{self._layer} {what}, which mixes tokens that are on different context ranks; "
+            "use megapipe.DotProductAttention, or no context ranks"
         )
 
 
@@ -226,9 +226,9 @@ def _require_tokens(index: int, module: nn.Module, outputs: Sequence[Tensor], to
     """Raise PipelineError if axis 1 of a layer's outputs is not this rank's tokens."""
     if any(output.dim() < 2 or output.shape[1] != tokens for output in outputs):
         raise PipelineError(
-            f"layer {index} ({type(module).__name__}) returns {described(outputs)} for {tokens} tokens of a sample; "
-            "with context ranks, axis 1 of whatever passes between layers must be the tokens: keep that axis, or use "
-            "no context ranks"
+            f"layer {index} ({type(module).__name__}) returns {described(outputs)} "
+            f"for {tokens} tokens of a sample; with context ranks, axis 1 of whatever passes "
+            "between layers must be the tokens: keep that axis, or use no context ranks"
         )
 
 
@@ -295,14 +295,14 @@ def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _
     for name, buffer in skeleton.named_buffers():
         if buffers.get(name) != (id(buffer), buffer._version):
             raise PipelineError(
-                f"{layer} changes its buffer {name!r} in the forward; micro-batches run in the order of the "
-                "schedule, on several replicas, so its value would depend on both: use a layer without running "
-                "statistics (LayerNorm, GroupNorm), or put it into eval mode"
+                f"{layer} changes its buffer {name!r} in the forward; micro-batches run in the order of the schedule, "
+                "on several replicas, so its value would depend on both: use a layer without "
+                "running statistics (LayerNorm, GroupNorm), or put it into eval mode"
             )
     if any(tensor._version for tensor in inputs):
         raise PipelineError(
-            f"{layer} changes an input in place; whether other layers see the change would depend on their rank: "
-            "change a clone instead"
+            f"{layer} changes an input in place; whether other layers see the change would "
+            "depend on their rank: change a clone instead"
         )
     return _Trial(skeleton, inputs, outputs)
 
@@ -446,8 +446,8 @@ class UserModules:
                 layer = layer()
         if any(tensor.is_meta for tensor in (*layer.parameters(), *layer.buffers())):
             raise PipelineError(
-                f"layer {index} is on the meta device: pass a function that creates it instead, so that its "
-                "parameters get values"
+                f"layer {index} is on the meta device: "
+                "pass a function that creates it instead, so that its parameters get values"
             )
         return layer
 

@@ -183,8 +183,8 @@ def generate(
     for number, prompt in enumerate(prompts):
         if not 0 < len(prompt) < longest:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; a prompt has at least 1 and at most {longest - 1}, one "
-                f"less than model.max_positions"
+                f"prompt {number} has {len(prompt)} tokens; a prompt has at least 1 and at "
+                f"most {longest - 1}, one less than model.max_positions"
             )
     texts = [
         Text(number, sample, list(prompt), len(prompt))
@@ -308,8 +308,8 @@ def ends_of(tokenizer: Tokenizer) -> Ends:
     ends = BERTS if ROBERTAS.missing(tokenizer) else ROBERTAS
     if missing := ends.missing(tokenizer):
         raise DataError(
-            f"{tokenizer.spec} has no {', '.join(missing)}: set --tokenizer to the vocabulary that the BERT was "
-            "trained with"
+            f"{tokenizer.spec} has no {', '.join(missing)}: "
+            "set --tokenizer to the vocabulary that the BERT was trained with"
         )
     return ends
 
@@ -327,8 +327,8 @@ def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) ->
     longest = config.data.sequence_length
     if len(tokens) > longest:
         raise PromptError(
-            f"{text!r} has {len(tokens)} tokens with {ends.begin} and {ends.end}, but the model was trained on "
-            f"samples of {longest}: shorten it"
+            f"{text!r} has {len(tokens)} tokens with {ends.begin} and {ends.end}, "
+            f"but the model was trained on samples of {longest}: shorten it"
         )
     if max(tokens) >= config.model.vocabulary_size:
         raise PromptError(

@@ -160,8 +160,8 @@ def find_tokenizer(name: str | None, data_prefix: str) -> Tokenizer:
         tokenizer = open_tokenizer(name)
     elif manifest is None:
         raise DataError(
-            f"the model was trained on {data_prefix or 'a shard'}, but there is no manifest next to it that names the "
-            "tokenizer: set --tokenizer"
+            f"the model was trained on {data_prefix or 'a shard'}, "
+            "but there is no manifest next to it that names the tokenizer: set --tokenizer"
         )
     else:
         named = tokenizer_of_shard(data_prefix, manifest)
@@ -193,8 +193,8 @@ def encoded(prompts: Iterable[str], tokenizer: Tokenizer, model: ModelConfig) ->
             tokens = [tokenizer.end_of_document]
         if max(tokens) >= model.vocabulary_size:
             raise PromptError(
-                f"prompt {number} has token {max(tokens)} but the model's vocabulary is {model.vocabulary_size}: set "
-                "--tokenizer to the one that it was trained with"
+                f"prompt {number} has token {max(tokens)} but the model's vocabulary is "
+                f"{model.vocabulary_size}: set --tokenizer to the one that it was trained with"
             )
         if len(tokens) >= model.max_positions:
             raise PromptError(

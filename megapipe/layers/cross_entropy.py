@@ -143,8 +143,8 @@ class VocabParallelHead(Linear, OnShards):
         if labels.device.type == "cpu" and not torch.compiler.is_compiling() and not known.all():
             wrong = labels[~known][0].item()
             raise ValueError(
-                f"label {wrong} is outside of the vocabulary of {self.vocabulary_size} tokens; "
-                "raise model.vocabulary_size to the tokenizer's, or give the token no weight in the loss mask"
+                f"label {wrong} is outside of the vocabulary of {self.vocabulary_size} "
+                "tokens; raise model.vocabulary_size to the tokenizer's, or give the token no weight in the loss mask"
             )
         return Targets(*self.columns_of(labels), known)
 

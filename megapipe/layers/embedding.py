@@ -163,8 +163,8 @@ class VocabParallelEmbedding(_Table, OnShards):
             lowest, highest = torch.aminmax(tokens)
             if lowest < 0 or highest >= self.vocabulary_size:
                 raise ValueError(
-                    f"tokens {lowest.item()} to {highest.item()} do not fit a vocabulary of {self.vocabulary_size}; "
-                    "raise model.vocabulary_size to the tokenizer's"
+                    f"tokens {lowest.item()} to {highest.item()} do not fit a vocabulary of "
+                    f"{self.vocabulary_size}; raise model.vocabulary_size to the tokenizer's"
                 )
         return self.look_up(tokens, None, tape)
 

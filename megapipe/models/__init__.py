@@ -108,7 +108,7 @@ def _check_declared(module: nn.Module, spec: LayerSpec, model: ModelConfig, shap
     partial = set(partial_parameters(module))
     if partial != declared:
         raise ValueError(
-            f"layer {spec.name}: module and ops differ in what they apply to their own tokens alone: the module names "
-            f"{sorted(partial - declared)} in `partial`, the ops {sorted(declared - partial)}. Set Op.gathered or "
-            "OnShards.partial"
+            f"layer {spec.name}: module and ops differ in what they apply to their "
+            f"own tokens alone: the module names {sorted(partial - declared)} in `partial`, "
+            f"the ops {sorted(declared - partial)}. Set Op.gathered or OnShards.partial"
         )

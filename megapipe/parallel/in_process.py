@@ -172,9 +172,9 @@ class ThreadGroup(Group):
             round_ = self._rounds.setdefault(number, _Round(operation, self.rank))
             if round_.operation != operation:
                 raise CommunicationError(
-                    f"collective {number} of the {self.name} group is {operation} on rank {self.global_rank} but "
-                    f"{round_.operation} on rank {self.ranks[round_.first_rank]}: members must call the same "
-                    "collectives in the same order"
+                    f"collective {number} of the {self.name} group is {operation} "
+                    f"on rank {self.global_rank} but {round_.operation} on rank {self.ranks[round_.first_rank]}: "
+                    "members must call the same collectives in the same order"
                 )
             round_.posted[self.rank] = value
             self._world.changed.notify_all()

@@ -206,9 +206,9 @@ def initialize(
     shape = MeshShape(sizes)
     if shape.world_size != environment.world_size:
         raise LaunchError(
-            f"the layout {shape} needs {shape.world_size} processes, but the launcher started "
-            f"{environment.world_size}: start {shape.world_size} processes in all with torchrun, or change the "
-            "parallel sizes"
+            f"the layout {shape} needs {shape.world_size} processes, "
+            f"but the launcher started {environment.world_size}: start {shape.world_size} "
+            "processes in all with torchrun, or change the parallel sizes"
         )
     before = dict(_variables_set)
     variables = set_gpu_variables(device, environment.local_rank, sizes, zero_stage)
@@ -324,8 +324,8 @@ def choose_device(choice: DeviceChoice, local_rank: int) -> torch.device:
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if local_rank >= count:
         raise LaunchError(
-            f"LOCAL_RANK={local_rank} needs GPU {local_rank} but this host has {count}: start at most one process per "
-            "GPU, or run with device cpu"
+            f"LOCAL_RANK={local_rank} needs GPU {local_rank} but this host has {count}: "
+            "start at most one process per GPU, or run with device cpu"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

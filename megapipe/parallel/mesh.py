@@ -92,8 +92,8 @@ class Mesh:
         """
         if list(stages) != sorted(set(stages)) or not stages or stages[0] < 0 or stages[-1] >= self.size("pipeline"):
             raise ValueError(
-                f"pipeline coordinates {stages} must ascend within 0..{self.size('pipeline') - 1} (pipeline size "
-                f"{self.size('pipeline')})"
+                f"pipeline coordinates {stages} must ascend within "
+                f"0..{self.size('pipeline') - 1} (pipeline size {self.size('pipeline')})"
             )
         if stages not in self._stage_groups:
             name = f"pipeline {'+'.join(str(stage) for stage in stages)}"
@@ -128,8 +128,8 @@ class Mesh:
         replicas = self.group("data", "context")
         if size < 1 or replicas.size % size:
             raise ValueError(
-                f"{size} ranks per copy are given; the number must be at least 1 and divide the {replicas.size} "
-                "replicas"
+                f"{size} ranks per copy are given; "
+                f"the number must be at least 1 and divide the {replicas.size} replicas"
             )
         if all(part_of(place) == part_of(replicas.rank) for place in range(replicas.size)):
             return replicas

@@ -166,9 +166,9 @@ def _check_resources(pairs: Sequence[tuple[int, int]], multiprocessors: int) -> 
     rank, count = counts.most_common(1)[0] if counts else (0, 0)
     if count > STREAMS_PER_PRIORITY:
         raise LaunchError(
-            f"pipeline rank {rank} has {count} links, but torch has {STREAMS_PER_PRIORITY} high-priority streams on a "
-            "GPU, and links that share a stream wait for one another: place the stages so that each rank has at most "
-            f"{STREAMS_PER_PRIORITY // 2} neighbours"
+            f"pipeline rank {rank} has {count} links, but torch has {STREAMS_PER_PRIORITY} "
+            "high-priority streams on a GPU, and links that share a stream wait for one another: place the stages so "
+            f"that each rank has at most {STREAMS_PER_PRIORITY // 2} neighbours"
         )
     blocks, room = count * _NCCL_MAXIMUM_BLOCKS, multiprocessors * _BLOCKS_OF_A_MULTIPROCESSOR
     if blocks > room:
@@ -234,8 +234,8 @@ def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:
             raise ValueError(f"{edge}: stages on one rank hand tensors over without a link")
         if edge.slots < 1 or edge.loans < 0 or edge.maximum_bytes < 1:
             raise ValueError(
-                f"{edge} has {edge.slots} slots of {edge.maximum_bytes} bytes and {edge.loans} to lend, but needs at "
-                "least 1 slot of at least 1 byte"
+                f"{edge} has {edge.slots} slots of {edge.maximum_bytes} bytes and "
+                f"{edge.loans} to lend, but needs at least 1 slot of at least 1 byte"
             )
         if edge.pair in seen:
             raise ValueError(f"{edge} is requested twice: one link carries everything that a rank sends to another")

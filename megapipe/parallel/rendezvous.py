@@ -180,8 +180,8 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         except OSError as error:
             raise LaunchError(
                 f"rank 0 cannot listen on MASTER_PORT={port} of {os.uname().nodename}: "
-                f"{os.strerror(error.errno or 0)}; another program or job uses it: set MASTER_PORT to a free port "
-                "on every rank"
+                f"{os.strerror(error.errno or 0)}; another program or job uses it: "
+                "set MASTER_PORT to a free port on every rank"
             ) from error
         # Pass a socket to torch, because torch prints warnings of its own when it cannot open one.
         served = dist.TCPStore(
@@ -216,9 +216,9 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         thread.join(timeout + _MARGIN_SECONDS)
     if not stores:
         raise LaunchError(
-            f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at {place} within "
-            f"{_limit(timeout)}: {problems[-1]}; set MASTER_ADDR to the address of rank 0's host and MASTER_PORT to "
-            "a free port of that host on every rank"
+            f"rank {rank} on {os.uname().nodename} cannot "
+            f"reach the store of rank 0 at {place} within {_limit(timeout)}: {problems[-1]}; "
+            "set MASTER_ADDR to the address of rank 0's host and MASTER_PORT to a free port of that host on every rank"
         )
     return stores[0]
 

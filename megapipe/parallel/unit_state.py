@@ -141,8 +141,8 @@ class UnitState(GradientAccumulators):
             )
         if sharding.gradients and num_uses > 1:
             raise ValueError(
-                f"unit {name}: gradients and weights of {num_uses} uses cannot be sharded, only those of one; shard "
-                "its optimizer state alone (stage 1)"
+                f"unit {name}: gradients and weights of {num_uses} uses cannot be sharded, "
+                "only those of one; shard its optimizer state alone (stage 1)"
             )
         self.name = name
         self.sharding = sharding

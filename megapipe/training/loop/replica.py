@@ -131,12 +131,12 @@ def _treatments_text(
     count = {name: treatments.of_blocks.count(name) for name in ("keep", "move", "recompute")}
     block = costs[0]
     return (
-        f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, {count['move']} move, "
-        f"{count['recompute']} recompute ({''.join(name[0] for name in treatments.of_blocks)}); {held:g} "
-        f"micro-batches hold {treatments.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, "
-        f"copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward takes {1e3 * block.forward:.3g} ms and its "
-        f"backward {1e3 * block.backward:.3g} ms; recomputation adds {1e3 * treatments.recomputed:.3g} ms to a "
-        "micro-batch"
+        f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, "
+        f"{count['move']} move, {count['recompute']} recompute ({''.join(name[0] for name in treatments.of_blocks)}); "
+        f"{held:g} micro-batches hold {treatments.bytes / GIB:.3g} GiB at most; "
+        f"a block keeps {block.kept / 2**20:.3g} MiB, copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward "
+        f"takes {1e3 * block.forward:.3g} ms and its backward {1e3 * block.backward:.3g} ms; "
+        f"recomputation adds {1e3 * treatments.recomputed:.3g} ms to a micro-batch"
     )
 
 

@@ -263,8 +263,8 @@ def evaluation_line(record: EvaluationRecord, name: str = "validation loss") -> 
     """Return the results of an evaluation. name: name of the loss."""
     shares = "".join(f", {name} accuracy {share:.1%}" for name, share in record.accuracies.items())
     return (
-        f"after step {record.step}: {name} {record.loss:.4f}{_terms(record.terms)}, perplexity "
-        f"{record.perplexity:.2f}{shares} ({record.loss_tokens:,} tokens in {record.seconds:.1f} s)"
+        f"after step {record.step}: {name} {record.loss:.4f}{_terms(record.terms)}, "
+        f"perplexity {record.perplexity:.2f}{shares} ({record.loss_tokens:,} tokens in {record.seconds:.1f} s)"
     )
 
 

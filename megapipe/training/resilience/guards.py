@@ -54,9 +54,9 @@ def check_replicas(states: Sequence[UnitState], world: Group, step: int) -> None
     shown = "; ".join(differences[:_MAX_DIFFERENCES])
     more = f"; and {len(differences) - _MAX_DIFFERENCES} more" if len(differences) > _MAX_DIFFERENCES else ""
     raise ReplicasDifferError(
-        f"after step {step} ranks differ in state that must be equal: {shown}{more}; a device "
-        "computes wrongly, or a gradient was not reduced: continue from an earlier checkpoint, without the host of "
-        "the rank that differs from the others"
+        f"after step {step} ranks differ in state that must be equal: {shown}{more}; "
+        "a device computes wrongly, or a gradient was not reduced: continue from an earlier "
+        "checkpoint, without the host of the rank that differs from the others"
     )
 
 
@@ -156,9 +156,9 @@ class Rewinds:
         self._step = step
         if self._count > self._patience:
             raise SpikeError(
-                f"the loss jumped up again, to {loss:.4g} at step {spiked}, after {self._patience} returns to the "
-                f"checkpoint after step {step}; lower optimizer.learning_rate, raise spikes.skip_batches, or "
-                "continue from an earlier checkpoint"
+                f"the loss jumped up again, to {loss:.4g} at step {spiked}, "
+                f"after {self._patience} returns to the checkpoint after step {step}; lower optimizer.learning_rate, "
+                "raise spikes.skip_batches, or continue from an earlier checkpoint"
             )
 
 
