@@ -27,6 +27,7 @@ from megapipe.engine.stage import (
     BlockModule,
     CompiledForward,
     CompiledUnit,
+    Specs,
     Stage,
     TensorSpec,
     UnitForward,
@@ -70,7 +71,7 @@ class ModelTable:
 
     layers: tuple[LayerSpec, ...]
     ranges: Sequence[range]
-    boundaries: Sequence[tuple[TensorSpec, ...]]
+    boundaries: Sequence[Specs]
     build: Callable[[int], nn.Module]
     dtype: torch.dtype
     bound: Callable[[int, Sequence[nn.Module]], None] = lambda index, twins: None
@@ -81,19 +82,17 @@ class ModelTable:
     @classmethod
     def of(cls, config: PretrainConfig, layout: StageLayout, mesh: Mesh, kernels: Registry = OPS) -> "ModelTable":
         """Return the table of a GPT or BERT. kernels: which backends run the layers' ops."""
-        family, seed = family_of(config), config.training.seed
+        family, seed, layers = family_of(config), config.training.seed, layout.layers
         lengths = tuple(map(len, slice_ranges(config)))
         boundary = residual_stream(config, config.batch.micro_size, max(lengths))
         if len(set(lengths)) > 1:
             slices = tuple(length // config.parallel.sequence_shards for length in lengths)
             boundary = tuple(replace(spec, slices=slices) for spec in boundary)
         return cls(
-            layout.layers,
+            layers,
             layout.ranges,
             [boundary] * (len(layout.ranges) - 1),
-            lambda index: family.build(
-                layout.layers[index], holders(layout.layers[index], mesh), VOCABULARY_ALIGNMENT, kernels
-            ),
+            lambda index: family.build(layers[index], holders(layers[index], mesh), VOCABULARY_ALIGNMENT, kernels),
             DTYPES[config.training.precision],
             alignment=VOCABULARY_ALIGNMENT,
             initialize=lambda state: state.initialize(seed),
@@ -107,15 +106,14 @@ def holders(layer: LayerSpec, mesh: Mesh) -> Group:
     return mesh.group("pipeline", "tensor") if shared else mesh.group("tensor")
 
 
-def residual_stream(
-    config: PretrainConfig, rows: int, tokens: int, requires_grad: bool = True
-) -> tuple[TensorSpec, ...]:
+def residual_stream(config: PretrainConfig, rows: int, tokens: int, requires_grad: bool = True) -> Specs:
     """Return the tensors that cross every stage boundary of a GPT or BERT: [rows, tokens of a rank, hidden_size].
 
     tokens: of a sample; they are sharded over context ranks and, under sequence parallelism, over tensor ranks.
     """
     own = tokens // (config.parallel.context * config.parallel.sequence_shards)
-    return (TensorSpec((rows, own, config.model.hidden_size), DTYPES[config.training.precision], requires_grad),)
+    shape, dtype = (rows, own, config.model.hidden_size), DTYPES[config.training.precision]
+    return (TensorSpec(shape, dtype, requires_grad),)
 
 
 @dataclass(frozen=True)
@@ -166,12 +164,12 @@ def pair_overlap(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool
     The halves run one after the other if they have no collectives, or if one of them may start copies, gathers or
     compiled code, whose order relative to the other half is not known.
     """
-    ranks = range(schedule.header.num_ranks)
-    if mesh.device.type != "cuda" or not any(pairs_of(list(schedule.actions("body", rank))) for rank in ranks):
+    bodies = (list(schedule.actions("body", rank)) for rank in range(schedule.header.num_ranks))
+    if mesh.device.type != "cuda" or not any(map(pairs_of, bodies)):
         return False, None
-    groups = [group for group in (mesh.group("tensor"), mesh.group("context")) if group.size > 1]
+    groups = [group for group in map(mesh.group, ("tensor", "context")) if group.size > 1]
     reasons = {
-        "parallel.tensor and parallel.context are 1, so there are no collectives to overlap": not groups,
+        "parallel.tensor and parallel.context are 1, without collectives to overlap": not groups,
         "tensor and context ranks are threads": not all(isinstance(group, DistributedGroup) for group in groups),
         "training.compile": holding.compile,
         "zero.stage above 1": any(choice.zero > 1 for choice in holding.choices)
@@ -275,7 +273,7 @@ class Assembly:
         self,
         schedule: Schedule,
         *,
-        boundary: tuple[TensorSpec, ...] | None = None,
+        boundary: Specs | None = None,
         units: Mapping[int, Sequence[Sequence[UnitForward]]] | None = None,
         wrap: Callable[[Instruction], Instruction] | None = None,
     ) -> Engine:
@@ -319,7 +317,7 @@ class Assembly:
         mesh, header = self._mesh, schedule.header
         tied = {}
         for group, users in enumerate(header.tied_groups):
-            members = mesh.stage_group(tuple(sorted({schedule.rank_of(stage) for stage in users})))
+            members = mesh.stage_group(tuple(sorted(set(map(schedule.rank_of, users)))))
             if members is not None:
                 tied[group] = members
         # The header is the same on all ranks, so it may name groups in which this rank's stages have no state.
@@ -385,8 +383,8 @@ class Assembly:
             layer = self._model.layers[index]
             twins = [self._model.build(index) for _ in range(self._copies * (1 if self._streams is None else 2))]
             tied = [names for names in dict.fromkeys(self._tied) if names[0] in _names(layer)]
-            untied = (spec for spec in layer.parameters.values() if not any(spec.name in names for names in tied))
-            own = list(dict.fromkeys(untied))
+            shared = set[str]().union(*tied)
+            own = [spec for spec in dict.fromkeys(layer.parameters.values()) if spec.name not in shared]
             parts = self._header.states_of(stage, unit)
             for number, specs in zip(parts, _state_parts(own, len(parts)), strict=True):
                 apart = "" if number == parts.start else f".{specs[0].state_unit}"
@@ -412,9 +410,7 @@ class Assembly:
                 group.pause = streams.turns.pause
         return streams
 
-    def _boundaries(
-        self, stage: int, boundaries: Sequence[tuple[TensorSpec, ...]]
-    ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    def _boundaries(self, stage: int, boundaries: Sequence[Specs]) -> tuple[Specs, Specs]:
         """Return the tensors that arrive at a stage, and those that leave it. boundaries[s]: tensors that stage s
         passes on; vocabulary shards pass on the same."""
         header = self._header
@@ -467,7 +463,8 @@ class Assembly:
                 sharding=self._sharding(zero_stage, specs[0].state_unit if specs else "layer"),
                 in_host=holding.offload.optimizer,
             )
-        if model.initialize is not None and mesh.device.type != "meta":  # on the meta device there is nothing to fill
+        # On the meta device there is nothing to fill.
+        if model.initialize is not None and mesh.device.type != "meta":
             model.initialize(state)
         self._built()
         return state
@@ -486,7 +483,8 @@ class Assembly:
         because it wraps the modules.
         """
         holding, mesh = self._holding, self._mesh
-        on_meta = mesh.device.type == "meta"  # if only shapes are computed, there are neither kernels nor graphs
+        # If only shapes are computed, there are neither kernels nor graphs.
+        on_meta = mesh.device.type == "meta"
         if holding.parallel.sequence:
             self._shard_sequences(SequenceProducts(mesh.group("tensor"), holding.parallel.sequence_chunks))
         for index, twins in self.layers():
@@ -511,11 +509,11 @@ class Assembly:
         for number, stage in self.stages.items():
             for unit, index in enumerate(self._model.ranges[number]):
                 parameters = self._model.layers[index].parameters
+                own = [stage.states[state] for state in self._header.states_of(number, unit)]
                 for twin in cast(Sequence[nn.Module], stage.units[unit]):
-                    partial_names = frozenset(parameters[path].name for path in shard_sequence(twin, products))
-                    own = [stage.states[state] for state in self._header.states_of(number, unit)]
+                    names = {parameters[path].name for path in shard_sequence(twin, products)}
                     for state in (*own, *self._tied_states.values()):
-                        state.partial |= partial_names
+                        state.partial |= names
 
     def _use(self, products: Products, layers: Sequence[int]) -> None:
         """Replace the way in which the linear layers of blocks multiply, within some layers."""

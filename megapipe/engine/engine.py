@@ -85,8 +85,7 @@ class Engine:
         if recorder is None:
             self._sections = self._compiled
             return
-        transfers, reductions = recorder.transfers(self.transfers), self.reductions.through(recorder.group)
-        program = self._program(transfers, reductions)
+        program = self._program(recorder.transfers(self.transfers), self.reductions.through(recorder.group))
         recorded = {name: recorder.instructions(name, self._wrapped(program.compile(name))) for name in SECTIONS}
         self._sections = {name: self._overlapped(each, in_order=True) for name, each in recorded.items()}
 
@@ -104,9 +103,7 @@ class Engine:
         Raises as `feed`, and EngineError if a step is in progress.
         """
         if self._under_way is not None:
-            raise EngineError(
-                f"step {self._under_way.input.step} is in progress; drain the engine before running another"
-            )
+            raise EngineError(f"step {self._under_way.input.step} is in progress; drain the engine first")
         (result,) = (*self.feed(step_input), *self.drain())
         return result
 
@@ -128,14 +125,14 @@ class Engine:
         state, compiled = StepState(step_input, self._header.updates_per_step), self._sections
         transfers = self.transfers.without_peers()
         program = self._program(transfers, self.reductions, updates=False)
-        sections: tuple[SectionName, ...] = ("body",) if self._flushes else ("prologue", "epilogue")
+        names: list[SectionName] = ["body"] if self._flushes else ["prologue", "epilogue"]
         # Later steps also hold the samples of the previous step, and prefetched samples.
         spare = [torch.empty(size, dtype=torch.uint8, device=self.reductions.device) for size in SPARE]
         try:
-            self._sections = {name: self._overlapped(program.compile(name)) for name in sections}
-            for name in sections:
+            self._sections = {name: self._overlapped(program.compile(name)) for name in names}
+            for name in names:
                 self._execute(name, (state,))
-            transfers.drain()  # frees tensors that would otherwise live until Python collects garbage
+            transfers.drain()  # frees tensors that would live until Python collects garbage
         finally:
             self._sections = compiled
             spare.clear()
@@ -186,14 +183,17 @@ class Engine:
                 f"step {step_input.step} has {len(step_input.contexts)} micro-batches, "
                 f"and schedule {self._header.name} was built for {expected}"
             )
-        if self._under_way is not None and step_input.step != self._under_way.input.step + 1:
+        if self._under_way is None:
+            return
+        step, current = step_input.step, self._under_way.input.step
+        if step != current + 1:
             raise EngineError(
-                f"step {step_input.step} does not follow step {self._under_way.input.step}, which is in progress; "
-                "run the steps of a schedule that never flushes in order, or drain the engine between them"
+                f"step {step} does not follow step {current}, which is in progress; "
+                "run the steps in order, or drain the engine between them"
             )
-        if self._under_way is not None and step_input.snapshot is not None:
+        if step_input.snapshot is not None:
             raise EngineError(
-                f"step {step_input.step} copies the state for a checkpoint, and step {self._under_way.input.step}, "
+                f"step {step} copies the state for a checkpoint, and step {current}, "
                 "which is in progress, changes it; drain the engine before"
             )
 
@@ -218,8 +218,9 @@ class Engine:
         result = finished(state)
         if result.skipped:
             raise EngineError(
-                f"the gradients of step {result.step} were not finite, and {self._header.name} updates after every "
-                "micro-batch, before that is known; continue from the last checkpoint with a lower learning rate"
+                f"the gradients of step {result.step} were not finite, and {self._header.name} "
+                "updates after every micro-batch, before that is known; continue from the last "
+                "checkpoint with a lower learning rate"
             )
         return result
 
@@ -233,8 +234,7 @@ class Engine:
 
     def _execute(self, section: SectionName, steps: Sequence[StepState], before: Sequence[Instruction] = ()) -> None:
         """Run the actions of a section. steps: those in progress, its own first. before: instructions to run first."""
-        instructions = [*before, *self._sections[section]] if before else self._sections[section]
-        for instruction in instructions:
+        for instruction in (*before, *self._sections[section]):
             try:
                 instruction.run(steps[instruction.offset])
             except Exception as error:

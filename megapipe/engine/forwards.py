@@ -13,6 +13,7 @@ from megapipe.engine.stage import (
     WHOLE,
     SavedGraph,
     Stage,
+    Tensors,
     UnitForward,
     apart,
     as_leaves,
@@ -27,7 +28,6 @@ from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind, on_side_stream
 from megapipe.schedules.schedule import SECTIONS, Schedule
 
-Tensors = tuple[Tensor, ...]
 Closure = Callable[[StepState], None]
 Forward = Callable[[Tensors], tuple[Tensors, SplitTape | None]]
 """A function from inputs to outputs with their graph, and the tape of a split backward."""
@@ -54,12 +54,11 @@ class Moves:
                         f"schedule {schedule.header.name} copies to host memory, "
                         "but this engine was created without swaps: pass it a Swaps"
                     )
-                if action.kind == Kind.SNAPSHOT:
-                    continue
-                if action.version < 0:
-                    self._activations.add((action.stage, action.microbatch % count, action.unit))
-                elif not brings:
+                if action.kind == Kind.OFFLOAD and action.version >= 0:
                     self._states.add((action.stage, action.unit))
+                elif action.kind == Kind.OFFLOAD:
+                    key = action.stage, action.microbatch % count, action.unit
+                    self._activations.add(key)
 
     def offload(self, action: Action) -> Closure:
         """Return a closure that starts copying activations to host memory, or optimizer state if the action has a
@@ -136,7 +135,8 @@ class Moves:
 
         units: the units that run. lent: the inputs are in memory that a link lends, and stay there.
         """
-        resident = [*_weights(units), *_tensors(step.input.contexts[key[1]]), *(inputs if lent else ())]
+        resident = [*_weights(units), *_tensors(step.input.contexts[key[1]])]
+        resident += inputs if lent else ()
         saved = SavedTensors(address_of(tensor) for tensor in resident)
         leaves, entered = saved.entered(inputs)
         with saved.collecting():
@@ -163,7 +163,8 @@ def _weights(units: Sequence[UnitForward]) -> Iterator[Tensor]:
 def _tensors(context: Any) -> Iterator[Tensor]:
     """Yield the tensors of a micro-batch."""
     for value in getattr(context, "__dict__", {}).values():
-        yield from (each for each in (value if isinstance(value, tuple) else (value,)) if isinstance(each, Tensor))
+        values = value if isinstance(value, tuple) else (value,)
+        yield from (each for each in values if isinstance(each, Tensor))
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,10 @@ class Chain:
 
     def run(self, copy: int, inputs: Tensors, context: Any) -> tuple[Tensors, SplitTape | None]:
         """Run the units, and return their outputs with the graph, and the tape of a split backward."""
-        tape = SplitTape(self.unsplit[copy]) if self.split else None
-        return self.forward(copy, inputs, replace(context, tape=tape) if self.split else context), tape
+        if not self.split:
+            return self.forward(copy, inputs, context), None
+        tape = SplitTape(self.unsplit[copy])
+        return self.forward(copy, inputs, replace(context, tape=tape)), tape
 
 
 @dataclass(eq=False)
@@ -216,9 +219,8 @@ class Forwards:
         self._training = schedule.header.mode == "train"
         count = schedule.header.num_microbatches
         actions = [action for section in SECTIONS for action in schedule.actions(section, rank)]
-        self._split = {
-            (action.stage, action.microbatch % count) for action in actions if action.kind == Kind.BACKWARD_INPUT
-        }
+        halves = [action for action in actions if action.kind == Kind.BACKWARD_INPUT]
+        self._split = {(half.stage, half.microbatch % count) for half in halves}
         self._on_side = on_side_stream(list(schedule.actions("body", rank))) if self.two_streams else frozenset()
         self._again: set[UnitKey] = set()
         self._continuing: set[UnitKey] = set()
@@ -234,8 +236,8 @@ class Forwards:
 
     def forward(self, action: Action) -> Closure:
         """Return the closure of a forward. action: counted from its own step."""
-        stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
-        stage, key = self.stages[stage_id], (stage_id, microbatch)
+        stage_id, microbatch, unit = place = action.stage, action.microbatch, action.unit
+        stage, key, slot = self.stages[stage_id], (stage_id, microbatch), action.slot
         chain = self._chain(action)
         flags = requires_grad_flags(stage.inputs)
         shard, summed = self.transfers.shards.get(stage_id), self.transfers.ends.get(stage_id)
@@ -243,7 +245,6 @@ class Forwards:
         summed = summed if summed is not None and summed.stage in self.schedule.header.inputs else None
         enters = unit in (WHOLE, 0)
         hand_on = self._hand_on(action)
-        place = stage_id, microbatch, unit
         training, again = self._training, place in self._again
         run_bare = self._run_bare(action, chain) if again else None
         moves = self.moves if training and self.moves.keeps(action) else None

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megapipe.engine.stage import Tensors
 from megapipe.layers.split import Record, SplitTape
 from megapipe.parallel.groups import Work
 from megapipe.parallel.unit_state import UnitState
@@ -173,7 +174,7 @@ class _Kept:
         """Return the tensor. Raises RuntimeError while it is in host memory."""
         memory = self.storage.on_device
         if memory is None:
-            raise RuntimeError("an offloaded activation is used before the schedule has reloaded it")
+            raise RuntimeError("an offloaded activation is used before it is reloaded")
         view = torch.empty(0, dtype=self.dtype, device=memory.device)
         return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
@@ -208,7 +209,7 @@ class SavedTensors:
         self._tape: list[tuple[Record, tuple[_Kept | Tensor, ...]]] = []
         self._moving: list[tuple[_Storage, Tensor]] = []
 
-    def entered(self, inputs: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def entered(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """Return (leaves, inputs for the forward) for a forward's inputs, which are leaves: their gradients go to
         leaves that take no memory. Inputs without a gradient stay as they are."""
         leaves = tuple(_leaf(each) if each.requires_grad else each for each in inputs)
@@ -224,7 +225,7 @@ class SavedTensors:
         with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
             yield
 
-    def finish(self, outputs: tuple[Tensor, ...], tape: SplitTape | None) -> None:
+    def finish(self, outputs: Tensors, tape: SplitTape | None) -> None:
         """End the forward. Its outputs belong to the caller; tensors of the tape are collected too."""
         for output in outputs:
             self._resident.add(address_of(output))
@@ -270,7 +271,8 @@ class SavedTensors:
         # The int32 tensors are the blocks of flex_attention, which all units of a micro-batch share.
         small = tensor.untyped_storage().nbytes() <= RANDOM_STATE_BYTES
         if tensor.dtype == torch.int32 or address in self._resident or small:
-            return tensor.detach()  # detached, because an output would hold a reference to the graph that holds it
+            # Detached, because an output would hold a reference to the graph that holds it.
+            return tensor.detach()
         if address not in self._storages:
             memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
             self._storages[address] = _Storage(memory)

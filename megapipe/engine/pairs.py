@@ -122,7 +122,8 @@ class TwoStreams:
         actions = [each.action for each in compiled]
         side, on_streams = on_side_stream(actions), list[Instruction]()
         is_side = [(action.stage, action.microbatch) in side for action in actions]
-        firsts = {first for first in pairs_of(actions) if is_side[first] != is_side[first + 1] and not in_order}
+        pairs = [] if in_order else pairs_of(actions)
+        firsts = {first for first in pairs if is_side[first] != is_side[first + 1]}
         for index, (instruction, action) in enumerate(zip(compiled, actions, strict=True)):
             if index in firsts:
                 on_streams.append(self._pair(instruction, compiled[index + 1], is_side[index]))

@@ -49,7 +49,7 @@ from megapipe.schedules.parameters import FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.states import StateTable
-from megapipe.spec.parameters import LayerSpec, tied_stages
+from megapipe.spec.parameters import LayerSpec, ParameterSpec, tied_stages
 from megapipe.spec.token_order import Share
 
 Result = TypeVar("Result")
@@ -198,11 +198,12 @@ class Pipeline:
         counts = [self._counted(each) if self.is_last else 0.0 for each in batch]
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         if not isinstance(rate, int | float) or not 0 <= rate < math.inf:
-            raise PipelineError(f"learning_rate is {rate!r}; it must be a finite number of at least 0")
+            raise PipelineError(f"learning_rate is {rate!r}; it must be finite and at least 0")
         step_input = StepInput(self._next_step, batch, counts, rate)
         if not self._rehearsed:
             device = self._mesh.device
-            with torch.random.fork_rng([device] if device.type == "cuda" else []):  # modules may draw random numbers
+            # Modules may draw random numbers.
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 self._or_close(lambda: self._engine.rehearse(step_input))
             self._rehearsed = True
         results = self._or_close(lambda: self._engine.feed(step_input))
@@ -222,7 +223,7 @@ class Pipeline:
         Raises PipelineError if a step is in progress.
         """
         if self._under_way:
-            raise PipelineError(f"step {self._next_step - 1} is in progress; call drain before state_dict")
+            raise PipelineError(f"step {self._next_step - 1} is in progress; call drain first")
         own: dict[int, dict[str, Tensor]] = {}
         tensor = self._mesh.group("tensor")
         for index, unit in self._assembly.whole_layers():
@@ -234,7 +235,7 @@ class Pipeline:
         layers: dict[int, dict[str, Tensor]] = {}
         for part in self._mesh.group("pipeline").all_gather_object(own):
             layers |= part
-        return {name: value for index in sorted(layers) for name, value in layers[index].items()}
+        return dict(item for index in sorted(layers) for item in layers[index].items())
 
     def close(self) -> None:
         """Release the links, with their memory and file descriptors. No step can run after that. A failed step
@@ -258,8 +259,8 @@ class Pipeline:
         count = float(self._count(*microbatch.targets))
         if not 0.0 <= count < math.inf:
             raise PipelineError(
-                f"count gave {count} for the targets {described(microbatch.targets)}; it is added to the number "
-                "that the loss sum is divided by, and must be finite and at least 0"
+                f"count gave {count} for the targets {described(microbatch.targets)}; "
+                "the loss sum is divided by it, so it must be finite and at least 0"
             )
         return count
 
@@ -267,24 +268,25 @@ class Pipeline:
         parts = [Microbatch() for _ in range(self._microbatches)]
         if self.is_first:
             if inputs is None:
-                raise PipelineError("this rank runs the first stage (is_first); give it the batch's inputs")
-            rows = self._cut(as_tensors(inputs, "inputs"), "inputs")
-            if described(rows[0]) != described(self._sample):
+                raise PipelineError("this rank runs the first stage; give it the inputs")
+            cut = self._cut(as_tensors(inputs, "inputs"), "inputs")
+            if described(cut[0]) != described(self._sample):
                 raise PipelineError(
-                    f"a micro-batch of the inputs is {described(rows[0])}, "
+                    f"a micro-batch of the inputs is {described(cut[0])}, "
                     f"but the pipeline was built for {described(self._sample)}; "
                     f"pass a batch with {self._microbatches} times the rows of the sample"
                 )
-            parts = [Microbatch(inputs=part) for part in rows]
+            parts = [Microbatch(inputs=part) for part in cut]
         if self.is_last and targets is not None:
             cut = self._cut(as_tensors(targets, "targets"), "targets")
-            rows_of_sample = self._sample[0].shape[0]
-            if self._count is None and any(each.shape[0] % rows_of_sample for each in cut[0]):
+            rows = self._sample[0].shape[0]
+            if self._count is None and any(each.shape[0] % rows for each in cut[0]):
                 raise PipelineError(
-                    f"a micro-batch of the targets is {described(cut[0])}, but one of the inputs has {rows_of_sample} "
-                    "rows, by which the loss is divided; pass targets for each row, or set count"
+                    f"a micro-batch of the targets is {described(cut[0])}, "
+                    f"but one of the inputs has {rows} rows, by which the loss is divided; "
+                    "pass targets for each row, or set count"
                 )
-            parts = [Microbatch(part.inputs, rows) for part, rows in zip(parts, cut, strict=True)]
+            parts = [Microbatch(part.inputs, own) for part, own in zip(parts, cut, strict=True)]
         return parts
 
     def _cut(self, tensors: Sequence[Tensor], what: str) -> list[tuple[Tensor, ...]]:
@@ -297,15 +299,15 @@ class Pipeline:
                 )
         held = tensors if self._tokens is None else [self._held(tensor, self._tokens, what) for tensor in tensors]
         columns = [tensor.to(self._mesh.device).chunk(self._microbatches) for tensor in held]
-        return [tuple(column[part] for column in columns) for part in range(self._microbatches)]
+        return [tuple(each[part] for each in columns) for part in range(self._microbatches)]
 
     def _held(self, tensor: Tensor, tokens: Tensor, what: str) -> Tensor:
         """Return the tokens of whole samples that this context rank holds."""
         length = len(tokens) * self._mesh.size("context")
         if tensor.dim() < 2 or tensor.shape[1] != length:
             raise PipelineError(
-                f"{what} of shape {list(tensor.shape)} do not have {length} tokens in axis 1, as the sample has; pass "
-                "whole samples, of which each context rank takes its part"
+                f"{what} of shape {list(tensor.shape)} do not have {length} tokens in axis 1; "
+                "pass whole samples, of which each context rank takes its part"
             )
         return tensor[:, tokens.to(tensor.device)]
 
@@ -328,11 +330,12 @@ def _checked_settings(
     config = OptimizerConfig() if optimizer is None else optimizer
     if not isinstance(config, OptimizerConfig):
         raise PipelineError(f"optimizer is {config!r}; it must be settings, such as OptimizerConfig(name='adamw')")
-    if count is None and getattr(loss, "reduction", None) == "mean":  # the default of torch's losses
+    # The default of torch's losses is a mean.
+    if count is None and getattr(loss, "reduction", None) == "mean":
         name = type(loss).__name__
         raise PipelineError(
-            f"the loss is {name}(reduction='mean'), but it must return a sum over the micro-batch, which is divided "
-            f"by the rows of the global batch; use {name}(reduction='sum')"
+            f"the loss is {name}(reduction='mean'), but must return the sum over a micro-batch, "
+            f"which is divided by the rows of the global batch; use {name}(reduction='sum')"
         )
     if not timeout > 0:
         raise PipelineError(f"timeout is {timeout}; it must be above 0 seconds")
@@ -344,11 +347,11 @@ def _checked_settings(
 
 def _check_mesh(mesh: Mesh, plan: ModelPlan, fp8: str) -> None:
     size = mesh.size("tensor")
-    split = [s for layer in plan.specs for s in layer.parameters.values() if s.partition_axis is not None]
+    split = [spec for spec in _parameters(plan.specs) if spec.partition_axis is not None]
     if (size > 1 or fp8 != "none") and not split:
         raise PipelineError(
-            f"the mesh has {size} tensor ranks and fp8 is {fp8}, but none of the layers contains a "
-            "megapipe.layers.ColumnLinear or RowLinear; use them for the matrices to split or to multiply in fp8"
+            f"the mesh has {size} tensor ranks and fp8 is {fp8}, but no layer contains a "
+            "megapipe.layers.ColumnLinear or RowLinear; use them to split or multiply in fp8"
         )
     for spec in split:
         axis = spec.partition_axis or 0
@@ -357,6 +360,10 @@ def _check_mesh(mesh: Mesh, plan: ModelPlan, fp8: str) -> None:
                 f"parameter {spec.name} has {spec.shape[axis]} elements along axis {axis}, "
                 f"which {size} tensor ranks do not divide; change its size or the mesh"
             )
+
+
+def _parameters(layers: Sequence[LayerSpec]) -> list[ParameterSpec]:
+    return [spec for layer in layers for spec in layer.parameters.values()]
 
 
 def _check_holding(holding: Holding, rerun: Collection[int], replicas: int) -> None:
@@ -370,7 +377,7 @@ def _check_holding(holding: Holding, rerun: Collection[int], replicas: int) -> N
     if unknown:
         problems.append(f"recompute names layers {unknown}; the layers are 0 to {count - 1}")
     if offload.activations == "auto":
-        problems.append("offload.activations auto needs costs of blocks, which modules do not have; set it to blocks")
+        problems.append("offload.activations auto needs costs of blocks; set it to blocks")
     if offload.activations == "blocks" and len(rerun) == count:
         problems.append("offload.activations blocks has nothing to move, because every layer is recomputed")
     if offload.weights and zero.stage:
@@ -408,10 +415,9 @@ def _run_of(holding: Holding, ranges: Sequence[range], replicas: int) -> dict[st
 
 def _with_matrices(plan: ModelPlan, names: Collection[str] | None) -> ModelPlan:
     """Return the plan with only the matrices marked that Muon updates. names: None for the default."""
-    known = {spec.name for layer in plan.specs for spec in layer.parameters.values() if spec.matrix}
+    known = {spec.name for spec in _parameters(plan.specs) if spec.matrix}
     if names is None:
-        ends = {spec.name for layer in (plan.specs[0], plan.specs[-1]) for spec in layer.parameters.values()}
-        names = known - ends
+        names = known - {spec.name for spec in _parameters((plan.specs[0], plan.specs[-1]))}
     if unknown := sorted(set(names) - known):
         raise PipelineError(f"matrices names {', '.join(unknown)}, but the 2-D weights are {', '.join(sorted(known))}")
     if not names:
@@ -490,15 +496,16 @@ def _schedule(
         schedule = build(name, ranks, microbatches, **run, **options)
     else:
         schedule = fit_for_training(given, ranks, microbatches, **run)
-    if schedule.header.slices > 1:
+    header = schedule.header
+    if header.slices > 1:
         raise PipelineError(
-            f"schedule {schedule.header.name} passes sequences in {schedule.header.slices} slices, over which only "
-            "megapipe's own models attend; use a schedule of whole samples, such as 1f1b"
+            f"schedule {header.name} passes sequences in {header.slices} slices, over which "
+            "only megapipe's own models attend; use a schedule of whole samples, such as 1f1b"
         )
-    if schedule.header.updates_per_step > 1 and holding.optimizer.clip_norm is not None:
+    if header.updates_per_step > 1 and holding.optimizer.clip_norm is not None:
         raise PipelineError(
-            f"schedule {schedule.header.name} updates after every micro-batch, before the norm of the step's "
-            "gradients is known; turn clipping off with OptimizerConfig(clip_norm=None)"
+            f"schedule {header.name} updates after every micro-batch, before the norm of the "
+            "step's gradients is known; turn clipping off: OptimizerConfig(clip_norm=None)"
         )
     return schedule, ranges
 

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 
-from megapipe.engine.forwards import Closure, Forwards, Moves, Tensors
+from megapipe.engine.forwards import Closure, Forwards, Moves
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.stage import WHOLE, Stage, apart, backward, backward_input, unsplit_parameters
-from megapipe.engine.step import EngineError, Key, StepState
+from megapipe.engine.stage import WHOLE, Stage, Tensors, apart, backward, backward_input, unsplit_parameters
+from megapipe.engine.step import Key, StepState
 from megapipe.engine.transfers import ReceiveSlots, Sender, Shards, Transfers
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.actions import Action, Kind
@@ -96,10 +96,8 @@ class Program:
             if local.kind == Kind.UPDATE:
                 first, offset = (first if run else number), own
                 run.append(local)
-            elif local.kind in self._makers:
-                yield Instruction(self._makers[local.kind](local), local, own, number)
             else:
-                raise EngineError(f"the engine does not run {local.kind.name} actions yet (rank {self.rank})")
+                yield Instruction(self._makers[local.kind](local), local, own, number)
         if run:
             yield Instruction(self._update(run), run[0], offset, first)
 
@@ -146,25 +144,25 @@ class Program:
         return made
 
     def _backward(self, action: Action) -> Closure:
-        stage_id, unit, microbatch, slot = action.stage, action.unit, action.microbatch, action.slot
-        key = (stage_id, microbatch)
+        stage_id, microbatch, unit = place = action.stage, action.microbatch, action.unit
+        key, slot = (stage_id, microbatch), action.slot
         enters = unit in (WHOLE, len(self.stages[stage_id].units) - 1)
         leaves = unit in (WHOLE, 0)
         previous = self.schedule.previous_stage(stage_id, microbatch)
         target = key
         if leaves and previous is not None and previous in self.stages:
             target = (previous, microbatch)
-        has_receiver = not leaves or previous is not None
         last = enters and self.schedule.next_stage(stage_id, microbatch) is None
         slots = self.transfers.receive_gradient.get(stage_id) if enters and slot >= 0 else None
         half = action.kind == Kind.BACKWARD_INPUT
-        output, word = self._shard(stage_id, self._header.outputs), self._shard(stage_id, self._header.inputs)
+        output = self._shard(stage_id, self._header.outputs)
+        word = self._shard(stage_id, self._header.inputs)
         end = self.transfers.ends.get(stage_id)
         summed = end if end is not None and enters and end.stage in self._header.outputs else None
-        has_receiver = has_receiver or end is not None
+        has_receiver = not leaves or previous is not None or end is not None
 
         def run(step: StepState) -> None:
-            piece = step.pieces[stage_id, microbatch, unit]
+            piece = step.pieces[place]
             if output is not None:
                 output.end_broadcast(step, microbatch)
                 output.end_others(step)
@@ -183,10 +181,11 @@ class Program:
             if half:
                 passed = backward_input(piece, gradients)
                 assert piece.tape is not None
-                step.tapes[stage_id, microbatch, unit] = piece.tape
+                step.tapes[place] = piece.tape
             else:
                 passed = backward(piece, gradients)
-            del step.pieces[stage_id, microbatch, unit]  # not earlier, because the report of a failed step reads it
+            # Not earlier, because the report of a failed step reads it.
+            del step.pieces[place]
             if output is not None:
                 output.start_sum(step, microbatch, passed)
             elif has_receiver and word is None:

@@ -105,9 +105,9 @@ def shared_states(header: Header, stages: Mapping[int, Stage], stage: int) -> li
         for index, state in each.states.items()
         if header.tied_group(number, index) >= 0 and _awaits(state)
     ]
-    states = stages[stage].states
+    awaited = {unit: state for unit, state in stages[stage].states.items() if _awaits(state)}
     return [
-        (*(states[unit] for unit in header.states_of(stage, layer) if unit in states and _awaits(states[unit])), *tied)
+        (*(awaited[unit] for unit in header.states_of(stage, layer) if unit in awaited), *tied)
         for layer in range(len(stages[stage].units))
     ]
 
@@ -166,18 +166,18 @@ class GradientPool:
     def __init__(self, limit: int) -> None:
         self._free = limit
         self._sizes: dict[tuple[UnitState, int], int] = {}
-        self._on_their_way: deque[GradientReduction] = deque()
+        self._in_flight: deque[GradientReduction] = deque()
 
     def open(self, state: UnitState, update: int, size: int) -> None:
         """Allocate a unit's accumulator for an update if it has no memory.
 
         This waits until the pool has room for it, and until a reduction of its previous content has ended.
         """
-        while any(each.state is state and each.update == update for each in self._on_their_way):
+        while any(each.state is state and each.update == update for each in self._in_flight):
             self._finish_oldest()
         if state.has_open_gradients(update):
             return
-        while self._on_their_way and self._free < size:
+        while self._in_flight and self._free < size:
             self._finish_oldest()
         state.open_gradients(update)
         self._sizes[state, update] = size
@@ -185,15 +185,15 @@ class GradientPool:
 
     def reduce(self, reduction: GradientReduction) -> None:
         """Add a reduction that was started; its part of the pool is freed when it ends."""
-        self._on_their_way.append(reduction)
+        self._in_flight.append(reduction)
 
     def finish(self) -> None:
         """Wait for the sums over shards of all reductions."""
-        while self._on_their_way:
+        while self._in_flight:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        reduction = self._on_their_way.popleft()
+        reduction = self._in_flight.popleft()
         reduction.go_on()
         self._free += self._sizes.pop((reduction.state, reduction.update))
 
@@ -330,8 +330,9 @@ class Reductions:
 
     def __post_init__(self, parameter_names: Sequence[str], balanced_names: Sequence[str], pool_limit: int) -> None:
         communicators = self.communicators
-        if self.hidden and communicators.scalars in (None, communicators.world) and communicators.world.size > 1:
-            raise ValueError("hidden sums need a separate group in Communicators.scalars, such as mesh.second_world()")
+        self._all_ranks = communicators.scalars or communicators.world
+        if self.hidden and self._all_ranks is communicators.world and self._all_ranks.size > 1:
+            raise ValueError("hidden sums need a separate group, such as mesh.second_world()")
         # The position of every parameter of the model in the vector of squared norms. Ranks sum such vectors over the
         # pipeline and tensor groups: entries of other ranks' parameters are zero, so adding them changes no bit.
         self._positions = {name: position for position, name in enumerate(sorted(set(parameter_names)))}
@@ -339,7 +340,6 @@ class Reductions:
         self._balanced = tensor_on(balanced, self.device)
         self._places: dict[tuple[int, ...], Tensor] = {}
         self._turns = Turns()
-        self._all_ranks = communicators.world if communicators.scalars is None else communicators.scalars
         self._one = torch.ones((), device=self.device)
         self.gradient_pool = GradientPool(pool_limit)
 
@@ -424,7 +424,7 @@ class Reductions:
         Several updates of one step are neither clipped nor checked, because the step's scalars come after them.
         """
         if self.optimizer is None:
-            raise ValueError("this engine was built without an optimizer; give it one to run UPDATE actions")
+            raise ValueError("this engine has no optimizer; give it one to run UPDATE actions")
         coefficient, finite = self._awaited(step)
         if finite:
             self.optimizer.update(states, version, step.input.learning_rate, coefficient)
@@ -481,7 +481,8 @@ class Reductions:
             values += torch.stack(step.loss_sums).double().sum(0).view(-1).unbind()
             places += range(len(self._positions), len(self._positions) + self.loss_terms)
         scalars = torch.zeros(len(self._positions) + self.loss_terms, dtype=torch.float64, device=self.device)
-        if values:  # one operation for all: the overhead of an operation exceeds the cost of adding numbers
+        # One operation for all, because its overhead exceeds the cost of adding numbers.
+        if values:
             scalars.index_copy_(0, self._on_device(tuple(places)), torch.stack(values))
         return scalars
 

@@ -22,6 +22,8 @@ from megapipe.parallel.groups import Group
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.ops import ContextAttention
 
+Tensors = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -49,6 +51,9 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
+Specs = tuple[TensorSpec, ...]
+
+
 def short(dtype: torch.dtype) -> str:
     """Return the name of a dtype: `float32` for torch.float32."""
     return str(dtype).removeprefix("torch.")
@@ -63,7 +68,7 @@ class UnitForward(Protocol):
     """The forward of one weight version of a unit: it takes tensors and a micro-batch's context, and returns a tuple
     of tensors."""
 
-    def __call__(self, *inputs: Tensor, context: Any) -> tuple[Tensor, ...]: ...
+    def __call__(self, *inputs: Tensor, context: Any) -> Tensors: ...
 
 
 class BlockModule(Protocol):
@@ -89,8 +94,8 @@ class Stage:
 
     units: Sequence[Sequence[UnitForward]]
     states: dict[int, UnitState]
-    inputs: tuple[TensorSpec, ...] = ()
-    outputs: tuple[TensorSpec, ...] = ()
+    inputs: Specs = ()
+    outputs: Specs = ()
 
     @property
     def newest(self) -> int:
@@ -116,40 +121,40 @@ class SavedGraph:
     soon as they have been sent.
     """
 
-    inputs: tuple[Tensor, ...]
+    inputs: Tensors
     edges: tuple[GradientEdge, ...]
     tape: SplitTape | None
 
     @classmethod
-    def between(cls, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], tape: SplitTape | None) -> "SavedGraph":
+    def between(cls, inputs: Tensors, outputs: Tensors, tape: SplitTape | None) -> "SavedGraph":
         """Return the graph that computed `outputs` from `inputs`."""
         return cls(inputs, tuple([gradient_edge(output) for output in outputs if output.requires_grad]), tape)
 
 
 def graph_nodes(ends: Iterable[Any]) -> Iterator[Any]:
     """Yield the nodes of an autograd graph from its ends to its leaves. ends: nodes; None is ignored."""
-    seen = set(ends) - {None}
-    waiting = list(seen)
+    seen = {None, *ends}
+    waiting = list(seen - {None})
     while waiting:
         node = waiting.pop()
         yield node
-        new = {following for following, _ in node.next_functions if following is not None} - seen
+        new = {following for following, _ in node.next_functions} - seen
         seen |= new
         waiting += new
 
 
-def as_leaves(tensors: tuple[Tensor, ...], requires_grad: Sequence[bool]) -> tuple[Tensor, ...]:
+def as_leaves(tensors: Tensors, requires_grad: Sequence[bool]) -> Tensors:
     """Cut the graph: return new autograd leaves over the same storage."""
     return tuple([t.detach().requires_grad_(flag) for t, flag in zip(tensors, requires_grad, strict=True)])
 
 
-def apart(tensors: tuple[Tensor, ...], received: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def apart(tensors: Tensors, received: Tensors) -> Tensors:
     """Return `tensors`, but copies of those that share memory with `received`.
 
     A stage may return its input or a view of it, and results outlive a receive slot.
     """
-    memory = [tensor.untyped_storage().data_ptr() for tensor in received]
-    return tuple([t.clone() if t.untyped_storage().data_ptr() in memory else t for t in tensors])
+    lent = [tensor.untyped_storage().data_ptr() for tensor in received]
+    return tuple([t.clone() if t.untyped_storage().data_ptr() in lent else t for t in tensors])
 
 
 def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tuple[bool, ...]:
@@ -160,7 +165,7 @@ def requires_grad_flags(tensors: Sequence[TensorSpec] | Sequence[Tensor]) -> tup
 def unsplit_parameters(units: Sequence[UnitForward]) -> tuple[nn.Parameter, ...]:
     """Return the parameters whose gradients the input half computes, because their modules cannot split."""
     modules = (unit for unit in units if isinstance(unit, nn.Module))
-    return tuple(parameter for module in modules for parameter in split.unsplit_parameters(module))
+    return tuple(each for module in modules for each in split.unsplit_parameters(module))
 
 
 class UnitError(RuntimeError):
@@ -172,8 +177,8 @@ class UnitError(RuntimeError):
 
 
 def run_units(
-    units: Sequence[UnitForward], inputs: tuple[Tensor, ...], context: Any, ready: Callable[[int], None] | None = None
-) -> tuple[Tensor, ...]:
+    units: Sequence[UnitForward], inputs: Tensors, context: Any, ready: Callable[[int], None] | None = None
+) -> Tensors:
     """Run a chain of units. ready: called before each unit. Raises UnitError if one of them fails."""
     for index, unit in enumerate(units):
         try:
@@ -185,7 +190,7 @@ def run_units(
     return inputs
 
 
-def backward(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def backward(piece: SavedGraph, gradients: Tensors) -> Tensors:
     """Run a whole backward: add to the parameters' `.grad` views, and return the gradients of inputs that require it.
 
     gradients: one for each output that requires grad, in order.
@@ -194,7 +199,7 @@ def backward(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, 
     return tuple(_or_zeros(leaf.grad, leaf) for leaf in piece.inputs if leaf.requires_grad)
 
 
-def backward_input(piece: SavedGraph, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def backward_input(piece: SavedGraph, gradients: Tensors) -> Tensors:
     """Run the input half of a split backward. The piece's tape keeps the tensors of the weight half.
 
     These may be `gradients` themselves: lowering keeps their receive slot until the weight half is done. The returned
@@ -217,8 +222,8 @@ def _or_zeros(gradient: Tensor | None, leaf: Tensor) -> Tensor:
     return torch.zeros_like(leaf) if gradient is None else gradient
 
 
-def _forward(module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
-    outputs: tuple[Tensor, ...] = module(*inputs, context=context)
+def _forward(module: nn.Module, inputs: Tensors, context: MicrobatchContext) -> Tensors:
+    outputs: Tensors = module(*inputs, context=context)
     return outputs
 
 
@@ -233,21 +238,21 @@ class CompiledForward:
         self._compiled = torch.compile(_forward, **options)
         self._blanks: WeakKeyDictionary[nn.Module, dict[tuple[torch.Size, ...], SplitTape]] = WeakKeyDictionary()
 
-    def __call__(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> tuple[Tensor, ...]:
+    def __call__(self, module: nn.Module, inputs: Tensors, context: MicrobatchContext) -> Tensors:
         """Return the module's outputs. Records for a split backward are appended to the context's tape."""
         if context.tape is None:
             with _gradients_aside(module):
-                return self._compiled(module, tuple(inputs), context)
+                return self._compiled(module, inputs, context)
         # Use a separate tape: with a tape that has other modules' records, the compiler would recompile for each
         # layer.
         tape = SplitTape()
         tape.provide(self._blank(module, inputs, context).fresh_probes())
         with _gradients_aside(module):
-            outputs = self._compiled(module, tuple(inputs), replace(context, tape=tape))
+            outputs = self._compiled(module, inputs, replace(context, tape=tape))
         context.tape.extend(tape)
         return outputs
 
-    def _blank(self, module: nn.Module, inputs: Sequence[Tensor], context: MicrobatchContext) -> SplitTape:
+    def _blank(self, module: nn.Module, inputs: Tensors, context: MicrobatchContext) -> SplitTape:
         """Return a tape with the probes of one forward, cached by shape: probes must exist before a compiled forward
         runs.
 
@@ -272,7 +277,7 @@ class CompiledUnit(nn.Module):
         self.module = module
         self._compiled = compiled
 
-    def forward(self, *inputs: Tensor, context: MicrobatchContext) -> tuple[Tensor, ...]:
+    def forward(self, *inputs: Tensor, context: MicrobatchContext) -> Tensors:
         """Return the module's outputs."""
         return self._compiled(self.module, inputs, context)
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.host_memory import SavedTensors, StateCopies
-from megapipe.engine.stage import SavedGraph
+from megapipe.engine.stage import SavedGraph, Tensors
 from megapipe.layers.split import SplitTape
 from megapipe.parallel.groups import Work
 from megapipe.schedules.actions import Action
@@ -87,7 +87,7 @@ class StepResult:
     gradient_norm: float = 0.0
     skipped: bool = False
     stop: bool = False
-    outputs: tuple[tuple[Tensor, ...], ...] = ()
+    outputs: tuple[Tensors, ...] = ()
     loss_terms: tuple[float, ...] = ()
     save: bool = False
     save_failed: bool = False
@@ -105,9 +105,10 @@ class Counted:
     @classmethod
     def of(cls, counts: Sequence[float], updates: int) -> "Counted":
         """Return the sums of a step. counts: loss tokens of each of its updates, by term, then the flags."""
-        tokens, (stop, save, save_failed) = counts[:-NUM_FLAGS], (count > 0 for count in counts[-NUM_FLAGS:])
+        tokens, (stop, save, save_failed) = counts[:-NUM_FLAGS], counts[-NUM_FLAGS:]
         terms = len(tokens) // updates
-        return cls(tuple(sum(tokens[term::terms]) for term in range(terms)), (stop, save, save_failed))
+        by_term = tuple(sum(tokens[term::terms]) for term in range(terms))
+        return cls(by_term, (stop > 0, save > 0, save_failed > 0))
 
 
 @dataclass(frozen=True)
@@ -148,16 +149,16 @@ class StepState:
 
     input: StepInput
     updates: int = 1
-    kept: dict[UnitKey, tuple[Tensor, ...]] = field(default_factory=dict)
+    kept: dict[UnitKey, Tensors] = field(default_factory=dict)
     pieces: dict[UnitKey, SavedGraph] = field(default_factory=dict)
     tapes: dict[UnitKey, SplitTape] = field(default_factory=dict)
     saved: dict[UnitKey, SavedTensors] = field(default_factory=dict)
-    activations: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
-    gradients: dict[Key, tuple[Tensor, ...]] = field(default_factory=dict)
+    activations: dict[Key, Tensors] = field(default_factory=dict)
+    gradients: dict[Key, Tensors] = field(default_factory=dict)
     handed_out: dict[Key, tuple[Tensor, Work | None]] = field(default_factory=dict)
     summed: dict[Key, tuple[Tensor, Work]] = field(default_factory=dict)
     loss_sums: list[Tensor] = field(default_factory=list)
-    outputs: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    outputs: dict[int, Tensors] = field(default_factory=dict)
     counts: Tensor | None = None
     counts_work: Work | None = None
     reductions: list[Work] = field(default_factory=list)
@@ -184,7 +185,8 @@ class StepState:
         if self._loss_gradients is None:
             like = self.loss_sums[0]
             counts = self.global_counts()[:-NUM_FLAGS]
-            divisors = torch.where(counts == 0, 1.0, counts)  # the loss of an update without loss tokens is 0
+            # The loss of an update without loss tokens is 0.
+            divisors = torch.where(counts == 0, 1.0, counts)
             by_update = (self.input.loss_scale / divisors).view(self.updates, *like.shape)
             self._loss_gradients = by_update.to(device=like.device, dtype=like.dtype)
         return self._loss_gradients[self.update_of(microbatch)]

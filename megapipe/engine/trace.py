@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from operator import sub
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
@@ -106,7 +107,7 @@ def clock_offset(
         world.barrier()
         left.append(clock())
     everyone = world.all_gather_object(left[1:])
-    differences = [mine - first for mine, first in zip(everyone[leader], everyone[0], strict=True)]
+    differences = map(sub, everyone[leader], everyone[0])
     lower, middle, upper = statistics.quantiles(differences, n=4)
     return ClockOffset(round(middle), round((upper - lower) / 2), leads)
 

@@ -17,7 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megapipe.engine.stage import Stage, TensorSpec, described
+from megapipe.engine.stage import Specs, Stage, Tensors, TensorSpec, described
 from megapipe.engine.step import EngineError, StepState
 from megapipe.parallel.groups import Group
 from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
@@ -31,7 +31,7 @@ class Boundary:
     """The tensors that cross one stage boundary in one direction, and their link."""
 
     link: LinkEnd
-    specs: tuple[TensorSpec, ...]
+    specs: Specs
 
 
 class ReceiveSlots(ABC):
@@ -43,7 +43,7 @@ class ReceiveSlots(ABC):
         """Start receiving the next message of the link into `slot`. part: number of the message's sequence slice."""
 
     @abstractmethod
-    def take(self, slot: int) -> tuple[Tensor, ...]:
+    def take(self, slot: int) -> Tensors:
         """Wait for the message of `slot` and return its tensors, valid until the slot is posted again."""
 
     def release(self) -> None:  # noqa: B027 - only slots that are lent have something to release
@@ -66,7 +66,7 @@ class BufferSlots(ReceiveSlots):
     def __init__(self, boundary: Boundary, num_slots: int, device: torch.device) -> None:
         self._link = boundary.link
         self._specs = boundary.specs
-        self._buffers = [tuple(spec.allocate(device) for spec in boundary.specs) for _ in range(num_slots)]
+        self._buffers = _allocated(boundary.specs, num_slots, device)
         self._messages = list(self._buffers)
         self._pending: dict[int, list[Transfer]] = {}
 
@@ -74,7 +74,7 @@ class BufferSlots(ReceiveSlots):
         self._messages[slot] = _within(self._specs, self._buffers[slot], part)
         self._pending[slot] = [self._link.receive(message) for message in self._messages[slot]]
 
-    def take(self, slot: int) -> tuple[Tensor, ...]:
+    def take(self, slot: int) -> Tensors:
         for transfer in self._pending.pop(slot):
             transfer.wait()
         return self._messages[slot]
@@ -83,7 +83,11 @@ class BufferSlots(ReceiveSlots):
         return NoiseSlots(self._buffers, self._specs)
 
 
-def _within(specs: Sequence[TensorSpec], buffers: tuple[Tensor, ...], part: int) -> tuple[Tensor, ...]:
+def _allocated(specs: Specs, count: int, device: torch.device) -> list[Tensors]:
+    return [tuple(spec.allocate(device) for spec in specs) for _ in range(count)]
+
+
+def _within(specs: Specs, buffers: Tensors, part: int) -> Tensors:
     return tuple([spec.within(buffer, part) for spec, buffer in zip(specs, buffers, strict=True)])
 
 
@@ -108,21 +112,19 @@ class LentSlots(ReceiveSlots):
                 loan.give_back()
         self._loans.clear()
 
-    def take(self, slot: int) -> tuple[Tensor, ...]:
+    def take(self, slot: int) -> Tensors:
         return tuple([loan.take() for loan in self._loans[slot]])
 
     def without_peer(self) -> ReceiveSlots:
         """Return slots in separate memory, because the link lends its memory only for messages."""
-        buffers = [
-            tuple(torch.empty_like(each, device="cpu") for each in self._largest) for _ in range(self._num_slots)
-        ]
+        buffers = _allocated(self._specs, self._num_slots, torch.device("cpu"))
         return NoiseSlots(buffers, self._specs)
 
 
 class NoiseSlots(ReceiveSlots):
     """Slots that are filled with random numbers, which give experts realistic loads; integers are 0."""
 
-    def __init__(self, buffers: Sequence[tuple[Tensor, ...]], specs: Sequence[TensorSpec]) -> None:
+    def __init__(self, buffers: Sequence[Tensors], specs: Specs) -> None:
         self._buffers, self._specs = list(buffers), specs
         self._messages = list(buffers)
 
@@ -130,12 +132,12 @@ class NoiseSlots(ReceiveSlots):
         """Do nothing: no message arrives."""
         self._messages[slot] = _within(self._specs, self._buffers[slot], part)
 
-    def take(self, slot: int) -> tuple[Tensor, ...]:
-        """Fill the slot's buffers and return them."""
+    def take(self, slot: int) -> Tensors:
+        """Fill the slot's buffers and return them. Torch's generator affects no result of a run."""
         with torch.no_grad():
             for buffer in self._messages[slot]:
                 if buffer.is_floating_point():
-                    buffer.uniform_(-1.0, 1.0)  # from torch's generator, which affects no result of a run
+                    buffer.uniform_(-1.0, 1.0)
                 else:
                     buffer.zero_()
         return self._messages[slot]
@@ -157,7 +159,7 @@ class Sender:
         self._specs = boundary.specs
         self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
 
-    def send(self, tensors: tuple[Tensor, ...], part: int = 0) -> None:
+    def send(self, tensors: Tensors, part: int = 0) -> None:
         """Start sending; each tensor is kept alive until it has left. part: number of their sequence slice.
 
         Raises ValueError if shapes or dtypes differ from those that the receiver allocated.
@@ -165,8 +167,8 @@ class Sender:
         agreed = [(torch.Size(spec.of_slice(part)), spec.dtype) for spec in self._specs]
         if [(tensor.shape, tensor.dtype) for tensor in tensors] != agreed:
             raise ValueError(
-                f"the stage returned {described(tensors)}, but declared {described(self._specs)} when it was built; "
-                "its forward must always return the same shapes and types (under autocast: convert its result)"
+                f"the stage returned {described(tensors)}, but declared {described(self._specs)}; "
+                "always return these shapes and types (under autocast: convert the result)"
             )
         for tensor in tensors:
             transfer = self._link.send(tensor)
@@ -190,7 +192,7 @@ class Sender:
 
 
 class _Dropping(Sender):
-    def send(self, tensors: tuple[Tensor, ...], part: int = 0) -> None:
+    def send(self, tensors: Tensors, part: int = 0) -> None:
         """Keep the tensors for the time of a real message; no rank receives them."""
         self._in_flight += ((FINISHED, tensor.detach()) for tensor in tensors)
         while len(self._in_flight) > self._link.edge.slots:
@@ -210,20 +212,18 @@ class Shards:
     is_home: bool
     group: Group
     source: int
-    specs: Sequence[TensorSpec]
+    specs: Specs
     device: torch.device
 
     @classmethod
-    def of(
-        cls, header: Header, stage: int, group: Group, specs: Sequence[TensorSpec], device: torch.device
-    ) -> "Shards":
+    def of(cls, header: Header, stage: int, group: Group, specs: Specs, device: torch.device) -> "Shards":
         """Return the shard that `stage` is. group: pipeline and tensor ranks, with tensor ranks adjacent."""
         end = header.routes[0][-1 if stage in header.outputs else 0]
         home = header.stages[end].rank
         source = home * (group.size // header.num_ranks)
         return cls(stage, end, header.stages[stage].rank == home, group, source, specs, device)
 
-    def broadcast(self, step: StepState, microbatch: int, own: tuple[Tensor, ...] | None) -> tuple[Tensor, ...]:
+    def broadcast(self, step: StepState, microbatch: int, own: Tensors | None) -> Tensors:
         """Return the tensors of the stage at the end of the route: `own` on its rank, otherwise those that arrive."""
         tensors = tuple(spec.allocate(self.device) for spec in self.specs) if own is None else own
         for each in tensors:
@@ -236,7 +236,7 @@ class Shards:
                     step.handed_out[self.stage, microbatch] = each, None
         return tensors
 
-    def start_sum(self, step: StepState, microbatch: int, tensors: tuple[Tensor, ...]) -> None:
+    def start_sum(self, step: StepState, microbatch: int, tensors: Tensors) -> None:
         """Start summing tensors of a micro-batch over all shards."""
         for each in tensors:
             step.summed[self.stage, microbatch] = each, self.group.all_reduce(each, async_op=True)
@@ -259,7 +259,7 @@ class Shards:
         for _, microbatch in [key for key in step.handed_out if key[0] == self.stage]:
             self.end_broadcast(step, microbatch)
 
-    def sum_of(self, step: StepState, microbatch: int) -> tuple[Tensor, ...]:
+    def sum_of(self, step: StepState, microbatch: int) -> Tensors:
         """Return the sum of a micro-batch, on the rank of the stage at the end of the route."""
         summed, work = step.summed.pop((self.stage, microbatch))
         work.wait()
@@ -304,9 +304,6 @@ class Transfers:
         )
 
 
-Specs = tuple[TensorSpec, ...]
-
-
 class LinkPool:
     """A rank's links, which are created once. Engines of one pipeline use them in turn: each has drained them when its
     step ends.
@@ -348,9 +345,9 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
 
     Raises EngineError if the outputs of a stage are not the inputs of the next stage.
     """
-    pipeline = mesh.group("pipeline")
+    own_shapes = {number: (stage.inputs, stage.outputs) for number, stage in stages.items()}
     shapes: dict[int, tuple[Specs, Specs]] = {}
-    for part in pipeline.all_gather_object({s: (stage.inputs, stage.outputs) for s, stage in stages.items()}):
+    for part in mesh.group("pipeline").all_gather_object(own_shapes):
         shapes.update(part)
     crossings = _crossings(schedule, shapes)
     links = pool.links(link_edges(schedule.header, crossings))

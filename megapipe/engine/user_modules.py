@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from megapipe.engine.assembly import Assembly, ModelTable
 from megapipe.engine.reductions import Communicators
-from megapipe.engine.stage import TensorSpec, described, graph_nodes, short
+from megapipe.engine.stage import Specs, Tensors, TensorSpec, described, graph_nodes, short
 from megapipe.layers.adoption import adopt, adopted_modules, recording
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.layers.linear import partition_axis, set_tensor_group
@@ -82,11 +82,9 @@ class ModuleUnit(nn.Module):
             return outputs
         loss = self._loss(*outputs, *context.targets)
         if loss.dim() != 0:
-            raise ValueError(
-                f"the loss has shape {list(loss.shape)}; it must be one number, the sum over the micro-batch"
-            )
+            raise ValueError(f"the loss has shape {list(loss.shape)}; it must be one number, the micro-batch's sum")
         if torch.is_grad_enabled() and not loss.requires_grad:
-            raise ValueError("the loss depends on no parameter by a differentiable path; there is nothing to minimise")
+            raise ValueError("the loss depends on no parameter by a differentiable path")
         return (loss,)
 
     @contextmanager
@@ -113,7 +111,7 @@ class ModuleUnit(nn.Module):
     def share(self, original: nn.Module, paths: Iterable[str]) -> None:
         """Put the parameters that were bound at `paths` into all other places of the original's parameters: a second
         path, or an attribute that torch does not register, such as a list."""
-        kept = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        kept = {id(each): each for each in (*self.module.parameters(), *self.module.buffers())}
         bound = {id(original.get_parameter(path)): self.module.get_parameter(path) for path in paths}
         self.module = copy.deepcopy(self.module, kept | bound)
         self._adopted = tuple(adopted_modules(self.module))
@@ -147,7 +145,7 @@ class ModelPlan:
     """
 
     specs: tuple[LayerSpec, ...]
-    outputs: tuple[tuple[TensorSpec, ...], ...]
+    outputs: tuple[Specs, ...]
     dtype: torch.dtype
     order: TokenOrder
 
@@ -157,8 +155,8 @@ class _Trial:
     """A layer's forward on meta tensors: the graph between `inputs`, leaves, and `outputs`."""
 
     skeleton: nn.Module
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: Tensors
+    outputs: Tensors
 
 
 def clone(module: nn.Module, convert: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -179,7 +177,7 @@ def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor], *, shared: bo
     modules = [_on_meta(index, layer) for index, layer in enumerate(layers)]
     names: dict[int, str] = {}
     meta: dict[int, Tensor] = {}
-    passed = tuple(TensorSpec(tuple(each.shape), each.dtype, requires_grad=False) for each in sample)
+    passed = tuple(TensorSpec(each.shape, each.dtype, requires_grad=False) for each in sample)
     specs, outputs, trials = [], [], []
     for index, module in enumerate(modules):
         specs.append(_parameters(index, module, names))
@@ -187,10 +185,11 @@ def plan_layers(layers: Sequence[Layer], sample: Sequence[Tensor], *, shared: bo
             trials.append(_dry_run(index, _skeleton(index, module, meta), passed))
         if shared and index < len(modules) - 1:
             _require_tokens(index, module, trials[-1].outputs, sample[0].shape[1])
-        passed = tuple(TensorSpec(tuple(each.shape), each.dtype, each.requires_grad) for each in trials[-1].outputs)
+        returned = trials[-1].outputs
+        passed = tuple(TensorSpec(each.shape, each.dtype, each.requires_grad) for each in returned)
         outputs.append(passed)
     if not names:
-        raise PipelineError(f"none of the {len(layers)} layers has a parameter; there is nothing to train")
+        raise PipelineError(f"none of the {len(layers)} layers has a parameter to train")
     _require_gradients(trials)
     attention = [part for module in modules for part in module.modules() if isinstance(part, DotProductAttention)]
     order = order_of("ring", causal=any(part.causal for part in attention))
@@ -222,7 +221,7 @@ class _TokensApart(TorchFunctionMode):
         )
 
 
-def _require_tokens(index: int, module: nn.Module, outputs: Sequence[Tensor], tokens: int) -> None:
+def _require_tokens(index: int, module: nn.Module, outputs: Tensors, tokens: int) -> None:
     """Raise PipelineError if axis 1 of a layer's outputs is not this rank's tokens."""
     if any(output.dim() < 2 or output.shape[1] != tokens for output in outputs):
         raise PipelineError(
@@ -277,14 +276,13 @@ def _skeleton(index: int, module: nn.Module, meta: dict[int, Tensor]) -> nn.Modu
         raise PipelineError(f"layer {index} ({type(module).__name__}) cannot be copied: {error}") from error
 
 
-def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _Trial:
-    inputs = tuple(
-        torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=spec.requires_grad) for spec in passed
-    )
-    buffers = {name: (id(buffer), buffer._version) for name, buffer in skeleton.named_buffers()}
+def _dry_run(index: int, skeleton: nn.Module, passed: Specs) -> _Trial:
+    meta = torch.device("meta")
+    inputs = tuple(spec.allocate(meta).requires_grad_(spec.requires_grad) for spec in passed)
+    buffers = {name: (id(each), each._version) for name, each in skeleton.named_buffers()}
     layer = f"layer {index} ({type(skeleton).__name__})"
     try:
-        with torch.device("meta"), torch.enable_grad():
+        with meta, torch.enable_grad():
             outputs = as_tuple(skeleton(*inputs))
     except PipelineError:
         raise
@@ -295,9 +293,9 @@ def _dry_run(index: int, skeleton: nn.Module, passed: Sequence[TensorSpec]) -> _
     for name, buffer in skeleton.named_buffers():
         if buffers.get(name) != (id(buffer), buffer._version):
             raise PipelineError(
-                f"{layer} changes its buffer {name!r} in the forward; micro-batches run in the order of the schedule, "
-                "on several replicas, so its value would depend on both: use a layer without "
-                "running statistics (LayerNorm, GroupNorm), or put it into eval mode"
+                f"{layer} changes its buffer {name!r} in the forward; its value would depend on "
+                "the order of micro-batches and on the replica: use a layer without running "
+                "statistics (LayerNorm, GroupNorm), or put it into eval mode"
             )
     if any(tensor._version for tensor in inputs):
         raise PipelineError(
@@ -321,9 +319,7 @@ def _require_gradients(trials: Sequence[_Trial]) -> None:
                 why = f"nothing that {layer} returns depends on it"
                 if id(parameter) in _behind(trial.outputs):
                     why = f"the layers after {layer} drop or detach its result"
-                raise PipelineError(
-                    f"parameter {index}.{name} gets no gradient: {why}; remove it, or register it as a buffer"
-                )
+                raise PipelineError(f"parameter {index}.{name} gets no gradient: {why}; remove it or make it a buffer")
         used = {place for place, each in enumerate(trial.inputs) if id(each) in reached}
 
 
@@ -341,12 +337,10 @@ def _common_dtype(modules: Sequence[nn.Module]) -> torch.dtype:
             names.setdefault(parameter.dtype, f"{index}.{name}")
     if len(names) > 1:
         each = ", ".join(f"{name} {short(dtype)}" for dtype, name in names.items())
-        raise PipelineError(f"parameters have several dtypes ({each}); convert the layers to one of them")
+        raise PipelineError(f"parameters have several dtypes ({each}); convert them to one")
     dtype = next(iter(names), torch.float32)
     if dtype not in DTYPES:
-        raise PipelineError(
-            f"parameters are {short(dtype)}; convert the layers to one of {', '.join(map(short, DTYPES))}"
-        )
+        raise PipelineError(f"parameters are {short(dtype)}; convert them to one of {', '.join(map(short, DTYPES))}")
     return dtype
 
 

@@ -207,7 +207,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
             made.step(tokens, targets)
     for rate in (-1e-3, float("nan"), "1e-3"):
         with pytest.raises(
-            PipelineError, match=f"learning_rate is {rate!r}; it must be a finite number of at least 0"
+            PipelineError, match=f"learning_rate is {rate!r}; it must be finite and at least 0"
         ):
             made.step(tokens, tokens, learning_rate=rate)  # type: ignore[arg-type]
     assert made.step(tokens, tokens)[0].step == 0, "a refused batch counts as a step"
@@ -325,7 +325,7 @@ def test_a_closed_pipeline_leaves_no_open_files(schedule: str) -> None:
 def test_weights_cannot_be_read_during_a_step() -> None:
     made = pipeline(schedule="2bw")
     assert made.step(*batch(0, 2)) == ()
-    with pytest.raises(PipelineError, match="step 0 is in progress; call drain before state_dict"):
+    with pytest.raises(PipelineError, match="step 0 is in progress; call drain first"):
         made.state_dict()
     assert [result.step for result in made.drain()] == [0]
     made.state_dict()

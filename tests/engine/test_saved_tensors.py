@@ -130,5 +130,5 @@ def test_a_report_counts_what_is_on_the_device() -> None:
 def test_what_is_away_cannot_be_used() -> None:
     saved, piece = forward(curved, torch.randn(SIZE, SIZE))
     move_away(saved, HostPool(pinned=False))
-    with pytest.raises(RuntimeError, match="used before the schedule has reloaded it"):
+    with pytest.raises(RuntimeError, match="used before it is reloaded"):
         backward(piece, (torch.ones(SIZE, SIZE),))
