@@ -13,7 +13,6 @@ from megapipe.engine.stage import (
     WHOLE,
     SavedGraph,
     Stage,
-    Tensors,
     UnitForward,
     apart,
     as_leaves,
@@ -23,7 +22,7 @@ from megapipe.engine.stage import (
 )
 from megapipe.engine.step import EngineError, StepState, UnitKey
 from megapipe.engine.transfers import Transfers
-from megapipe.layers.split import SplitTape
+from megapipe.layers.split import SplitTape, Tensors
 from megapipe.parallel.unit_state import UnitState
 from megapipe.schedules.actions import Action, Kind, on_side_stream
 from megapipe.schedules.schedule import SECTIONS, Schedule

@@ -18,8 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megapipe.engine.stage import Tensors
-from megapipe.layers.split import Record, SplitTape
+from megapipe.layers.split import Record, SplitTape, Tensors
 from megapipe.parallel.groups import Work
 from megapipe.parallel.unit_state import UnitState
 

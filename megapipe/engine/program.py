@@ -8,9 +8,10 @@ from operator import attrgetter
 from megapipe.engine.forwards import Closure, Forwards, Moves
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.reductions import Reductions
-from megapipe.engine.stage import WHOLE, Stage, Tensors, apart, backward, backward_input, unsplit_parameters
+from megapipe.engine.stage import WHOLE, Stage, apart, backward, backward_input, unsplit_parameters
 from megapipe.engine.step import Key, StepState
 from megapipe.engine.transfers import ReceiveSlots, Sender, Shards, Transfers
+from megapipe.layers.split import Tensors
 from megapipe.parallel.unit_state import HostWeights, UnitState
 from megapipe.schedules.actions import Action, Kind
 from megapipe.schedules.schedule import SECTIONS, Schedule, SectionName

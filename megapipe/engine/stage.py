@@ -17,12 +17,10 @@ from torch.autograd.graph import GradientEdge
 from megapipe.config.memory import RecomputedPart
 from megapipe.layers import split
 from megapipe.layers.context import MicrobatchContext
-from megapipe.layers.split import SplitTape, accumulate, gradient_edge
+from megapipe.layers.split import SplitTape, Tensors, accumulate, gradient_edge
 from megapipe.parallel.groups import Group
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.ops import ContextAttention
-
-Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megapipe.engine.host_memory import SavedTensors, StateCopies
-from megapipe.engine.stage import SavedGraph, Tensors
-from megapipe.layers.split import SplitTape
+from megapipe.engine.stage import SavedGraph
+from megapipe.layers.split import SplitTape, Tensors
 from megapipe.parallel.groups import Work
 from megapipe.schedules.actions import Action
 

@@ -17,8 +17,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from megapipe.engine.stage import Specs, Stage, Tensors, TensorSpec, described
+from megapipe.engine.stage import Specs, Stage, TensorSpec, described
 from megapipe.engine.step import EngineError, StepState
+from megapipe.layers.split import Tensors
 from megapipe.parallel.groups import Group
 from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
 from megapipe.parallel.mesh import Mesh

@@ -18,11 +18,11 @@ from torch.overrides import TorchFunctionMode
 
 from megapipe.engine.assembly import Assembly, ModelTable
 from megapipe.engine.reductions import Communicators
-from megapipe.engine.stage import Specs, Tensors, TensorSpec, described, graph_nodes, short
+from megapipe.engine.stage import Specs, TensorSpec, described, graph_nodes, short
 from megapipe.layers.adoption import adopt, adopted_modules, recording
 from megapipe.layers.context_parallel import DotProductAttention
 from megapipe.layers.linear import partition_axis, set_tensor_group
-from megapipe.layers.split import SplitTape
+from megapipe.layers.split import SplitTape, Tensors
 from megapipe.parallel.groups import Group
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState

@@ -5,7 +5,7 @@ parameters' memory, so that autograd computes the input's gradient as usual and 
 the same arithmetic as torch's backward, which gives the same bits.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
-from megapipe.layers.split import SplitModule, SplitTape
-
-WeightGradients = Iterable[tuple[nn.Parameter, Tensor]]
+from megapipe.layers.split import SplitModule, SplitTape, Tensors, WeightGradients
 
 
 class Adopted(SplitModule):
@@ -69,7 +67,7 @@ class SplitLinear(Adopted, nn.Linear):
         output = functional.linear(input, _leaf(self.weight), _leaf_or_none(self.bias))
         return self.record(output, input)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         rows = gradient.reshape(-1, self.out_features)
         yield self.weight, rows.t() @ saved[0].reshape(-1, self.in_features)
         if self.bias is not None:
@@ -90,7 +88,7 @@ class SplitEmbedding(Adopted, nn.Embedding):
         )
         return self.record(output, input)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         padding = -1 if self.padding_idx is None else self.padding_idx
         yield (
             self.weight,
@@ -111,7 +109,7 @@ class SplitLayerNorm(Adopted, nn.LayerNorm):
         output, mean, deviation = torch.native_layer_norm(input, self.normalized_shape, weight, bias, self.eps)
         return self.record(output, input, mean, deviation)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         has_bias = self.bias is not None
         # The gradient does not depend on the weight's values, which may be on other replicas between the halves.
         unread = torch.empty_like(self.weight)
@@ -139,9 +137,10 @@ class SplitRMSNorm(Adopted, nn.RMSNorm):
             return super().forward(x)
         return self.record(functional.rms_norm(x, self.normalized_shape, _leaf(self.weight), self.eps), x)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> WeightGradients:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         with torch.enable_grad():
-            leaf = torch.ones_like(self.weight).requires_grad_()  # its values do not matter, as in SplitLayerNorm
+            # Its values do not matter, as in SplitLayerNorm.
+            leaf = torch.ones_like(self.weight).requires_grad_()
             output = functional.rms_norm(saved[0], self.normalized_shape, leaf, self.eps)
         yield self.weight, torch.autograd.grad(output, leaf, gradient)[0]
 
@@ -182,7 +181,8 @@ class AdoptionReport:
 
     def __str__(self) -> str:
         lines = [f"split: {len(self.split)} modules; not split: {len(self.whole)}"]
-        return "\n".join(lines + [f"  {path or '(the module itself)'}: {why}" for path, why in self.whole.items()])
+        lines += [f"  {path or '(the module itself)'}: {why}" for path, why in self.whole.items()]
+        return "\n".join(lines)
 
 
 def adopt(module: Module) -> Module:
@@ -218,7 +218,8 @@ def report(module: nn.Module) -> AdoptionReport:
         if isinstance(part, SplitModule):
             split[path] = type(part).__name__ if base is None else base.__name__
         elif base is None:
-            whole[path] = f"{type(part).__name__} is not one of {', '.join(each.__name__ for each in SPLIT_TYPES)}"
+            names = ", ".join(each.__name__ for each in SPLIT_TYPES)
+            whole[path] = f"{type(part).__name__} is not one of {names}"
         else:
             whole[path] = _obstacle(part, base) or f"{type(part).__name__} has not been adopted"
     return AdoptionReport(split, whole)

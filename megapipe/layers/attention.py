@@ -14,7 +14,7 @@ then gathered, because they are narrower than hidden states.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
@@ -42,7 +42,7 @@ from megapipe.layers.linear import (
     within,
 )
 from megapipe.layers.norms import Norm, ProjectionNorm
-from megapipe.layers.split import Rerun, SplitModule, SplitTape, rerun_product
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients, rerun_product
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
@@ -109,9 +109,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: 
     d]."""
     compiles = query.device.type == "cuda" and not torch.compiler.is_compiling()
     function = _compiled() if compiles else flex_attention
-    mixed: Tensor = function(
-        query, key, value, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
-    )
+    grouped = query.shape[1] != key.shape[1]
+    mixed: Tensor = function(query, key, value, block_mask=blocks, scale=scale, enable_gqa=grouped)
     return mixed
 
 
@@ -176,7 +175,7 @@ class Sinks(SplitModule):
         scores: Tensor = _ProbedSinks.apply(probe, self.weight.detach())
         return scores
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         yield self.weight, gradient
 
 
@@ -234,14 +233,15 @@ class Attention(nn.Module):
         self.heads_per_group = rows - 2
         self.query_norm: Norm | None = None
         self.key_norm: Norm | None = None
+        query, key, epsilon = within(shapes, "query_norm"), within(shapes, "key_norm"), model.norm_epsilon
         if model.qk_norm and model.qk_norm_over == "projection":
-            self.query_norm = ProjectionNorm(within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
-            self.key_norm = ProjectionNorm(within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
+            self.query_norm = ProjectionNorm(query, epsilon, kernels, group)
+            self.key_norm = ProjectionNorm(key, epsilon, kernels, group)
         elif model.qk_norm:
             # Each rank normalises its own heads with the same weight.
             op = model.head_norm_kind.op
-            self.query_norm = Norm(op, within(shapes, "query_norm"), model.norm_epsilon, kernels, group)
-            self.key_norm = Norm(op, within(shapes, "key_norm"), model.norm_epsilon, kernels, group)
+            self.query_norm = Norm(op, query, epsilon, kernels, group)
+            self.key_norm = Norm(op, key, epsilon, kernels, group)
 
     def forward(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None = None) -> Tensor:
         """Map hidden states [b, s, h] to [b, s, h]. rerun: recomputes x in the backward, so that x is not saved."""
@@ -345,7 +345,7 @@ class Attention(nn.Module):
     def _fused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Return attention outputs [b, s, heads, d']."""
         channels, value = value.shape[-1], widened(value, query)
-        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
         mask = self._fused_mask(query, context)
         grouped = query.shape[1] > key.shape[1]
         if grouped and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
@@ -367,8 +367,9 @@ class Attention(nn.Module):
     def _within_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
         """Return attention outputs [b, s, heads, d'] for documents that are separated by blocks."""
         channels, value = value.shape[-1], widened(value, query)
-        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
-        return narrowed(attend(query, key, value, blocks, self.scale).transpose(1, 2), channels)
+        query, key, value = (x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
+        mixed = attend(query, key, value, blocks, self.scale)
+        return narrowed(mixed.transpose(1, 2), channels)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:
         """Return the visible keys of queries [b, heads, s, d], broadcastable to [b, heads, s, s]; None for all earlier
@@ -405,7 +406,8 @@ class Attention(nn.Module):
             return torch.bmm(query, key.transpose(1, 2)), self.scale
         # Scale within the product, because unscaled scores might exceed the range of fp16.
         empty, scale = query.new_empty(1, 1, 1), self.scale / self.softcap
-        return torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale).tanh_(), self.softcap
+        products = torch.baddbmm(empty, query, key.transpose(1, 2), beta=0.0, alpha=scale)
+        return products.tanh_(), self.softcap
 
     def _unfused(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         """Return attention outputs [b, s, kv groups, heads, d']. All query heads of a kv group are in one product with
@@ -424,7 +426,7 @@ class Attention(nn.Module):
         if not self.dropout.active(context):
             return weights
         by_head = weights.view(-1, self.num_heads, key.shape[1], key.shape[1])
-        return self.dropout.drop_attention(by_head, self.first_head, context).view(weights.shape)
+        return self.dropout.drop_attention(by_head, self.first_head, context).view_as(weights)
 
 
 def widened(value: Tensor, query: Tensor) -> Tensor:
@@ -472,16 +474,17 @@ class MultiLatentAttention(Attention, OnShards):
     def _add_projections(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         self.group = group
         self.kv_groups, self.heads_per_group = model.num_heads // group.size, 1
-        self.head_dim, self.value_dim, self.latent_size = model.head_dim, model.value_dim, shapes["kv_up.weight"][-1]
+        self.head_dim, self.value_dim = model.head_dim, model.value_dim
+        self.latent_size = shapes["kv_up.weight"][-1]
         self.query_down: OwnTokensLinear | None = None
         if model.query_latent_size is None:
             self.query = ColumnParallelLinear(within(shapes, "query"), group)
         else:
             self.query_down = OwnTokensLinear(within(shapes, "query_down"), group)
-            self.query_latent_norm = _latent_norm(model, within(shapes, "query_latent_norm"), kernels)
+            self.query_latent_norm = _latent_norm(model, shapes, "query_latent_norm", kernels)
             self.query_up = ColumnParallelLinear(within(shapes, "query_up"), group)
         self.kv_down = OwnTokensLinear(within(shapes, "kv_down"), group)
-        self.kv_latent_norm = _latent_norm(model, within(shapes, "kv_latent_norm"), kernels)
+        self.kv_latent_norm = _latent_norm(model, shapes, "kv_latent_norm", kernels)
         self.kv_up = ColumnParallelLinear(within(shapes, "kv_up"), group)
 
     def _projected(self, x: Tensor, context: MicrobatchContext, rerun: Rerun | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -512,8 +515,8 @@ class MultiLatentAttention(Attention, OnShards):
         return self.kv_latent_norm(latent, tape), shared
 
 
-def _latent_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
-    return Norm(model.head_norm_kind.op, shapes, EPSILON, kernels)
+def _latent_norm(model: ModelConfig, shapes: Shapes, name: str, kernels: Registry) -> Norm:
+    return Norm(model.head_norm_kind.op, within(shapes, name), EPSILON, kernels)
 
 
 @lru_cache(maxsize=8)
@@ -540,7 +543,7 @@ def visible_keys(context: MicrobatchContext, num_tokens: int, window: int | None
     no other key, and a softmax over no keys is NaN. Raises ValueError without lengths.
     """
     if not isinstance(context, BertContext) or context.lengths is None:
-        raise ValueError("attention over padded samples needs their lengths: pass a BertContext with lengths")
+        raise ValueError("attention over padded samples needs a BertContext with their lengths")
     places = torch.arange(num_tokens, device=context.lengths.device)
     visible = (places < context.lengths.unsqueeze(1)).unsqueeze(1)
     if window is None or window >= num_tokens:

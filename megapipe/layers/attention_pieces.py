@@ -105,7 +105,8 @@ def piece_backward(
         return _unfused_backward(gradient, query, key, value, mixed, log_sum, seen, how)
     gradients: Any
     if query.device.type == "cuda":
-        none = torch.zeros(2, dtype=torch.uint64, device=query.device)  # the random state of a dropout of 0
+        # The random state of a dropout of 0.
+        none = torch.zeros(2, dtype=torch.uint64, device=query.device)
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             gradient,
             query,

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -51,7 +52,7 @@ class Ring:
         """Return attention outputs [b, s, heads, d'] for query [b, s, kv heads, heads of each, d], key
         [b, s, kv heads, 1, d] and value [b, s, kv heads, 1, d'], all of this rank's tokens."""
         channels, value = value.shape[-1], widened(value, query)
-        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
         # Pass no tape: the graph refers to the pass, and a tape to the graph, so they would form a reference cycle.
         known = replace(context, tape=None)
         sinks = self.attention.own_sinks(context.tape)
@@ -201,8 +202,8 @@ def _numbers(order: TokenOrder, size: int, length: int, device: torch.device) ->
     """Return the token positions of every rank, int64 [size, length / size]."""
     # Tensors that are created in inference mode cannot be used in training.
     with torch.inference_mode(False):
-        held = [torch.from_numpy(Share(order, rank, size).numbers(length)) for rank in range(size)]
-        return torch.stack(held).to(device)
+        held = [Share(order, rank, size).numbers(length) for rank in range(size)]
+        return torch.from_numpy(np.stack(held)).to(device)
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,16 @@ logits usually fit in memory, so that projection and loss can be two operations.
 combines them.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient, merged, slope_at, softcapped
 from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import Linear, OnShards, Shapes, weight_gradient
-from megapipe.layers.split import SplitError, SplitTape
+from megapipe.layers.split import SplitError, SplitTape, Tensors, WeightGradients
 from megapipe.parallel.collectives import copy_to_group, gather_from_group
 from megapipe.parallel.groups import Group
 
@@ -103,8 +102,8 @@ class VocabParallelHead(Linear, OnShards):
         vocabulary."""
         if tape is not None:
             raise SplitError(
-                "a loss whose logits are recomputed in the backward cannot be split into halves, which would each "
-                "compute them; set recompute.logits false, or use a schedule with whole backwards"
+                "halves of a split backward would each recompute the logits; "
+                "set recompute.logits false, or use a schedule with whole backwards"
             )
         rows = self._all_tokens(x).flatten(0, -2)
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -112,7 +111,7 @@ class VocabParallelHead(Linear, OnShards):
         kept = self._kept(x, rows)
         return _Recomputed.apply(rows, self.weight, self.bias, self, labels.flatten(), row_weight, kept)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         if len(saved) == 1:  # the logits were the output, not a loss
             return super().weight_half(saved, gradient)
         row_weight = saved[2] if len(saved) == 3 else None
@@ -143,8 +142,8 @@ class VocabParallelHead(Linear, OnShards):
         if labels.device.type == "cpu" and not torch.compiler.is_compiling() and not known.all():
             wrong = labels[~known][0].item()
             raise ValueError(
-                f"label {wrong} is outside of the vocabulary of {self.vocabulary_size} "
-                "tokens; raise model.vocabulary_size to the tokenizer's, or give the token no weight in the loss mask"
+                f"label {wrong} is outside of the vocabulary of {self.vocabulary_size} tokens; "
+                "raise model.vocabulary_size, or give the token no weight in the loss mask"
             )
         return Targets(*self.columns_of(labels), known)
 
@@ -178,7 +177,7 @@ class SharedHead(VocabParallelHead):
         record.integers = (targets.columns, targets.owned)
         return loss
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         rows, local, own, by_rank, *row_weight, columns, owned = saved
         share, at_target = self.shares(own, by_rank)
         cross_entropy_logit_gradient(local[:, : self.num_columns], columns, owned, share, at_target)
@@ -219,9 +218,9 @@ def loss_and_logit_gradient(
 def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of each row [n] and the loss sum, from each rank's own statistics [3, n]."""
     by_rank = own.unsqueeze(0)
-    return loss_of_statistics(
-        by_rank if group.size == 1 else gather_from_group(by_rank, group, dim=0), targets, row_weight
-    )
+    if group.size > 1:
+        by_rank = gather_from_group(by_rank, group, dim=0)
+    return loss_of_statistics(by_rank, targets, row_weight)
 
 
 def loss_of_statistics(by_rank: Tensor, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -284,7 +283,8 @@ def _start_loss(
     own, gradient = head.loss_op(rows).statistics_and_gradient(
         rows, weight, targets.columns, targets.owned, head.num_columns, alone, **head.capped
     )
-    ctx.by_rank = own.new_empty((head.group.size, *own.shape))  # the gather fills it after it was saved
+    # The gather fills it after it was saved.
+    ctx.by_rank = own.new_empty((head.group.size, *own.shape))
     ctx.gathered = head.group.gather_into(ctx.by_rank.view(-1), own.contiguous().view(-1))
     loss = own.new_zeros(())
     ctx.head, ctx.targets, ctx.loss = head, targets, loss.detach()
@@ -330,7 +330,7 @@ class _RescaledCrossEntropy(torch.autograd.Function):
         head: SharedHead,
         targets: Targets,
         row_weight: Tensor | None,
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         loss, own, gradient = _start_loss(ctx, rows, weight, head, targets, alone=True)
         ctx.save_for_backward(gradient @ weight, weight, row_weight, own)
         ctx.mark_non_differentiable(gradient, own, ctx.by_rank)
@@ -403,7 +403,8 @@ class _ProbedCrossEntropy(torch.autograd.Function):
         assert gradient is not None
         ctx.save_for_backward(weight, gradient, row_weight)
         ctx.mark_non_differentiable(gradient)
-        ctx.set_materialize_grads(False)  # autograd would fill a gradient of the gradient with zeros
+        # Autograd would fill a gradient of the gradient with zeros.
+        ctx.set_materialize_grads(False)
         return loss, gradient
 
     @staticmethod

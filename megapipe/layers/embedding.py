@@ -12,7 +12,6 @@ the caches, so that all keys in a cache have the same frequencies.
 
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
 from megapipe.kernels.registry import Registry, constant_when_compiled, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
-from megapipe.layers.split import SplitModule, SplitTape
+from megapipe.layers.split import SplitModule, SplitTape, Tensors, WeightGradients
 from megapipe.parallel.collectives import reduce_from_group, scatter_sum
 from megapipe.parallel.groups import Group
 from megapipe.spec.token_order import Share
@@ -122,7 +121,7 @@ class _Table(SplitModule):
         record.saved = (numbers,) if starts is None else (numbers, starts)
         return _ProbedEmbedding.apply(record.probe, self.weight.detach(), self._rows, numbers, starts)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         starts = saved[1] if len(saved) == 2 else None
         yield self.weight, self._rows.gradient(saved[0], starts, gradient)
 

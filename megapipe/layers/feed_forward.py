@@ -11,7 +11,7 @@ gather: sums are over a token's own experts in the order of its choices, so resu
 additions.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,7 @@ from megapipe.layers.linear import (
     empty_parameter,
     within,
 )
-from megapipe.layers.split import Rerun, SplitModule, SplitTape
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients
 from megapipe.parallel.collectives import (
     copy_to_group,
     gather_tokens,
@@ -131,7 +131,7 @@ class Router(SplitModule, OnShards):
             shares = scores.softmax(-1).gather(-1, experts)
         return shares if self.model.router_scale == 1 else shares * self.model.router_scale
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         yield self.weight, _WIDE.weight_gradient(saved[0], gradient)
         if self.score_bias is not None:
             yield self.score_bias, bias_gradient(gradient)
@@ -332,7 +332,7 @@ class GroupedLinear(SplitModule):
         bias = None if self.bias is None else self.bias.detach()
         return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, products)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         x, counts = saved
         products = GroupedProducts(counts.tolist())
         yield self.weight, products.weight_gradient(x, gradient).view(self.weight.shape)
@@ -434,7 +434,8 @@ class MLP(nn.Module):
             bias = self.up.bias.detach()
             op = self.kernels.pick(kind.biased, bias)
             if op is not self.kernels.reference(kind.biased):
-                if self.recompute and tape is not None:  # sharded weights may be released before the weight half
+                # Sharded weights may be released before the weight half.
+                if self.recompute and tape is not None:
                     bias = bias.clone()
                 return self.up.forward(x, tape, rerun, add_bias=False), lambda inner: op.apply(inner, bias, *arguments)
             # Without a fused kernel, adding the bias within the product is cheapest.

@@ -12,7 +12,7 @@ tensor group, so the same model also trains in one process. Between the two laye
 features, so code there must read their number from the tensor, not from the model's sizes.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.kernels.registry import Registry, opaque
-from megapipe.layers.split import Rerun, SplitModule, SplitTape, save_input, saved_input
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients, save_input, saved_input
 from megapipe.parallel.collectives import copy_to_group, largest_in_group, reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -262,12 +262,12 @@ class Linear(SplitModule):
         bias = self.bias.detach() if self.bias is not None and add_bias else None
         return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         yield from self.weight_gradients(saved[0], gradient)
         if self.bias is not None:
             yield self.bias, bias_gradient(gradient)
 
-    def weight_gradients(self, x: Tensor, dy: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_gradients(self, x: Tensor, dy: Tensor) -> WeightGradients:
         """Return the weight with its gradient, or nothing if the gradient has already been added to `.grad`."""
         gradient = self.products.gradient(x, dy, self.weight, self.products.accumulator_of(self.weight))
         if gradient is not None:
@@ -289,7 +289,7 @@ class ColumnParallelLinear(Linear, OnShards):
             return self.sequence.column(self, x, tape, add_bias=add_bias, rerun=rerun)
         return self.local_product(copy_to_group(x, self.group), tape, add_bias=add_bias, rerun=rerun)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         if self.sequence is not None:
             return self.sequence.weight_half(self, saved[0], gradient, column=True)
         return super().weight_half(saved, gradient)
@@ -313,7 +313,7 @@ class RowParallelLinear(Linear, OnShards):
             y = reduce_from_group(self.local_product(x, tape, add_bias=False, rerun=rerun), self.group)
         return y if self.bias is None else y + self.bias.detach()
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         if self.sequence is not None:
             return self.sequence.weight_half(self, saved[0], gradient, column=False)
         return super().weight_half(saved, gradient)

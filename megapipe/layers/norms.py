@@ -1,6 +1,6 @@
 """Normalisation layers over the last axis, with a split backward."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from megapipe.kernels.reference.norms import to_dtype, wide
 from megapipe.kernels.registry import Implementation, Registry, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter
-from megapipe.layers.split import Rerun, SplitModule, SplitTape
+from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients
 from megapipe.parallel.collectives import reduce_from_group
 from megapipe.parallel.groups import Group
 
@@ -19,7 +19,7 @@ class _FusedNorm(torch.autograd.Function):
     also returned."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, residual: Tensor | None, norm: "Norm", *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, residual: Tensor | None, norm: "Norm", *parameters: Tensor) -> Tensors:
         y, total, statistics = norm.run(x, residual, *parameters)
         ctx.save_for_backward(x if total is None else total, *statistics, parameters[0])
         ctx.norm = norm
@@ -42,7 +42,7 @@ class _ProbedNorm(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, residual: Tensor | None, probe: Tensor, norm: "Norm", *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensors:
         y, total, statistics = norm.run(x, residual, *parameters)
         ctx.save_for_backward(x if total is None else total, *statistics, parameters[0])
         ctx.mark_non_differentiable(*statistics)
@@ -96,7 +96,7 @@ class Norm(SplitModule, OnShards):
         y, total = self._normalised(x, residual, tape)
         return y, total
 
-    def _normalised(self, x: Tensor, residual: Tensor | None, tape: SplitTape | None) -> tuple[Tensor, ...]:
+    def _normalised(self, x: Tensor, residual: Tensor | None, tape: SplitTape | None) -> Tensors:
         """Return the normalised tensor and, if there is a residual, the sum."""
         parameters = self._parameters_in_order()
         if tape is None:
@@ -137,21 +137,23 @@ class Norm(SplitModule, OnShards):
         y, total, *statistics = op.add_forward(x, residual, *parameters, self.epsilon)
         return y, total, statistics
 
-    def weight_gradients(self, dy: Tensor, x: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    def weight_gradients(self, dy: Tensor, x: Tensor, *rest: Tensor) -> Tensors:
         """Return the gradients of weight and bias. rest: the op's statistics and the weight."""
         return self.summed(self.implementation(x).weight_gradient(dy, x, *rest))
 
-    def summed(self, gradients: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    def summed(self, gradients: Sequence[Tensor]) -> Tensors:
         """Sum this rank's gradients of weight and bias over `gradient_group`."""
         if self.gradient_group is None or self.sequence is not None:
             return tuple(gradients)
-        return tuple(reduce_from_group(gradient, self.gradient_group) for gradient in gradients)
+        return tuple(reduce_from_group(each, self.gradient_group) for each in gradients)
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         weight: Tensor = self.weight
-        if weight.untyped_storage().nbytes() == 0:  # released, but only its shape and dtype are read
+        # If it is released: only its shape and dtype are read.
+        if weight.untyped_storage().nbytes() == 0:
             weight = torch.zeros_like(weight)
-        return zip(self._parameters_in_order(), self.weight_gradients(gradient, *saved, weight), strict=True)
+        gradients = self.weight_gradients(gradient, *saved, weight)
+        return zip(self._parameters_in_order(), gradients, strict=True)
 
     def _parameters_in_order(self) -> list[nn.Parameter]:
         return [self.weight] if self.bias is None else [self.weight, self.bias]

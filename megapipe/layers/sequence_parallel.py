@@ -6,16 +6,16 @@ computes its gradient. With several chunks, a chunk is gathered while the previo
 while the next one is; in fp8 it has its own scales.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megapipe.layers.linear import FusedLinear, Linear, ProbedLinear, Products, bias_gradient
-from megapipe.layers.split import Rerun, SplitTape, saved_input
+from megapipe.layers.split import Rerun, SplitTape, WeightGradients, saved_input
 from megapipe.parallel.collectives import by_rank, gather_tokens, joined, start_gather, start_scatter
 from megapipe.parallel.groups import Group
 
@@ -63,9 +63,7 @@ class SequenceProducts:
         record.keep_input(x, rerun)
         return ProbedLinear.apply(x, record.probe, linear.weight.detach(), None, products)
 
-    def weight_half(
-        self, linear: Linear, x: Tensor, gradient: Tensor, *, column: bool
-    ) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, linear: Linear, x: Tensor, gradient: Tensor, *, column: bool) -> WeightGradients:
         """Return what `SplitModule.weight_half` returns. x: the input. gradient: of the output. column: x has this
         rank's shard of the tokens, and the gradient all of them; otherwise the reverse."""
         gathered = start_gather(x if column else gradient, self.group)

@@ -63,7 +63,7 @@ class Slice:
     ) -> Tensor:
         """Return attention outputs [b, s, heads, d] for query [b, s, kv heads, heads of each, d], and key and
         value [b, s, kv heads, 1, d], all of this slice."""
-        query, key, value = (part.flatten(2, 3).transpose(1, 2) for part in (query, key, value))
+        query, key, value = (x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
         sinks = attention.own_sinks(context.tape)
         once = SlicePass(self, attention, replace(context, tape=None))
         mixed: Tensor = _Sliced.apply(query, key, value, sinks, once)
@@ -123,7 +123,8 @@ class _Sliced(torch.autograd.Function):
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, once: SlicePass) -> Tensor:
         block = torch.stack([key, value])
         if query.untyped_storage().nbytes() > query.numel() * query.element_size():
-            query = query.clone(memory_format=torch.contiguous_format)  # a view, which would keep the projection alive
+            # A view, which would keep the projection alive.
+            query = query.clone(memory_format=torch.contiguous_format)
         parts = ((rows, *both, seen, weighing) for _, both, rows, seen, weighing in once.work(block))
         mixed, log_sum = merged_pieces(query, sinks, parts)
         once.keep(block)

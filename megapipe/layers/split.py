@@ -24,6 +24,11 @@ from torch import Tensor, nn
 from torch._C import _FunctionBase
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
+Tensors = tuple[Tensor, ...]
+
+WeightGradients = Iterable[tuple[nn.Parameter, Tensor]]
+"""Parameters with their gradients."""
+
 Place = Tensor | GradientEdge
 """An edge of the autograd graph at which a gradient enters or leaves."""
 
@@ -62,7 +67,7 @@ class SplitModule(nn.Module):
 
     exclusive: ClassVar[bool] = True
 
-    def weight_half(self, saved: tuple[Tensor, ...], gradient: Tensor) -> Iterable[tuple[nn.Parameter, Tensor]]:
+    def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         """Return (parameter, gradient) for each own parameter.
 
         saved: tensors that the forward recorded on the tape. gradient: of the probed output. The fused backward of a
@@ -85,9 +90,9 @@ class Record:
 
     module: SplitModule
     probe: Tensor | GradientEdge
-    saved: tuple[Tensor, ...] = ()
+    saved: Tensors = ()
     rerun: Callable[[], Tensor] | None = None
-    integers: tuple[Tensor, ...] = ()
+    integers: Tensors = ()
 
     def keep_input(self, x: Tensor, rerun: "Rerun | None") -> None:
         """Save the input x for the weight half, or the sources from which `rerun` recomputes it."""
@@ -143,7 +148,7 @@ class SplitTape:
         self._records.append(record)
         return record
 
-    def record_output(self, module: SplitModule, output: Tensor, saved: tuple[Tensor, ...]) -> None:
+    def record_output(self, module: SplitModule, output: Tensor, saved: Tensors) -> None:
         """Record a use of `module` by the autograd node that has just computed its `output`, without a probe.
 
         The gradient that reaches this node is the output's, even if the output is changed in place later. A view is
@@ -190,7 +195,7 @@ class SplitTape:
         gradient now, with a warning the first time. Raises SplitError when called twice.
         """
         if self._gradients is not None:
-            raise SplitError("the input half of this micro-batch has run already; each half runs once per forward")
+            raise SplitError("the input half of this micro-batch has run; each half runs once")
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
         probes = [record.probe for record in self._records]
         sought: list[Place] = [*wanted, *probes, *self._unsplit]
@@ -208,8 +213,8 @@ class SplitTape:
             _accumulate(parameter, gradient)
         if pairs:
             warnings.warn(
-                "some parameters are used by modules without a weight half: their gradients are computed in the input "
-                "half, so less work is left to fill bubbles with; megapipe.layers.adoption.report(module) names them",
+                "the input half computes the gradients of modules without a weight half, so that "
+                "less work is left to fill bubbles; megapipe.layers.adoption.report(module) names them",
                 stacklevel=3,
             )
 
@@ -219,9 +224,7 @@ class SplitTape:
         Raises SplitError before the input half, or when called twice.
         """
         if self._gradients is None:
-            raise SplitError(
-                "the weight half needs the gradients that backward_input leaves; call that first, and each half once"
-            )
+            raise SplitError("the weight half needs the input half's gradients; run each once, in this order")
         # Add up a parameter's uses first, from the last to the first, as autograd does, to get the same bits. No name
         # may keep the zip, which refers to its last pair.
         reached = [
@@ -233,7 +236,8 @@ class SplitTape:
         uses_left = Counter(id(own) for record, _ in reached for own in record.module._parameters.values())
         sums: dict[int, Tensor] = {}
         with torch.no_grad():
-            while reached:  # a record and its parameters' gradients are freed before the next one's are computed
+            # A record and its parameters' gradients are freed before the next one's are computed.
+            while reached:
                 _add_gradients(*reached.pop(), uses_left, sums)
         while self._nested:
             self._nested.pop().backward_weight()
@@ -274,7 +278,7 @@ class Rerun:
     """
 
     make: Callable[..., Tensor]
-    sources: tuple[Tensor, ...]
+    sources: Tensors
 
     def __call__(self) -> Tensor:
         """Return the tensor."""

@@ -16,6 +16,7 @@ from megapipe.layers.cross_entropy import MaskedTokenHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
 from megapipe.layers.linear import OnShards, OwnTokensLinear, ReplicatedLinear, Shapes, within
+from megapipe.layers.split import Tensors
 from megapipe.models.gpt import Block, make_norm
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
@@ -85,7 +86,7 @@ class BertHead(nn.Module, OnShards):
         self.activation = model.transform_kind
         self.kernels = kernels
 
-    def forward(self, hidden: Tensor, context: BertContext) -> tuple[Tensor, ...]:
+    def forward(self, hidden: Tensor, context: BertContext) -> Tensors:
         """Return (losses,) for hidden [b, s, h]: the summed cross entropies of the masked tokens and of the sentence
         pairs, [2], or those of the masked tokens, a scalar, if there is no sentence head. In evaluation, return
         (losses, numbers of correct predictions in the same shape). Without labels in the context, return (logits of

@@ -17,6 +17,7 @@ from megapipe.layers.attention import Attention, MultiLatentAttention
 from megapipe.layers.attention_pieces import Seen, piece_forward, with_sinks
 from megapipe.layers.embedding import rotated
 from megapipe.layers.norms import Norm
+from megapipe.layers.split import Tensors
 from megapipe.models.gpt import Block, Embedding, Head
 
 
@@ -105,7 +106,7 @@ class DecodingContext:
 class DecodingLayer(Protocol):
     """A layer as the engine runs it."""
 
-    def __call__(self, *inputs: Tensor, context: DecodingContext) -> tuple[Tensor, ...]: ...
+    def __call__(self, *inputs: Tensor, context: DecodingContext) -> Tensors: ...
 
 
 class DecodingEmbedding:
