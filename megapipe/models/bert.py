@@ -17,7 +17,7 @@ from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
 from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
 from megapipe.layers.linear import OnShards, OwnTokensLinear, ReplicatedLinear, Shapes, within
 from megapipe.layers.split import Tensors
-from megapipe.models.gpt import Block, make_norm
+from megapipe.models.gpt import Block, make_norm, norm_at
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
 
@@ -34,7 +34,7 @@ class BertEmbedding(nn.Module):
             else None
         )
         self.token_type = TokenTypes(within(shapes, "token_type")) if model.token_types else None
-        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
+        self.norm = norm_at(model, shapes, "norm", kernels)
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
         projection = within(shapes, "projection")
         self.projection = OwnTokensLinear(projection, group) if projection else None
@@ -75,7 +75,7 @@ class BertHead(nn.Module, OnShards):
         self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry, recompute_logits: bool
     ) -> None:
         super().__init__()
-        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.norm_position == "pre" else None
+        self.norm = norm_at(model, shapes, "norm", kernels)
         self.transform = ReplicatedLinear(within(shapes, "transform"), group)
         self.transform_norm = make_norm(model, within(shapes, "transform_norm"), kernels)
         self.output = MaskedTokenHead(
@@ -102,7 +102,7 @@ class BertHead(nn.Module, OnShards):
             logits = self.output.logits(self._transformed(hidden, context), tape)
             return (logits,) if sentence is None else (logits, sentence)
         if context.positions is None or context.loss_mask is None:
-            raise ValueError("the heads' stage needs positions, loss_mask and labels in its context")
+            raise ValueError("the heads' stage needs positions and loss_mask in its context")
         rows = hidden.gather(1, context.positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
         rows = self._transformed(rows, context)
         if context.training:

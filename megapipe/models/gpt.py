@@ -32,7 +32,7 @@ class Positions(nn.Module):
         super().__init__()
         self.scale = model.embedding_scale
         self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
-        self.norm = make_norm(model, within(shapes, "norm"), kernels) if model.normalizes_embeddings else None
+        self.norm = norm_at(model, shapes, "norm", kernels)
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
     def forward(self, words: Tensor, context: MicrobatchContext) -> tuple[Tensor]:
@@ -92,10 +92,10 @@ class Block(nn.Module):
         self.post_norm, self.parallel = model.norm_position == "post", model.parallel_residual
         self.normalizes_stream = model.norm_position == "stream"
         self.update_scale = model.residual_scale
-        self.attention_norm, self.attention_output_norm, self.mlp_norm, self.mlp_output_norm = (
-            make_norm(model, within(shapes, path), kernels) if f"{path}.weight" in shapes else None
-            for path in ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm")
-        )
+        self.attention_norm = norm_at(model, shapes, "attention_norm", kernels)
+        self.attention_output_norm = norm_at(model, shapes, "attention_output_norm", kernels)
+        self.mlp_norm = norm_at(model, shapes, "mlp_norm", kernels)
+        self.mlp_output_norm = norm_at(model, shapes, "mlp_output_norm", kernels)
         kind = self.attention_kind if model.kv_latent_size is None else MultiLatentAttention
         self.attention = kind(model, within(shapes, "attention"), group, kernels, attention_site)
         if model.why_pieces is not None:
@@ -314,3 +314,9 @@ class OutputShard(nn.Module):
 def make_norm(model: ModelConfig, shapes: Shapes, kernels: Registry) -> Norm:
     """Return a norm of the model's kind."""
     return Norm(model.norm_kind.op, shapes, model.norm_epsilon, kernels)
+
+
+def norm_at(model: ModelConfig, shapes: Shapes, path: str, kernels: Registry) -> Norm | None:
+    """Return the norm that a layer has at this path, or None."""
+    own = within(shapes, path)
+    return make_norm(model, own, kernels) if own else None

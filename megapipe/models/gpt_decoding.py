@@ -98,7 +98,7 @@ class DecodingContext:
 
     def store(self, reach: Reach, cache: Tensor, new: Tensor) -> None:
         """Write new tokens [b, s, groups, d] into a cache [b, groups, slots, d]."""
-        place = (torch.arange(len(new), device=new.device).unsqueeze(1), self.held[reach].slots)
+        place = torch.arange(len(new), device=new.device).unsqueeze(1), self.held[reach].slots
         stored = cache.transpose(1, 2)
         stored[place] = torch.where(self.real[..., None, None], new, stored[place])
 
@@ -188,14 +188,14 @@ class LatentCache:
         """Map hidden states [b, s, h] of new tokens to [b, s, h]."""
         attention, capacity = self._attention, self._capacity
         up = attention.kv_up.weight.unflatten(0, (attention.kv_groups, -1))
-        of_keys, of_values = up.split([up.shape[1] - attention.value_dim, attention.value_dim], dim=1)
+        of_keys, of_values = up.tensor_split([-attention.value_dim], dim=1)
         query = _placed(attention, attention.queries(x, None), None, context.positions, capacity).squeeze(3)
         latent, shared = attention.latents(x, None)
         shared = _placed(attention, shared[:, :, None, None], None, context.positions, capacity)[:, :, 0, 0]
         rotated, own = query.split([shared.shape[-1], of_keys.shape[1]], dim=-1)
         query = torch.cat([torch.einsum("bshd,hdc->bshc", own, of_keys), rotated], dim=-1)
         latents = self._latents[context.rows]
-        context.store(attention.reach, latents, torch.cat([latent, shared], dim=-1).unsqueeze(2))
+        context.store(attention.reach, latents, torch.cat([latent, shared], -1).unsqueeze(2))
         # Drop the mixed channels of the shared keys, which are there because fused kernels need values as wide as
         # keys.
         mixed = _mixed(attention, query.unsqueeze(2), latents, latents, context).flatten(2, -2)
@@ -240,14 +240,14 @@ class DecodingHead:
         With targets, map them to (float32 [b, s, 2],): the log probability of each target, and 1 if it is the most
         likely token, otherwise 0.
         """
-        (hidden,) = inputs
+        (hidden,), head = inputs, self._head
         if context.targets is not None:
-            logits = self._head.output.logits(self._head.normalised(hidden, None), None).float()
+            logits = head.output.logits(head.normalised(hidden, None), None).float()
             targets = context.targets.unsqueeze(-1)
             scores = logits.log_softmax(dim=-1).gather(-1, targets)
             return (torch.cat([scores, (logits.argmax(dim=-1, keepdim=True) == targets).float()], dim=-1),)
         wanted = hidden[torch.arange(len(hidden), device=hidden.device), context.last].unsqueeze(1)
-        return (self._head.output.logits(self._head.normalised(wanted, None), None).squeeze(1),)
+        return (head.output.logits(head.normalised(wanted, None), None).squeeze(1),)
 
 
 def decoding_layer(layer: object, *, rows: int, capacity: int, slots: Mapping[Reach, int]) -> DecodingLayer:
@@ -261,7 +261,7 @@ def decoding_layer(layer: object, *, rows: int, capacity: int, slots: Mapping[Re
         return DecodingBlock(layer, rows, capacity, slots)
     if isinstance(layer, Head):
         return DecodingHead(layer)
-    raise TypeError(f"{type(layer).__name__} is not a layer of a GPT; it must be an Embedding, a Block or a Head")
+    raise TypeError(f"{type(layer).__name__} is not an Embedding, Block or Head of a GPT")
 
 
 def _placed(attention: Attention, x: Tensor, norm: Norm | None, positions: Tensor, capacity: int) -> Tensor:
@@ -270,5 +270,5 @@ def _placed(attention: Attention, x: Tensor, norm: Norm | None, positions: Tenso
         x = norm(x, None)
     if attention.rotary is None:
         return x
-    cosine, sine = (table[positions.flatten()] for table in attention.rotary.tables(capacity, x))
+    cosine, sine = (each[positions.flatten()] for each in attention.rotary.tables(capacity, x))
     return rotated(x, cosine, sine, attention.kernels, own_positions=True)

@@ -104,8 +104,8 @@ class FlatMuon(FlatAdamW):
     def allocate(self, state: UnitState) -> None:
         table = state.table
         state.add_moment(MOMENTUM, state.within_shard(table.matrices), self.moment_dtype)
+        part = state.within_shard(slice(table.decayed.start, table.undecayed.stop))
         for name in (FIRST, SECOND):
-            part = state.within_shard(slice(table.decayed.start, table.undecayed.stop))
             state.add_moment(name, part, self.moment_dtype)
 
     def _range(self, state: UnitState, decayed: bool) -> slice:

@@ -115,8 +115,9 @@ class FlatOptimizer(ABC):
 
     def allocate(self, state: UnitState) -> None:
         """Allocate a unit's moments, all zero."""
+        part = state.within_shard(slice(0, state.table.num_elements))
         for name in self.moment_names:
-            state.add_moment(name, state.within_shard(slice(0, state.table.num_elements)), self.moment_dtype)
+            state.add_moment(name, part, self.moment_dtype)
 
     @abstractmethod
     def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
@@ -184,8 +185,8 @@ class FlatOptimizer(ABC):
 
     def _bf16_copy(self, state: UnitState) -> Tensor | None:
         """Return the working copy that `_step` writes along with the master weights; None if it writes none."""
-        working_copy = state.working_copy if self.writes_copies else None
-        return working_copy if working_copy is not None and working_copy.dtype == torch.bfloat16 else None
+        weights = state.working_copy if self.writes_copies else None
+        return weights if weights is not None and weights.dtype == torch.bfloat16 else None
 
     def _range(self, state: UnitState, decayed: bool) -> slice:
         """Return the decayed elements, or the others, of this rank's part of a unit's buffers."""

@@ -150,7 +150,8 @@ class ThreadGroup(Group):
         number = self._post(_described(f"broadcast from {source}", tensor), Deposit(sent))
 
         def finish(deposits: list[Tensor]) -> None:
-            if self.rank != source:  # autograd may have saved the source's tensor, which must not count as modified
+            # Autograd may have saved the source's tensor, which must not count as modified.
+            if self.rank != source:
                 tensor.detach().copy_(deposits[source])
 
         return awaited_unless(async_op, _ThreadWork(self, number, finish))

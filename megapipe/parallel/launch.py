@@ -139,13 +139,10 @@ class LaunchEnvironment:
                 f"{', '.join(missing)} not set, but {', '.join(present)} is: start with torchrun, which sets all of "
                 f"them, or unset {', '.join(present)} to run as one process"
             )
-        rank, world_size, local_rank, port = (
-            _integer(environment, name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-        )
+        numbers = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+        rank, world_size, local_rank, port = (_integer(environment, name) for name in numbers)
         if not 0 < world_size <= MOST_RANKS:
-            raise LaunchError(
-                f"WORLD_SIZE={world_size} is outside 1..{MOST_RANKS}: start with torchrun, which sets it"
-            )
+            raise LaunchError(f"WORLD_SIZE={world_size} is outside 1..{MOST_RANKS}: start with torchrun")
         for name, value, limit in (("RANK", rank, world_size), ("LOCAL_RANK", local_rank, world_size)):
             if not 0 <= value < limit:
                 raise LaunchError(f"{name}={value} is outside 0..WORLD_SIZE-1 (WORLD_SIZE={world_size})")
@@ -272,7 +269,8 @@ def connected_mesh(shape: MeshShape, device: torch.device, timeout: float = 600.
         """Create a group of processes. torch's own `init_device_mesh` does not take a timeout."""
         if name == WORLD:
             process_group = dist.group.WORLD
-        elif dist.get_backend() == "nccl":  # all groups in one call, split from the world's communicator
+        elif dist.get_backend() == "nccl":
+            # All groups in one call, split from the world's communicator.
             process_group = dist.split_group(split_ranks=[list(ranks) for ranks in partition], timeout=limit)
         else:  # ranks must also create groups that they are not in
             groups = [dist.new_group(list(ranks), timeout=limit) for ranks in partition]
@@ -302,9 +300,7 @@ def _integer(environment: Mapping[str, str], name: str) -> int:
     try:
         return whole_number(environment[name])
     except ValueError:
-        raise LaunchError(
-            f"{name}={environment[name]!r} is not an integer: start with torchrun, which sets it"
-        ) from None
+        raise LaunchError(f"{name}={environment[name]!r} is not an integer: start with torchrun") from None
 
 
 def ranks_per_node(environment: Mapping[str, str], world_size: int) -> int:
@@ -313,7 +309,7 @@ def ranks_per_node(environment: Mapping[str, str], world_size: int) -> int:
         return world_size
     ranks = _integer(environment, "LOCAL_WORLD_SIZE")
     if ranks < 1:
-        raise LaunchError(f"LOCAL_WORLD_SIZE={ranks} is below 1: start with torchrun, which sets it, or unset it")
+        raise LaunchError(f"LOCAL_WORLD_SIZE={ranks} is below 1: start with torchrun, or unset it")
     return ranks
 
 

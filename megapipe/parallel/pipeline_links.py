@@ -137,7 +137,8 @@ def nccl_links(
         if carrier is not None
     }
     _connected({edge: link for edge, link in links.items() if edge.pair in new}, device)
-    torch.cuda.synchronize(device)  # so that no set-up work is in progress when kernels are loaded
+    # So that no set-up work is in progress when kernels are loaded.
+    torch.cuda.synchronize(device)
     return links
 
 
@@ -167,15 +168,15 @@ def _check_resources(pairs: Sequence[tuple[int, int]], multiprocessors: int) -> 
     if count > STREAMS_PER_PRIORITY:
         raise LaunchError(
             f"pipeline rank {rank} has {count} links, but torch has {STREAMS_PER_PRIORITY} "
-            "high-priority streams on a GPU, and links that share a stream wait for one another: place the stages so "
-            f"that each rank has at most {STREAMS_PER_PRIORITY // 2} neighbours"
+            "high-priority streams on a GPU, and links of one stream wait for one another: place "
+            f"the stages so that each rank has at most {STREAMS_PER_PRIORITY // 2} neighbours"
         )
     blocks, room = count * _NCCL_MAXIMUM_BLOCKS, multiprocessors * _BLOCKS_OF_A_MULTIPROCESSOR
     if blocks > room:
         raise LaunchError(
-            f"pipeline rank {rank} has {count} links, whose kernels take up to {blocks} thread blocks, but its GPU "
-            f"runs only {room} of them at once ({multiprocessors} multiprocessors): place the stages so that each "
-            f"rank has at most {room // (2 * _NCCL_MAXIMUM_BLOCKS)} neighbours"
+            f"pipeline rank {rank} has {count} links, which take up to {blocks} thread blocks, "
+            f"but its GPU runs only {room} at once ({multiprocessors} multiprocessors): place the "
+            f"stages so that each rank has at most {room // (2 * _NCCL_MAXIMUM_BLOCKS)} neighbours"
         )
 
 
@@ -214,7 +215,8 @@ def make_links(
         _check_kind(kind, ("in_process",), "ranks that are threads")
         return in_process_links(mesh.group("pipeline"), mesh.threads, edges, timeout)
     group = mesh.group("pipeline")
-    assert isinstance(group, DistributedGroup)  # an edge needs two ranks, and these are processes
+    # An edge needs two ranks, and these are processes.
+    assert isinstance(group, DistributedGroup)
     if mesh.device.type == "cuda":
         _check_kind(kind, ("nccl",), "processes on GPUs")
         return {**nccl_links(group, edges, timeout, mesh.device)}
@@ -238,7 +240,7 @@ def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:
                 f"{edge.loans} to lend, but needs at least 1 slot of at least 1 byte"
             )
         if edge.pair in seen:
-            raise ValueError(f"{edge} is requested twice: one link carries everything that a rank sends to another")
+            raise ValueError(f"{edge} is requested twice: request one link for a pair of ranks")
         seen.add(edge.pair)
 
 

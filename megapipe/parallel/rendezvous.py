@@ -216,9 +216,9 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         thread.join(timeout + _MARGIN_SECONDS)
     if not stores:
         raise LaunchError(
-            f"rank {rank} on {os.uname().nodename} cannot "
-            f"reach the store of rank 0 at {place} within {_limit(timeout)}: {problems[-1]}; "
-            "set MASTER_ADDR to the address of rank 0's host and MASTER_PORT to a free port of that host on every rank"
+            f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at {place} "
+            f"within {_limit(timeout)}: {problems[-1]}; on every rank, set MASTER_ADDR to the "
+            "address of rank 0's host and MASTER_PORT to a free port of that host"
         )
     return stores[0]
 
@@ -297,7 +297,8 @@ def _until(condition: Callable[[], bool], seconds: float) -> bool:
 @contextmanager
 def _torch_silenced() -> Iterator[None]:
     """Discard what this process writes to stderr: torch prints its C++ stack there for each failed attempt."""
-    if sys.stderr is None:  # the process was started without one, and descriptor 2 may be another file
+    # If the process was started without stderr, descriptor 2 may be another file.
+    if sys.stderr is None:
         yield
         return
     with suppress(OSError, ValueError):  # a dead terminal

@@ -21,6 +21,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from itertools import permutations
 from typing import Any, TypeVar
 
 import torch
@@ -293,7 +294,8 @@ class _Borrowed(Loan):
 
 
 _HELLO = struct.Struct("<I")
-_CREDENTIALS = struct.Struct("3i")  # process, user and group id, as Linux returns them for SO_PEERCRED
+# Process, user and group id, as Linux returns them for SO_PEERCRED.
+_CREDENTIALS = struct.Struct("3i")
 
 
 def host_identity() -> tuple[str, str]:
@@ -417,8 +419,7 @@ class SharedMemoryExchange:
     """
 
     def __init__(self, group: DistributedGroup, timeout: float) -> None:
-        pairs = [(source, to) for source in range(group.size) for to in range(group.size) if source != to]
-        edges = [Edge(source, to, CHUNK_BYTES, SLOTS) for source, to in pairs]
+        edges = [Edge(*pair, CHUNK_BYTES, SLOTS) for pair in permutations(range(group.size), 2)]
         links = list(shared_memory_links(group, edges, timeout).values())
         self._outgoing = {end.edge.destination: end for end in links if isinstance(end, SharedMemorySender)}
         self._incoming = {end.edge.source: end for end in links if isinstance(end, SharedMemoryReceiver)}

@@ -19,7 +19,8 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
-_QUICK = ctypes.PyDLL(None, use_errno=True)  # PyDLL keeps the interpreter lock: for calls that never block
+# PyDLL keeps the interpreter lock: for calls that never block.
+_QUICK = ctypes.PyDLL(None, use_errno=True)
 _BLOCKING = ctypes.CDLL(None, use_errno=True)
 # A wait by the wall clock lasts longer if that clock is set back. glibc before 2.30 has no other wait for semaphores.
 _CLOCK = time.CLOCK_MONOTONIC if hasattr(_BLOCKING, "sem_clockwait") else time.CLOCK_REALTIME

@@ -36,9 +36,8 @@ class GradientAccumulators(TableShard):
         is needed."""
         self.num_uses = num_uses
         buffer = transient if self.sharding.gradients else torch.zeros
-        self.gradients = [
-            buffer(size, dtype=self.accumulate_dtype, device=device) for _ in range(gradient_buffers * num_uses)
-        ]
+        count, dtype = gradient_buffers * num_uses, self.accumulate_dtype
+        self.gradients = [buffer(size, dtype=dtype, device=device) for _ in range(count)]
         self.gradient_shards: list[Tensor] = []
         if self.sharding.gradients:
             shard_size = self.shard.stop - self.shard.start
@@ -310,9 +309,7 @@ class UnitState(GradientAccumulators):
         It holds the newest weights on return. Raises ValueError if `version` does not follow the newest one.
         """
         if version != self.newest + 1:
-            raise ValueError(
-                f"unit {self.name}: version {version} does not follow version {self.newest}; updates go one by one"
-            )
+            raise ValueError(f"unit {self.name}: version {version} does not follow version {self.newest}")
         previous = self.master
         self.await_weights(version % len(self.weights))
         self.newest = version
