@@ -4,6 +4,7 @@ The need is the exact prediction that dry runs print (`layout.prediction`): pers
 peak within a step. It excludes the overhead of the framework (CUDA, NCCL, allocator fragmentation).
 """
 
+import json
 import os
 import socket
 from collections import defaultdict
@@ -101,10 +102,10 @@ def needed(config: PretrainConfig, world_size: int, rank: int, device: str) -> N
 
 
 def _needs(config: PretrainConfig, world_size: int, device: str, ranks: Sequence[int]) -> Iterator[Need]:
-    config = replace(config, parallel=replace(config.parallel, data=data_parallel_size(config, world_size)))
+    config = _with(config, {"parallel": {"data": data_parallel_size(config, world_size)}})
     undecided = config.offload.activations == "auto"
     if undecided:
-        config = replace(config, offload=replace(config.offload, activations="none"))
+        config = _with(config, {"offload": {"activations": "none"}})
     schedule = lowered_schedule(config, StageLayout.of(config))
     amx = device == "cpu" and has_amx()
     for rank in ranks:
@@ -266,7 +267,7 @@ def _with(config: PretrainConfig, groups: Mapping[str, Mapping[str, Any]]) -> Pr
 
 
 def _flag(value: Any) -> str:
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def free_on_host(root: Path = Path("/")) -> Free | None:
@@ -280,19 +281,17 @@ def free_on_host(root: Path = Path("/")) -> Free | None:
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            limits += _cgroup(
-                root / "sys/fs/cgroup", path, ("memory.max", "memory.current", ("active_file", "inactive_file"))
-            )
+            limits += _cgroup(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_active_file", "total_inactive_file"))
-            limits += _cgroup(root / "sys/fs/cgroup/memory", path, names)
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"
+            limits += _cgroup(root / "sys/fs/cgroup/memory", path, *names)
     return min(limits, default=None)
 
 
-def _cgroup(mount: Path, path: str, names: tuple[str, str, tuple[str, ...]]) -> Iterator[Free]:
-    """Yield the free bytes of a cgroup and of all its parents. names: files with the limit and the usage, and the keys
-    in memory.stat of file pages, which the kernel reclaims on demand."""
-    limit_name, usage_name, reclaimed_names = names
+def _cgroup(mount: Path, path: str, limit_name: str, usage_name: str, prefix: str) -> Iterator[Free]:
+    """Yield the free bytes of a cgroup and of all its parents. prefix: of the keys in memory.stat of file pages, which
+    the kernel reclaims on demand."""
+    reclaimed_names = f"{prefix}active_file", f"{prefix}inactive_file"
     cgroup = mount / path.strip("/")
     for folder in (cgroup, *cgroup.parents):
         if not folder.is_relative_to(mount):

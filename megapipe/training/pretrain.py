@@ -134,10 +134,10 @@ def _train(
         choices = kernel_choices(config, mesh.device, replica.kernels)
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
-            end = config.training.last_step
             say(
-                f"already finished: {checkpointer.path} is after step {position.step}, and the run ends after step "
-                f"{end}; raise training.steps to train more, or choose another training.directory for another run"
+                f"already finished: {checkpointer.path} is after step {position.step} of "
+                f"{config.training.last_step}; raise training.steps to train more, or choose "
+                "another training.directory for another run"
             )
             return 0
         evaluation = None if validation is None else Evaluator(config, mesh, replica, validation)
@@ -245,10 +245,9 @@ def _listeners(config: PretrainConfig, mesh: Mesh, run: str) -> Listeners:
     listeners, training = Listeners(), config.training
     if mesh.rank == 0:
         separator = f"===== start {run}: {command_line()}"
-        listeners.add(TERMINAL, "standard output", lambda: open_display(training.steps, training.log_every))
-        listeners.add(
-            "files", LOG, lambda: LogFile(Path(training.directory), training.steps, training.log_every, separator)
-        )
+        folder, steps, every = Path(training.directory), training.steps, training.log_every
+        listeners.add(TERMINAL, "standard output", lambda: open_display(steps, every))
+        listeners.add("files", LOG, lambda: LogFile(folder, steps, every, separator))
     return listeners
 
 

@@ -16,6 +16,7 @@ from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Choice, KernelError, Registry
 from megapipe.layers.attention import has_amx
 from megapipe.layers.linear import ALIGNMENT
+from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.validation import run_problems
 from megapipe.models import DTYPES
@@ -39,8 +40,8 @@ def kernel_problems(config: PretrainConfig) -> list[str]:
             problems.append(f"kernels.backends {{{op}: {backend}}}: {error}")
     if config.training.compile and "weight_gradient" in config.kernels.backends:
         problems.append(
-            "kernels.backends names weight_gradient, which adds to gradients during the backward, but "
-            "training.compile computes them in a graph; remove weight_gradient, or set training.compile false"
+            "kernels.backends names weight_gradient, which adds to gradients in the backward, "
+            "but training.compile computes them in a graph; remove one of the two"
         )
     return problems
 
@@ -71,9 +72,14 @@ def kernel_choices(config: PretrainConfig, device: torch.device, kernels: Regist
     return choices
 
 
+def costs_on(config: PretrainConfig, device: str) -> LayoutCosts:
+    """Return the costs of a run's layers on this machine's devices of a type."""
+    return layout_costs(config, device=device, amx=device == "cpu" and has_amx())
+
+
 def layer_uses(config: PretrainConfig, device: str) -> list[tuple[str, int]]:
     """Return the ops of the kernel registry that training runs in the layers, with the length of the last axis."""
-    costs = layout_costs(config, device=device, amx=device == "cpu" and has_amx())
+    costs = costs_on(config, device)
     return registry_uses([op for layer in one_of_each(costs.layers) for op in costs.ops(layer)])
 
 
@@ -90,7 +96,7 @@ def document_attention(config: PretrainConfig, device: torch.device) -> str | No
     if reason is None:
         return "attention within documents: flex_attention over the blocks of each document"
     if config.model.attention == "flex":
-        raise ConfigError(f"model.attention is 'flex', but {reason}; set model.attention to auto")
+        raise ConfigError(f"model.attention is 'flex', but {reason}; set it to auto")
     return f"attention within documents: a mask [samples, tokens, tokens] ({reason})"
 
 
@@ -115,14 +121,15 @@ def fp8_problems(config: PretrainConfig, capability: tuple[int, int]) -> list[st
     tensor, recipe = config.parallel.tensor, config.training.fp8
     problems = []
     if capability < FP8_CAPABILITY:
+        needed, own = (f"{major}.{minor}" for major, minor in (FP8_CAPABILITY, capability))
         problems.append(
-            f"training.fp8 {recipe} needs a GPU of compute capability {FP8_CAPABILITY[0]}.{FP8_CAPABILITY[1]} (Ada, "
-            f"Hopper) or later, and this one has {capability[0]}.{capability[1]}; set training.fp8 none"
+            f"training.fp8 {recipe} needs a GPU of compute capability {needed} (Ada, Hopper) "
+            f"or later, and this one has {own}; set training.fp8 none"
         )
     if recipe == "rowwise" and config.training.precision != "bf16":
         problems.append(
             "training.fp8 rowwise returns its results in bf16, but training.precision is "
-            f"{config.training.precision}; set training.precision bf16, or training.fp8 tensorwise"
+            f"{config.training.precision}; set it to bf16, or training.fp8 to tensorwise"
         )
     for model in config.model.kinds_of_layers.values():
         extents = {
@@ -161,13 +168,10 @@ def attention_kept(config: PretrainConfig, device: torch.device) -> str | None:
     if config.recompute.method != "selective" or "attention" not in config.recompute.parts:
         return None
     blocks = config.data.isolate_documents and why_a_mask(config.model, device.type) is None
-    if (
-        not blocks
-        and not runs_ring(config.parallel)
-        and layout_costs(config, device=device.type, amx=device.type == "cpu" and has_amx()).attention == "unfused"
-    ):
+    ring = runs_ring(config.parallel)
+    if not (blocks or ring) and costs_on(config, device.type).attention == "unfused":
         return None
-    how = "in a ring" if runs_ring(config.parallel) else "fused"
+    how = "in a ring" if ring else "fused"
     return f"recompute.parts attention: attention runs {how} here and saves no weights to recompute"
 
 

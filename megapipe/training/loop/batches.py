@@ -75,6 +75,7 @@ class BatchLoader(RankLoader):
         training: bool,
     ) -> None:
         super().__init__(config, mesh, consumer, plan, training)
+        data = config.data
         self._source = MicrobatchSource(
             samples,
             data_rank=mesh.coordinate("data"),
@@ -82,13 +83,13 @@ class BatchLoader(RankLoader):
             micro_size=config.batch.micro_size,
             # The documents of a packed sample are unrelated, so the model must not predict one from the end of
             # another.
-            mask_end_of_document=config.data.mask_end_of_document or config.data.pack == "best_fit",
-            isolate_documents=config.data.isolate_documents,
+            mask_end_of_document=data.mask_end_of_document or data.pack == "best_fit",
+            isolate_documents=data.isolate_documents,
         )
         self._slices = slice_ranges(config)
         self._windows = {each.sliding_window for each in config.model.kinds_of_layers.values()}
         no_mask = not runs_ring(config.parallel) and why_a_mask(config.model, mesh.device.type) is None
-        self._builds_blocks = config.data.isolate_documents and no_mask and len(self._slices) == 1
+        self._builds_blocks = data.isolate_documents and no_mask and len(self._slices) == 1
 
     def _microbatches(
         self, consumed: int, index: int, num_microbatches: int

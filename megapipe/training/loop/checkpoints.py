@@ -131,7 +131,8 @@ class Saves:
         finally:
             if self._timer is not None:
                 self._timer.save_started(time.perf_counter() - start)
-                if not started:  # the next attempt is due after another interval, not after the next step
+                # The next attempt is due after another interval, not after the next step.
+                if not started:
                     self._timer.save_ended(None)
         return path
 
@@ -335,7 +336,8 @@ class Checkpointer:
         """Wait for the save in progress, which may fail, and return the checkpoint that `restore` would load now."""
         with suppress(CheckpointError):  # `ended` reports it
             self.finish()
-        self.path = self._on_this_host(on_first_rank(self.mesh.world, lambda: newest_valid(self.directory, self.say)))
+        newest = on_first_rank(self.mesh.world, lambda: newest_valid(self.directory, self.say))
+        self.path = self._on_this_host(newest)
         self.can_rewind = self.path is not None
         return self.path
 
@@ -405,7 +407,7 @@ class Checkpointer:
         self._saved_step = run.step
         self.can_rewind = True
         self.data_change = DataChange(run.step, fit.other_data) if fit.other_data else None
-        self._data_changes = (*run.data_changes, *([self.data_change] if self.data_change else []))
+        self._data_changes = run.data_changes + ((self.data_change,) if self.data_change else ())
         if self.mesh.rank == 0:
             self._report(path, run, fit)
         return run
@@ -470,8 +472,9 @@ def weights_folder(folder: Path) -> Path:
     checkpoint = newest_whole(folder) or newest_whole(folder / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(
-            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or the folder of a run "
-            "with complete checkpoints) nor a Hugging Face model (a folder with config.json and safetensors files)"
+            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or "
+            "the folder of a run with complete checkpoints) nor a Hugging Face model (a folder "
+            "with config.json and safetensors files)"
             if folder.is_dir()
             else f"init_from {folder} is not a folder"
         )

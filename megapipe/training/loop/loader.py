@@ -170,11 +170,9 @@ class Loader(ABC):
     def load(self, consumed: int) -> StepBatch:
         """Load the step that starts after `consumed` samples."""
         num_samples = self._plan.size(consumed)
-        num_microbatches = num_samples // self._microbatch_samples
-        loaded = [
-            each for index in range(num_microbatches) for each in self._microbatches(consumed, index, num_microbatches)
-        ]
-        counts = tuple(count for _, count in loaded if count is not None)
+        count = num_samples // self._microbatch_samples
+        loaded = [each for index in range(count) for each in self._microbatches(consumed, index, count)]
+        counts = tuple(each for _, each in loaded if each is not None)
         return StepBatch([context for context, _ in loaded], num_samples, counts)
 
     def each(self, consumed: int) -> Iterator[StepBatch]:

@@ -17,10 +17,8 @@ from megapipe.engine.engine import Engine
 from megapipe.engine.host_memory import Swaps
 from megapipe.engine.program import Instruction
 from megapipe.kernels.ops import OPS
-from megapipe.layers.attention import has_amx
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
-from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import LayoutTable, build_schedule
@@ -35,6 +33,7 @@ from megapipe.spec.ops import total_flops
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training.device import copy_bandwidth, product_flops
 from megapipe.training.resilience.watchdog import ActionPlaces, Heartbeat
+from megapipe.training.validation import costs_on
 
 PREFETCHES = (1, 2, 3, 4)
 """Values of offload.prefetch among which offload.activations auto chooses."""
@@ -132,10 +131,11 @@ def _treatments_text(
     block = costs[0]
     return (
         f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, "
-        f"{count['move']} move, {count['recompute']} recompute ({''.join(name[0] for name in treatments.of_blocks)}); "
-        f"{held:g} micro-batches hold {treatments.bytes / GIB:.3g} GiB at most; "
-        f"a block keeps {block.kept / 2**20:.3g} MiB, copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward "
-        f"takes {1e3 * block.forward:.3g} ms and its backward {1e3 * block.backward:.3g} ms; "
+        f"{count['move']} move, {count['recompute']} recompute "
+        f"({''.join(name[0] for name in treatments.of_blocks)}); {held:g} micro-batches hold "
+        f"{treatments.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, "
+        f"copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward takes "
+        f"{1e3 * block.forward:.3g} ms and its backward {1e3 * block.backward:.3g} ms; "
         f"recomputation adds {1e3 * treatments.recomputed:.3g} ms to a micro-batch"
     )
 
@@ -151,8 +151,7 @@ def _rates(config: PretrainConfig, mesh: Mesh) -> tuple[float, float]:
 
 
 def _block_cost(config: PretrainConfig, mesh: Mesh, layer: LayerSpec, flops: float) -> BlockCost:
-    device = mesh.device.type
-    costs = layout_costs(config, device=device, amx=device == "cpu" and has_amx())
+    costs = costs_on(config, mesh.device.type)
     work, ranks = total_flops(costs.ops(layer)), costs.tensor * costs.context
     backward = work.backward_input + (0 if splits_backwards(config) else work.backward_weight)
     return BlockCost(work.forward / ranks / flops, backward / ranks / flops, costs.kept(layer), costs.stream)
@@ -197,13 +196,13 @@ class Replica:
         self.rank = mesh.coordinate("pipeline")
         self.family = family_of(config)
         self.layout = StageLayout.of(config)
-        self.table, self.remarks = layout_table(
-            config, mesh, self.layout, partial(self._schedule, replace(config, offload=OffloadConfig()), None)
-        )
+        plain = partial(self._schedule, replace(config, offload=OffloadConfig()), None)
+        self.table, self.remarks = layout_table(config, mesh, self.layout, plain)
         self.schedule = self._schedule(config, self.table)
         self.kernels = OPS.with_overrides(config.kernels.backends)
-        built = building_progress(say, self.layout, self.schedule.header.stages_on(self.rank))
-        model, header = ModelTable.of(config, self.layout, mesh, self.kernels), self.schedule.header
+        header = self.schedule.header
+        built = building_progress(say, self.layout, header.stages_on(self.rank))
+        model = ModelTable.of(config, self.layout, mesh, self.kernels)
         holding = Holding.of(self.table)
         two_streams, remark = pair_overlap(holding, mesh, self.schedule)
         self.remarks += () if remark is None else (remark,)

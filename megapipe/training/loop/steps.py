@@ -328,7 +328,7 @@ class TrainingLoop:
         state = position.step, position.consumed, tuple(position.losses), position.skipped
         deadline = self.config.checkpoint.signal_deadline_seconds if stopped else None
         patience = self.config.checkpoint.retry_seconds
-        give_up = time.monotonic() + (patience if deadline is None else min(patience, deadline))
+        give_up = start + (patience if deadline is None else min(patience, deadline))
         remaining = deadline
         while True:
             self.guards.heartbeat.outside("saving")
@@ -342,8 +342,8 @@ class TrainingLoop:
                 out_of_time = required and any_rank(self.mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
                 if out_of_time:
                     raise
-                retry_note = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
-                self._warn_of_save(position.step, f"{error}{retry_note}")
+                retry = f"; trying again every {RETRY_PAUSE_SECONDS:g} s" if required else ""
+                self._warn_of_save(position.step, f"{error}{retry}")
                 if not required:
                     break
                 time.sleep(RETRY_PAUSE_SECONDS)
@@ -383,7 +383,8 @@ class TrainingLoop:
         self.guards.stragglers.before(step, self._engine, busy=self.profiler.recording)
         scaler = self.replica.loss_scaler
         scale = None if scaler is None else scaler.scale(step)
-        self._fed.append(_FedStep(batch.num_samples, self._next_consumed(position, step), rate, scale, data_seconds))
+        consumed = self._next_consumed(position, step)
+        self._fed.append(_FedStep(batch.num_samples, consumed, rate, scale, data_seconds))
         saves = self.checkpointer.saves
         step_input = StepInput(
             step=step,

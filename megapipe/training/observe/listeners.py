@@ -90,7 +90,8 @@ class Listeners(Listener):
 
     def _warn(self, lane: str, line: str) -> None:
         """Report a lane's problem in the other lanes, and on standard error if it is the terminal's lane."""
-        for other in list(self._lanes.values()):  # a copy, because another thread may add a lane
+        # A copy, because another thread may add a lane.
+        for other in list(self._lanes.values()):
             if other.name != lane or lane != TERMINAL:
                 other.put(("say", (line,), {}))
         if lane == TERMINAL:
@@ -148,7 +149,8 @@ class _Lane:
 
     def _run(self) -> None:
         closing = False
-        while not closing or not self._calls.empty():  # a warning of this lane may follow the end
+        # A warning of this lane may follow the end.
+        while not closing or not self._calls.empty():
             call = self._calls.get()
             if call is None:
                 closing = True
@@ -193,7 +195,8 @@ class _Guard:
                     self._listener = self._open()
                 finally:
                     self.opens = False
-                if self._warned:  # for a listener of lines, this shows at once whether it works again
+                # For a listener of lines, this shows at once whether it works again.
+                if self._warned:
                     self._listener.say("(lines are missing here)")
             if getattr(type(self._listener), method) is getattr(Listener, method):
                 return None
@@ -219,10 +222,10 @@ WANDB_HOST = "https://api.wandb.ai"
 
 def add_trackers(listeners: Listeners, config: PretrainConfig, resumed: bool) -> None:
     """Add the trackers that the configuration asks for. resumed: the run continues from a checkpoint."""
-    directory = Path(config.training.directory)
+    folder = Path(config.training.directory) / "tensorboard"
     if config.tracking.tensorboard:
-        listeners.add("TensorBoard", "TensorBoard", lambda: TensorBoard(directory / "tensorboard"))
-        listeners.say(f"TensorBoard: tensorboard --logdir {directory / 'tensorboard'}")
+        listeners.add("TensorBoard", "TensorBoard", lambda: TensorBoard(folder))
+        listeners.say(f"TensorBoard: tensorboard --logdir {folder}")
     if config.tracking.wandb_project:
         name = "Weights & Biases"
         listeners.add(name, name, lambda: WeightsAndBiases(config, resumed, listeners.say))

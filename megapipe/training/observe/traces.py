@@ -62,9 +62,7 @@ class Profiler:
             # pipeline has to fill again.
             self._run = self._mesh.world.all_gather_object(time.strftime("%Y-%m-%d %H:%M:%S"))[0]
             self._offset = clock_offset(self._mesh.world)
-            recorder = Recorder(engine.schedule, self._mesh.coordinate("pipeline"), self._mesh.device)
-            self._recording = engine, recorder
-            engine.record(recorder)
+            self._recording = engine, _recorded(engine, self._mesh)
 
     @property
     def recording(self) -> bool:
@@ -145,6 +143,13 @@ _PARTS = {
 """Part of a step's time by kind of action; all other kinds start communication or copies."""
 
 
+def _recorded(engine: Engine, mesh: Mesh) -> Recorder:
+    """Let an engine record its next actions, and return the recorder."""
+    recorder = Recorder(engine.schedule, mesh.coordinate("pipeline"), mesh.device)
+    engine.record(recorder)
+    return recorder
+
+
 class StragglerReport:
     """Finds ranks that are slow in several measurements in a row.
 
@@ -200,9 +205,7 @@ class StragglerWatch:
         if self._recording is not None:
             self._finish(busy)
         if self._every is not None and not busy and (step + 2) % self._every == 0:
-            recorder = Recorder(engine.schedule, self._mesh.coordinate("pipeline"), self._mesh.device)
-            self._recording = step, engine, recorder
-            engine.record(recorder)
+            self._recording = step, engine, _recorded(engine, self._mesh)
 
     def _finish(self, busy: bool) -> None:
         assert self._recording is not None
@@ -211,12 +214,10 @@ class StragglerWatch:
         if not busy:
             engine.record(None)
         seconds = time_parts(engine, recorder, self._mesh.coordinate("pipeline"))
-        measurement = torch.tensor(
-            [*seconds.values(), peak_bytes(self._mesh.device)], dtype=torch.float64, device=self._mesh.device
-        )
+        values = [*seconds.values(), peak_bytes(self._mesh.device)]
+        measurement = torch.tensor(values, dtype=torch.float64, device=self._mesh.device)
         ranks = self._mesh.world.all_gather(measurement).view(self._mesh.world_size, -1).tolist()
-        columns = zip(*ranks, strict=True)
-        *times, peaks = columns
+        *times, peaks = zip(*ranks, strict=True)
         by_part = {part: [round(value, 6) for value in column] for part, column in zip(TIME_PARTS, times, strict=True)}
         self._notify(RANKS, step=step + 1, **by_part, peak_bytes=[int(value) for value in peaks])
         busy_seconds = [sum(rank[: TIME_PARTS.index("waiting")]) for rank in ranks]

@@ -307,7 +307,6 @@ class RunFolder(Listener):
         self._path = directory / RUN
         self._run = run
         name = _write_config(directory, run, config)
-        starts = [each for each in self._starts() if each["id"] != run]
         self._entry: dict[str, Any] = {
             "id": run,
             "command": command_line(),
@@ -320,7 +319,7 @@ class RunFolder(Listener):
             "last_step": None,
             "status": RUNNING,
         }
-        self._write([*starts, self._entry])
+        self._write()
 
     def event(self, name: str, **fields: Any) -> None:
         """Record in run.json how this start ended. Other starts in the file stay as they are."""
@@ -331,7 +330,7 @@ class RunFolder(Listener):
             self._end(f"failed: {fields['error']}")
         else:
             return
-        self._write([*(each for each in self._starts() if each["id"] != self._run), self._entry])
+        self._write()
 
     def _end(self, status: str) -> None:
         self._entry["end"] = _now()
@@ -348,7 +347,8 @@ class RunFolder(Listener):
         self._path.rename(self._path.with_name(f"{RUN}.unreadable-{self._run}"))
         return []
 
-    def _write(self, starts: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self) -> None:
+        starts = [*(each for each in self._starts() if each["id"] != self._run), self._entry]
         write_whole(self._path, f"{json.dumps({'starts': starts}, indent=2)}\n".encode())
 
 

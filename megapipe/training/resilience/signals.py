@@ -138,7 +138,8 @@ class SignalRequests:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         # A launcher's signal must not end a rank that is about to report its result.
         keep_handlers = self._ends or error is not None
-        self.number = None  # a later signal is then the first one again, which only sets a flag
+        # A later signal is then the first one again, which only sets a flag.
+        self.number = None
         self._restore(kept=(signal.SIGTERM, signal.SIGHUP) if keep_handlers else ())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -154,7 +154,8 @@ class Watchdog:
             empty = os.fstat(self._stacks.fileno()).st_size == 0
             self._stacks.close()
             if empty:
-                with contextlib.suppress(OSError):  # another rank's stacks are there, or someone removed the folder
+                # Another rank's stacks are there, or someone removed the folder.
+                with contextlib.suppress(OSError):
                     self._file.unlink()
                     self._file.parent.rmdir()
 

@@ -128,7 +128,8 @@ def end(settings: Settings, memory: bytes, silence: float) -> None:
         file=sys.stderr,
         flush=True,
     )
-    time.sleep(_GRACE_SECONDS)  # for the other watchers: the launcher ends all ranks when the first one ends
+    # For the other watchers: the launcher ends all ranks when the first one ends.
+    time.sleep(_GRACE_SECONDS)
     _send(settings.pid, settings.end_signal)
     for _ in range(20):
         if _state(settings.pid) in ("gone", "dead"):
@@ -145,7 +146,8 @@ def record_reason(words: str) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         reason = {"message": {"message": words, "extraInfo": {"timestamp": str(int(time.time()))}}}
-        with contextlib.suppress(OSError):  # a full disk must not hide the reason from the screen
+        # A full disk must not hide the reason from the screen.
+        with contextlib.suppress(OSError):
             Path(path).write_text(json.dumps(reason))
 
 
