@@ -57,7 +57,7 @@ TABLE = (
     ),
     KernelOp("cross_entropy", CROSS_ENTROPY, _CROSS_ENTROPY),
     KernelOp("linear_cross_entropy", LINEAR_CROSS_ENTROPY, _CROSS_ENTROPY),
-    KernelOp("softcapped_linear_cross_entropy", LINEAR_CROSS_ENTROPY, (Backend(REFERENCE, cross_entropy),)),
+    KernelOp("softcapped_linear_cross_entropy", LINEAR_CROSS_ENTROPY, _CROSS_ENTROPY[-1:]),
     KernelOp("adamw", ("step",), (_triton("optimizer"), _CUDA, _apex("adamw"), _OPTIMIZER)),
     KernelOp("stochastic_rounding", ("apply",), (_triton("optimizer"), _OPTIMIZER)),
     KernelOp("gradient_norm", ("apply",), (_triton("optimizer"), _apex("gradient_norm"), _OPTIMIZER)),

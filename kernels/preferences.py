@@ -54,9 +54,7 @@ class Preferences:
 
     def text(self) -> str:
         """Return the file's content."""
-        fastest = [
-            {"op": row.op, "dtype": row.dtype, "width": row.width, "backends": list(row.backends)} for row in self.rows
-        ]
+        fastest = [vars(row) | {"backends": list(row.backends)} for row in self.rows]
         values = {"version": VERSION, "device": self.device, "measured": self.measured, "fastest": fastest}
         return yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=120)
 

@@ -26,9 +26,23 @@ from megapipe.config import nearest
 from megapipe.kernels.preferences import Preferences
 
 REFERENCE = "reference"
-
-
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LOWEST_CAPABILITY = (8, 0)
+
+
+def not_nvidia(device: str) -> str | None:
+    """Return why kernels for NVIDIA's GPUs cannot run on this type of device; None on these GPUs."""
+    if device == "cpu":
+        return "needs a GPU"
+    return None if device == "cuda" else f"runs on NVIDIA GPUs, not on {device}"
+
+
+def too_old() -> str | None:
+    """Return why the current GPU does not run megapipe's own kernels; None if it does."""
+    major, minor = torch.cuda.get_device_capability()
+    if (major, minor) < LOWEST_CAPABILITY:
+        return f"needs compute capability 8.0 or above, not {major}.{minor}"
+    return None
 
 
 def refused_dtype(dtype: torch.dtype, *taken: torch.dtype, of: str = "") -> str | None:
@@ -240,8 +254,9 @@ class Registry:
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
         raise KernelError(
-            f"op {op!r} is requested from backend {requested!r}, which does not support {device} {dtype} tensors "
-            f"with a last axis of {width}: {'; '.join(reasons)}; remove that request, or request {REFERENCE!r}"
+            f"op {op!r} is requested from backend {requested!r}, which does not support {device} "
+            f"{dtype} tensors with a last axis of {width}: {'; '.join(reasons)}; "
+            f"remove that request, or request {REFERENCE!r}"
         )
 
     def _in_order(self, op: str, device: str, dtype: torch.dtype, width: int) -> list[Backend]:

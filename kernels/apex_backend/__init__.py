@@ -3,6 +3,8 @@
 import importlib.util
 from collections.abc import Callable
 
+from megapipe.kernels.registry import not_nvidia
+
 EXTENSIONS = {
     "layer_norm": "fused_layer_norm_cuda",
     "rms_norm": "fused_layer_norm_cuda",
@@ -19,8 +21,8 @@ def unavailable(op: str) -> Callable[[str], str | None]:
     """Return a rule: device type -> why apex cannot run this op there, or None."""
 
     def rule(device: str) -> str | None:
-        if device != "cuda":
-            return "needs a GPU" if device == "cpu" else f"runs on NVIDIA GPUs, not on {device}"
+        if (reason := not_nvidia(device)) is not None:
+            return reason
         if not _installed(EXTENSIONS[op]):
             return f"NVIDIA's apex is not installed with its extension {EXTENSIONS[op]}"
         return None

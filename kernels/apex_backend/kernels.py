@@ -99,7 +99,7 @@ class Function:
 
 def why_unsupported(functions: Iterable[Function]) -> str | None:
     """Return why the installed build cannot run these functions; None if it can. Raises ImportError."""
-    return next((flaw for function in functions if (flaw := function.flaw()) is not None), None)
+    return next(filter(None, (function.flaw() for function in functions)), None)
 
 
 @functools.cache
@@ -245,7 +245,8 @@ def _softmax(scores: Tensor, mask: Tensor | None, scale: float, causal: bool, wi
     if mask is not None or not causal or (window is not None and window < length) or scores.shape[-2] != length:
         raise _unsupported("a mask, a sliding window, or attention that is not causal over one sequence")
     rows = 8 if length <= 128 else 4  # rows of scores that one block of apex's kernel takes
-    sizes_fit = length % 4 == 0 and 16 < length <= _MOST_KEYS and scores.numel() < 2**31  # it counts in 32 bits
+    # apex counts in 32 bits.
+    sizes_fit = length % 4 == 0 and 16 < length <= _MOST_KEYS and scores.numel() < 2**31
     if not sizes_fit or scores.shape[:2].numel() % rows:
         raise _unsupported(
             f"{list(scores.shape)} scores: the sequence must be a multiple of 4 between 20 and {_MOST_KEYS:,}, "

@@ -13,7 +13,8 @@ time."""
 FLAGS = (
     "-std=c++17",
     "-O3",
-    "--fmad=false",  # multiply-adds are fused only where the source says so, to get the same bits from every compiler
+    # Multiply-adds are fused only where the source says so, to get the same bits from every compiler.
+    "--fmad=false",
     "-Werror",
     "all-warnings",
     "-Xcompiler",

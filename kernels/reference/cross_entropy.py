@@ -65,7 +65,8 @@ def cross_entropy_logit_gradient(
     """
     if share is not None:
         softmax.mul_(share.unsqueeze(1))
-        absent = share == 0  # all columns of this rank may be minus infinity; their softmax is NaN
+        # All columns of this rank may be minus infinity; their softmax is NaN.
+        absent = share == 0
         if torch.compiler.is_compiling() or softmax.device.type != "cpu" or absent.any():
             softmax.masked_fill_(absent.unsqueeze(1), 0.0)
     if softmax.shape[1]:

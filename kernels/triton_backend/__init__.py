@@ -7,7 +7,7 @@ import os
 
 import torch
 
-_LOWEST_CAPABILITY = (8, 0)
+from megapipe.kernels.registry import not_nvidia, too_old
 
 
 def unavailable(device: str) -> str | None:
@@ -15,19 +15,14 @@ def unavailable(device: str) -> str | None:
 
     On the CPU they run only in Triton's interpreter, for tests: with TRITON_INTERPRET=1 set before the start.
     """
-    if device == "cpu" and not interpreting():
-        return "needs a GPU"
-    if device not in ("cpu", "cuda"):
-        return f"runs on NVIDIA GPUs, not on {device}"
+    on_cpu = device == "cpu" and interpreting()
+    if not on_cpu and (reason := not_nvidia(device)) is not None:
+        return reason
     if not installed():
         return "triton is not installed; pip install 'triton>=3.6'"
-    if device == "cuda" and not torch.cuda.is_available():
-        return "needs a GPU"
-    if device == "cuda":
-        capability = torch.cuda.get_device_capability()
-        if capability < _LOWEST_CAPABILITY:
-            return f"needs compute capability 8.0 or above, not {capability[0]}.{capability[1]}"
-    return None
+    if on_cpu:
+        return None
+    return too_old() if torch.cuda.is_available() else "needs a GPU"
 
 
 def interpreting() -> bool:

@@ -101,7 +101,8 @@ def _timed(mesh: Mesh, call: Callable[[], object], size: int, work: Callable[[],
     runs before every call; its own time is subtracted."""
     calls = 20 if size <= 2**16 else 4
     loops = [(call,)] if work is None else [(work, call), (work,)]
-    rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]  # the first one warms up
+    # The first round warms up.
+    rounds = [[_once(mesh, loop, calls) for loop in loops] for _ in range(REPEATS + 1)]
     whole, *work_alone = np.median(rounds[1:], axis=0)
     call_times = mesh.world.all_gather_object(np.maximum(whole - sum(work_alone), MIN_SECONDS).tolist())
     return Call(max(each for each, _ in call_times), sum(each for _, each in call_times) / len(call_times))
@@ -262,7 +263,8 @@ def measure_node_links(mesh: Mesh, place: Place, num_bytes: int) -> NodeLinks:
                 latencies.append(latency)
                 rates[one, two] = MESSAGES * num_bytes / max(seconds - latency, 1e-9)
         if not any(node in pair for pair in pairs):
-            for _ in range(4):  # for the two measurements in both directions of the other nodes
+            # For the two measurements in both directions of the other nodes.
+            for _ in range(4):
                 mesh.world.barrier()
     results = mesh.world.all_gather_object((latencies, rates))
     matrix = [[0.0] * len(nodes) for _ in nodes]
@@ -272,7 +274,7 @@ def measure_node_links(mesh: Mesh, place: Place, num_bytes: int) -> NodeLinks:
     return NodeLinks(
         hosts=tuple(members[0][1].host for members in nodes),
         devices=tuple(len(members) for members in nodes),
-        latency=median(latency for latencies_of_rank, _ in results for latency in latencies_of_rank),
+        latency=median(each for own, _ in results for each in own),
         bandwidth=tuple(map(tuple, matrix)),
     )
 
@@ -295,8 +297,9 @@ def with_node_links(hardware: Hardware, links: NodeLinks) -> Hardware:
     expected = tuple(group.devices_per_node for group in supply)
     if expected != links.devices:
         raise ConfigError(
-            f"hardware {hardware.name!r} has {len(expected)} nodes of {_listed(expected)} devices, but {nodes} "
-            f"nodes of {_listed(links.devices)} ranks were started; start a rank for every device, or correct the file"
+            f"hardware {hardware.name!r} has {len(expected)} nodes of {_listed(expected)} devices, "
+            f"but {nodes} nodes of {_listed(links.devices)} ranks were started; start a rank for "
+            "every device, or correct the file"
         )
     return replace(hardware, groups=groups, link_matrix=links.bandwidth)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -180,29 +181,30 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
     """Return the context of a micro-batch as the loader of the run makes it, on the meta device."""
     size, whole = config.batch.micro_size, config.data.sequence_length
     tokens = whole // config.parallel.context
+    integers = partial(torch.empty, dtype=torch.int64, device=META)
     shared: dict[str, Any] = {
-        "ordinals": torch.empty(size, dtype=torch.int64, device=META),
-        "tokens": torch.empty((size, tokens), dtype=torch.int64, device=META),
+        "ordinals": integers(size),
+        "tokens": integers((size, tokens)),
         "seed": config.training.seed,
-        "token_numbers": None if held.numbers is None else torch.empty(tokens, dtype=torch.int64, device=META),
+        "token_numbers": None if held.numbers is None else integers(tokens),
     }
     predictions = family_of(config).predictions
     if predictions is not None:
         return BertContext(
             **shared,
-            labels=torch.empty((size, predictions), dtype=torch.int64, device=META),
+            labels=integers((size, predictions)),
             loss_mask=torch.empty((size, predictions), device=META),
-            lengths=torch.empty(size, dtype=torch.int64, device=META),
-            token_types=torch.empty((size, tokens), dtype=torch.int64, device=META),
-            positions=torch.empty((size, predictions), dtype=torch.int64, device=META),
-            sentence_labels=torch.empty(size, dtype=torch.int64, device=META),
+            lengths=integers(size),
+            token_types=integers((size, tokens)),
+            positions=integers((size, predictions)),
+            sentence_labels=integers(size),
             sentence_weights=torch.empty(size, device=META),
         )
-    starts = torch.empty((size, tokens), dtype=torch.int64, device=META) if config.data.isolate_documents else None
-    whole_starts = torch.empty((size, whole), dtype=torch.int64, device=META) if held.gathers else None
+    starts = integers((size, tokens)) if config.data.isolate_documents else None
+    whole_starts = integers((size, whole)) if held.gathers else None
     whole_sample = MicrobatchContext(
         **shared,
-        labels=torch.empty((size, tokens), dtype=torch.int64, device=META),
+        labels=integers((size, tokens)),
         loss_mask=torch.empty((size, tokens), device=META),
         document_starts=starts,
         whole_document_starts=whole_starts if starts is not None else None,
@@ -291,9 +293,10 @@ def run_dry_run(request: Request) -> int:
     if limit is not None and too_large:
         fullest = max(too_large, key=lambda each: each.peak_bytes)
         raise ConfigError(
-            f"{len(too_large)} of {len(result.coordinates)} pipeline coordinates do not fit in {bytes_text(limit)} "
-            f"per device; coordinate {fullest.pipeline} needs {bytes_text(fullest.peak_bytes)}, "
-            f"{bytes_text(fullest.peak_bytes - limit)} too much; megapipe plan search looks for a layout that fits"
+            f"{len(too_large)} of {len(result.coordinates)} pipeline coordinates do not fit in "
+            f"{bytes_text(limit)} per device; coordinate {fullest.pipeline} needs "
+            f"{bytes_text(fullest.peak_bytes)}, {bytes_text(fullest.peak_bytes - limit)} too much; "
+            "megapipe plan search looks for a layout that fits"
         )
     return 0
 
@@ -345,8 +348,8 @@ def run_links(request: Request) -> int:
         world_size = LaunchEnvironment.read(os.environ).world_size
         if world_size == 1:
             raise ConfigError(
-                "links are measured between nodes: start this command on two or more nodes with torchrun --nnodes N "
-                "--nproc_per_node DEVICES -m megapipe plan links, as for a training run"
+                "links are measured between nodes: start this command on two or more nodes "
+                "with torchrun --nnodes N --nproc_per_node DEVICES -m megapipe plan links"
             )
         mesh = initialize({"data": world_size}, request.config.parallel.device)
         links = measure_node_links(mesh, Place.of_this_process(), num_bytes)

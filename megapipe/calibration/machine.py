@@ -380,8 +380,9 @@ def _check(config: PretrainConfig, out: Path, device_type: str, sizes: Mapping[s
     problems += [f"no {name} is given; pass at least one" for name, values in sizes.items() if not values]
     if config.model.layer_pattern:
         problems.append(
-            f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is measured for all; "
-            "leave it and model.layer_kinds out, and set the fields of the kind of block to measure"
+            f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is "
+            "measured for all; leave it and model.layer_kinds out, and set the fields of the kind "
+            "of block to measure"
         )
     if not problems:
         problems += [problem for size in sizes["tensor size"] for problem in tensor_problems(config.model, size)]

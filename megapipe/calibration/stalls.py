@@ -299,9 +299,10 @@ class StallReport:
         if share == 0:
             yield "storage is fast enough: neither faster storage nor more memory would help"
             return
+        times, size = needed / rates.fetch, math.ceil(share * self.corpus_bytes)
         yield (
-            f"storage is too slow: the run needs {needed / rates.fetch:.2g} times its rate ({needed:,.0f} tokens/s), "
-            f"or {share:.0%} of the shards in memory ({_bytes(math.ceil(share * self.corpus_bytes))})"
+            f"storage is too slow: the run needs {times:.2g} times its rate ({needed:,.0f} "
+            f"tokens/s), or {share:.0%} of the shards in memory ({_bytes(size)})"
         )
 
 
@@ -465,7 +466,8 @@ def measure_stalls(
         )
     config = _one_replica(config, num_replicas)
     mesh = initialize({}, device=config.parallel.device)
-    samples, tokens = config.batch.global_size, config.batch.global_size * config.data.sequence_length
+    samples = config.batch.global_size
+    tokens = samples * config.data.sequence_length
     replica_ingestion = None if ingestion is None else ingestion / num_replicas
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer

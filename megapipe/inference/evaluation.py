@@ -31,8 +31,8 @@ def score(
     for context, continuation in pairs:
         if not context or not 0 < len(continuation) <= longest:
             raise ValueError(
-                f"a context of {len(context)} tokens with a continuation of {len(continuation)}; both need at least "
-                f"1, and a continuation at most {longest}, model.max_positions"
+                f"a context of {len(context)} tokens with a continuation of {len(continuation)}; "
+                f"both need at least 1, the continuation at most {longest}, model.max_positions"
             )
     texts = [[*context, *continuation][-longest - 1 :] for context, continuation in pairs]
     # Texts of similar length are in one batch.
@@ -87,9 +87,7 @@ class TaskAnswers:
         """Raise DataError for a tokenizer without an end-of-document token."""
         super().__init__()
         if tokenizer.end_of_document is None:
-            raise DataError(
-                f"{tokenizer.spec} has no end-of-document token to start a text with; name a tokenizer that has one"
-            )
+            raise DataError(f"{tokenizer.spec} has no end-of-document token to start a text with; name another")
         self._end_of_document = tokenizer.end_of_document
         self._model = model
         self._tokens = tokenizer
@@ -153,9 +151,8 @@ class TaskAnswers:
         new = int(next((length for length in lengths if length is not None), 256))
         samples = request.pop("do_sample", None)
         # As in transformers, top_k 0 keeps all tokens; one beam means no beam search.
-        request = {
-            name: each for name, each in request.items() if (name, each) not in {("top_k", 0), ("num_beams", 1)}
-        }
+        neutral = {("top_k", 0), ("num_beams", 1)}
+        request = {name: each for name, each in request.items() if (name, each) not in neutral}
         chosen = {name: request.pop(name) for name in SAMPLING if request.get(name) is not None}
         if samples is False or (samples is None and "temperature" not in chosen):
             chosen["temperature"] = 0.0

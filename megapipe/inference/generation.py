@@ -51,7 +51,7 @@ def probabilities(logits: Tensor, settings: SamplingSettings) -> Tensor:
         before = ranked.cumsum(dim=-1) - ranked
         # The most likely token has no token before it, so at least one token remains.
         shares = torch.zeros_like(ranked).scatter_(-1, order, ranked.masked_fill(before >= settings.top_p, 0.0))
-    shares = shares.masked_fill(shares < settings.min_p * shares.amax(dim=-1, keepdim=True), 0.0)
+    shares = shares.masked_fill(shares < settings.min_p * shares.amax(-1, keepdim=True), 0.0)
     return shares / shares.sum(dim=-1, keepdim=True)
 
 
@@ -141,7 +141,8 @@ class NewText:
         known = self._stop.tokenizer.decode(tokens[self._start : self._end])
         text = self._tail + self._stop.tokenizer.decode(tokens[self._start :])[len(known) :]
         starts = [start for string in self._stop.strings if (start := text.find(string)) >= 0]
-        if not text.endswith("\ufffd"):  # otherwise the next token may complete the bytes of this character
+        # After this character, the next token may complete its bytes.
+        if not text.endswith("\ufffd"):
             longest = max(len(string) for string in self._stop.strings)
             self._tail = text[max(0, len(text) + 1 - longest) :]
             self._start, self._end = self._end, len(tokens)
@@ -332,8 +333,8 @@ def encoded_gaps(text: str, tokenizer: Tokenizer, config: BertPretrainConfig) ->
         )
     if max(tokens) >= config.model.vocabulary_size:
         raise PromptError(
-            f"{text!r} has token {max(tokens)} but the model's vocabulary is {config.model.vocabulary_size}: set "
-            "--tokenizer to the one that it was trained with"
+            f"{text!r} has token {max(tokens)} but the model's vocabulary is "
+            f"{config.model.vocabulary_size}: set --tokenizer to the one it was trained with"
         )
     return tokens
 

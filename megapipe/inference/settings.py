@@ -79,7 +79,7 @@ def all_prompts(texts: Iterable[str], files: Iterable[str]) -> list[str]:
 def check_gaps(text: str) -> None:
     """Raise PromptError for a text that has no gap to fill in, or is not UTF-8."""
     if MASK not in text:
-        raise PromptError(f"{text!r} has no gap: write {MASK} where the model should fill in a token")
+        raise PromptError(f"{text!r} has no gap: write {MASK} where a token is missing")
     if not is_utf8(text):
         raise PromptError(f"{text!r} is not UTF-8 text")
 

@@ -102,8 +102,9 @@ def _read_checkpoint(directory: Path) -> tuple[Path, RunState]:
     checkpoint = itself or newest_whole(directory / "checkpoints") or newest_whole(directory)
     if checkpoint is None:
         raise CheckpointError(
-            f"no complete checkpoint in {directory}: a run keeps them in folders such as checkpoints/step-00000100; "
-            "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
+            f"no complete checkpoint in {directory}: a run keeps them in folders such as "
+            "checkpoints/step-00000100; a run saves its last step unless checkpoint.at_end is "
+            "false, and others with --checkpoint.every N"
         )
     return checkpoint, read_run_manifest(checkpoint).run
 
@@ -323,7 +324,6 @@ class Passes:
         if width not in self._engines:
             split = self._splits[width]
             boundary = residual_stream(self._model.config, split.rows, width, requires_grad=False)
-            self._engines[width] = self._model.assembly.engine(
-                self._model.schedule(split.num_microbatches), boundary=boundary, units=self._units
-            )
+            schedule = self._model.schedule(split.num_microbatches)
+            self._engines[width] = self._model.assembly.engine(schedule, boundary=boundary, units=self._units)
         return self._engines[width]
