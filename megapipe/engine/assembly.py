@@ -285,15 +285,12 @@ class Assembly:
             units: modules to run in place of those of each stage, over the same parameters, such as decoding layers.
             wrap: see `Engine`.
         """
-        stages = self.stages
-        if units is not None:
-            stages = {number: replace(stage, units=units[number]) for number, stage in stages.items()}
-        if boundary is not None:
-            passed = {number: self._boundaries(number, [boundary] * len(self._model.ranges)) for number in stages}
-            stages = {
-                number: replace(stage, inputs=passed[number][0], outputs=passed[number][1])
-                for number, stage in stages.items()
-            }
+        model = self._model
+        boundaries = model.boundaries if boundary is None else [boundary] * len(model.ranges)
+        stages = {}
+        for number, stage in self.stages.items():
+            own = stage.units if units is None else units[number]
+            stages[number] = Stage(own, stage.states, *self._boundaries(number, boundaries))
         transfers = connect(schedule, self._mesh, stages, self._links)
         streams = self._streams if schedule.header.mode == "train" else None
         return Engine(schedule, self.rank, stages, transfers, self._reductions(schedule), self.swaps, wrap, streams)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megapipe.engine.stage import Stage
 from megapipe.engine.step import Counted, Scalars, StepState, tensor_on
+from megapipe.kernels.reference.optimizer import gradient_norm
 from megapipe.optim.optimizer import FlatOptimizer
 from megapipe.parallel.groups import Group, Work
 from megapipe.parallel.unit_state import UnitState, sum_partial_gradients
@@ -198,25 +199,13 @@ class GradientPool:
         self._free += self._sizes.pop((reduction.state, reduction.update))
 
 
-BLOCK = 65_536
-
 SquaredNorm = Callable[[Tensor], Tensor]
-"""Return the sum of squares of a flat tensor with at least one element, in the blocks of `squared_norm`: a float64
+"""Return the sum of squares of a flat tensor with at least one element, in the blocks of `gradient_norm`: a float64
 scalar on its device, finite only if every element is."""
 
 
-def squared_norm(values: Tensor) -> Tensor:
-    """Return the sum of squares of a flat tensor, block by block; a float64 scalar on its device."""
-    size = values.numel()
-    if 0 < size < BLOCK:
-        return torch.linalg.vector_norm(values).double().square()
-    whole = size // BLOCK * BLOCK
-    total = torch.linalg.vector_norm(values[:whole].view(-1, BLOCK), dim=1).double().square().sum()
-    return total if whole == size else total + squared_norm(values[whole:])
-
-
 def squared_norms(
-    states: Iterable[UnitState], update: int = 0, squared_norm: SquaredNorm = squared_norm
+    states: Iterable[UnitState], update: int = 0, squared_norm: SquaredNorm = gradient_norm
 ) -> dict[str, Tensor]:
     """Return the squared gradient norm of each counted parameter that has elements on this rank: name -> float64
     scalar.
@@ -322,7 +311,7 @@ class Reductions:
     device: torch.device
     _: KW_ONLY
     hidden: bool = False
-    squared_norm: SquaredNorm = squared_norm
+    squared_norm: SquaredNorm = gradient_norm
     balanced_names: InitVar[Sequence[str]] = ()
     loss_terms: int = 1
     pool_limit: InitVar[int] = 0

@@ -222,9 +222,6 @@ def blocks(lists: Sequence[Sequence[Tensor]]) -> Iterator[tuple[Tensor, ...]]:
 
 Lists = list[list[Tensor]]
 
-AdamW = Coefficients
-"""Numbers of one step. step counts updates from 1. weight_decay is decoupled."""
-
 
 @torch.no_grad()
 def adamw_step(
@@ -232,7 +229,7 @@ def adamw_step(
     gradients: Sequence[Tensor],
     first_moments: Sequence[Tensor],
     second_moments: Sequence[Tensor],
-    update: AdamW,
+    update: Coefficients,
     *,
     kernels: Registry = OPS,
     gradient_scale: Tensor | None = None,
@@ -276,7 +273,7 @@ def _split_for_fused(lists: Sequence[Sequence[Tensor]]) -> tuple[Lists, Lists]:
     return fused, rest
 
 
-def _fused(lists: Lists, update: AdamW, gradient_scale: Tensor | None) -> None:
+def _fused(lists: Lists, update: Coefficients, gradient_scale: Tensor | None) -> None:
     """Run torch's kernel, which divides gradients by its scale and counts the step itself."""
     parameters, gradients, first_moments, second_moments, *copies = lists
     if not parameters:
@@ -315,7 +312,8 @@ class FlatAdamW(FlatOptimizer):
         return FIRST, SECOND
 
     def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
-        update = AdamW(part.step, learning_rate, self._config.betas, self._config.epsilon, part.decay)
+        config = self._config
+        update = Coefficients(part.step, learning_rate, config.betas, config.epsilon, part.decay)
         adamw_step(
             part.parameters,
             part.gradients,

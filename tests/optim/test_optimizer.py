@@ -13,9 +13,10 @@ from torch import Tensor
 
 from megapipe.config.optimizer import MuonConfig, OptimizerConfig
 from megapipe.config.run import PretrainConfig
+from megapipe.kernels.reference.optimizer import Coefficients
 from megapipe.layout.units import Unit, UnitCosts
 from megapipe.optim.muon import make_optimizer
-from megapipe.optim.optimizer import BLOCK, AdamW, FlatOptimizer, ParameterGroup, adamw_step
+from megapipe.optim.optimizer import BLOCK, FlatOptimizer, ParameterGroup, adamw_step
 from megapipe.optim.scaling import clip_coefficient, learning_rate_problems
 from megapipe.parallel.unit_state import UnitState
 from megapipe.spec.parameters import SEGMENT_ALIGNMENT, Init, ParameterSpec
@@ -275,7 +276,7 @@ def assert_same_after_cuts(config: OptimizerConfig, cuts: list[int], device: str
 
 
 def test_an_empty_list_and_an_empty_shard_are_fine() -> None:
-    update = AdamW(step=1, learning_rate=3e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+    update = Coefficients(step=1, learning_rate=3e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
     adamw_step([], [], [], [], update)
     empty = torch.empty(0)
     adamw_step([empty], [empty], [empty], [empty], update)
@@ -284,7 +285,7 @@ def test_an_empty_list_and_an_empty_shard_are_fine() -> None:
 
 def test_steps_count_from_one() -> None:
     with pytest.raises(ValueError, match="step is 0"):
-        AdamW(step=0, learning_rate=3e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
+        Coefficients(step=0, learning_rate=3e-3, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.1)
 
 
 @pytest.mark.parametrize("size", [1e-3, 1.0, 17.0, 1e6])
