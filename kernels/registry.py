@@ -254,9 +254,9 @@ class Registry:
                 return Choice(op, device, dtype, width, backend.name, tuple(reasons))
             reasons.append(f"{backend.name}: {refusal}")
         raise KernelError(
-            f"op {op!r} is requested from backend {requested!r}, which does not support {device} "
-            f"{dtype} tensors with a last axis of {width}: {'; '.join(reasons)}; "
-            f"remove that request, or request {REFERENCE!r}"
+            f"op {op!r} is requested from backend {requested!r}, "
+            f"which does not support {device} {dtype} tensors with a last axis of {width}: "
+            f"{'; '.join(reasons)}; remove that request, or request {REFERENCE!r}"
         )
 
     def _in_order(self, op: str, device: str, dtype: torch.dtype, width: int) -> list[Backend]:

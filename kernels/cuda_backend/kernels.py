@@ -32,8 +32,8 @@ def operands(name: str, x: Tensor, matching: dict[str, Tensor | None], parameter
 
     Raises ValueError, naming the tensor, if a shape or dtype differs.
     """
-    expected = {key: (tensor, x.shape) for key, tensor in matching.items() if tensor is not None}
-    expected |= {key: (tensor, x.shape[-1:]) for key, tensor in parameters.items()}
+    expected = {key: (each, x.shape) for key, each in matching.items() if each is not None}
+    expected |= {key: (each, x.shape[-1:]) for key, each in parameters.items()}
     for key, (tensor, shape) in expected.items():
         if tensor.shape != shape or tensor.dtype != x.dtype:
             raise ValueError(

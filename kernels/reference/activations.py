@@ -106,7 +106,8 @@ class _ClampedSwiGLU(torch.autograd.Function):
         weight = (gate * ctx.alpha).sigmoid_()
         slope = weight * (1 + ctx.alpha * gate * (1 - weight))
         gradients = torch.cat([gradient * (up + 1) * slope, gradient * gate * weight], dim=-1)
-        return gradients.masked_fill_(torch.cat([gate, up], dim=-1) != gate_up, 0.0), None, None
+        clamped = torch.cat([gate, up], dim=-1) != gate_up
+        return gradients.masked_fill_(clamped, 0.0), None, None
 
 
 def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:

@@ -107,7 +107,7 @@ def attention_probabilities(query: Tensor, key: Tensor, scale: float, window: in
     heads = query.shape[1] // length
     # The mask is the addend of the product, which saves a pass over the scores.
     addend = mask.expand(heads, length, length).reshape(1, heads * length, length).expand(key.shape[0], -1, -1)
-    return torch.softmax(torch.baddbmm(addend, query, key.transpose(1, 2), alpha=scale), dim=-1)
+    return torch.baddbmm(addend, query, key.transpose(1, 2), alpha=scale).softmax(dim=-1)
 
 
 @constant_when_compiled

@@ -297,9 +297,9 @@ def with_node_links(hardware: Hardware, links: NodeLinks) -> Hardware:
     expected = tuple(group.devices_per_node for group in supply)
     if expected != links.devices:
         raise ConfigError(
-            f"hardware {hardware.name!r} has {len(expected)} nodes of {_listed(expected)} devices, "
-            f"but {nodes} nodes of {_listed(links.devices)} ranks were started; start a rank for "
-            "every device, or correct the file"
+            f"hardware {hardware.name!r} has {len(expected)} nodes of {_listed(expected)} "
+            f"devices, but {nodes} nodes of {_listed(links.devices)} ranks were started; "
+            "start a rank for every device, or correct the file"
         )
     return replace(hardware, groups=groups, link_matrix=links.bandwidth)
 

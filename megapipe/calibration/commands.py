@@ -293,10 +293,10 @@ def run_dry_run(request: Request) -> int:
     if limit is not None and too_large:
         fullest = max(too_large, key=lambda each: each.peak_bytes)
         raise ConfigError(
-            f"{len(too_large)} of {len(result.coordinates)} pipeline coordinates do not fit in "
-            f"{bytes_text(limit)} per device; coordinate {fullest.pipeline} needs "
-            f"{bytes_text(fullest.peak_bytes)}, {bytes_text(fullest.peak_bytes - limit)} too much; "
-            "megapipe plan search looks for a layout that fits"
+            f"{len(too_large)} of {len(result.coordinates)} pipeline coordinates do not "
+            f"fit in {bytes_text(limit)} per device; coordinate {fullest.pipeline} needs "
+            f"{bytes_text(fullest.peak_bytes)}, {bytes_text(fullest.peak_bytes - limit)} "
+            "too much; megapipe plan search looks for a layout that fits"
         )
     return 0
 

@@ -164,12 +164,12 @@ def pair_overlap(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool
     The halves run one after the other if they have no collectives, or if one of them may start copies, gathers or
     compiled code, whose order relative to the other half is not known.
     """
-    bodies = (list(schedule.actions("body", rank)) for rank in range(schedule.header.num_ranks))
-    if mesh.device.type != "cuda" or not any(map(pairs_of, bodies)):
+    rows = (list(schedule.actions("body", rank)) for rank in range(schedule.header.num_ranks))
+    if mesh.device.type != "cuda" or not any(map(pairs_of, rows)):
         return False, None
     groups = [group for group in map(mesh.group, ("tensor", "context")) if group.size > 1]
     reasons = {
-        "parallel.tensor and parallel.context are 1, without collectives to overlap": not groups,
+        "parallel.tensor and parallel.context of 1 have no collectives to overlap": not groups,
         "tensor and context ranks are threads": not all(isinstance(group, DistributedGroup) for group in groups),
         "training.compile": holding.compile,
         "zero.stage above 1": any(choice.zero > 1 for choice in holding.choices)

@@ -218,9 +218,9 @@ class Engine:
         result = finished(state)
         if result.skipped:
             raise EngineError(
-                f"the gradients of step {result.step} were not finite, and {self._header.name} "
-                "updates after every micro-batch, before that is known; continue from the last "
-                "checkpoint with a lower learning rate"
+                f"the gradients of step {result.step} were not finite, "
+                f"and {self._header.name} updates after every micro-batch, before that "
+                "is known; continue from the last checkpoint with a lower learning rate"
             )
         return result
 

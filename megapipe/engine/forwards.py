@@ -217,7 +217,7 @@ class Forwards:
         schedule, rank = self.schedule, self.rank
         self._training = schedule.header.mode == "train"
         count = schedule.header.num_microbatches
-        actions = [action for section in SECTIONS for action in schedule.actions(section, rank)]
+        actions = [each for section in SECTIONS for each in schedule.actions(section, rank)]
         halves = [action for action in actions if action.kind == Kind.BACKWARD_INPUT]
         self._split = {(half.stage, half.microbatch % count) for half in halves}
         self._on_side = on_side_stream(list(schedule.actions("body", rank))) if self.two_streams else frozenset()

@@ -334,7 +334,7 @@ def _checked_settings(
     if count is None and getattr(loss, "reduction", None) == "mean":
         name = type(loss).__name__
         raise PipelineError(
-            f"the loss is {name}(reduction='mean'), but must return the sum over a micro-batch, "
+            f"the loss is {name}(reduction='mean'), but must return a micro-batch's sum, "
             f"which is divided by the rows of the global batch; use {name}(reduction='sum')"
         )
     if not timeout > 0:

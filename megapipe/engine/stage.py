@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,7 +124,7 @@ class SavedGraph:
     tape: SplitTape | None
 
     @classmethod
-    def between(cls, inputs: Tensors, outputs: Tensors, tape: SplitTape | None) -> "SavedGraph":
+    def between(cls, inputs: Tensors, outputs: Tensors, tape: SplitTape | None) -> Self:
         """Return the graph that computed `outputs` from `inputs`."""
         return cls(inputs, tuple([gradient_edge(output) for output in outputs if output.requires_grad]), tape)
 

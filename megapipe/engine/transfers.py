@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -47,7 +48,7 @@ class ReceiveSlots(ABC):
     def take(self, slot: int) -> Tensors:
         """Wait for the message of `slot` and return its tensors, valid until the slot is posted again."""
 
-    def release(self) -> None:  # noqa: B027 - only slots that are lent have something to release
+    def release(self) -> None:  # noqa: B027 - only lent slots have something to release
         """Release the messages that were taken, if no receive is posted, because engines use a link's memory in
         turn."""
 
@@ -217,7 +218,7 @@ class Shards:
     device: torch.device
 
     @classmethod
-    def of(cls, header: Header, stage: int, group: Group, specs: Specs, device: torch.device) -> "Shards":
+    def of(cls, header: Header, stage: int, group: Group, specs: Specs, device: torch.device) -> Self:
         """Return the shard that `stage` is. group: pipeline and tensor ranks, with tensor ranks adjacent."""
         end = header.routes[0][-1 if stage in header.outputs else 0]
         home = header.stages[end].rank

@@ -293,9 +293,9 @@ def _dry_run(index: int, skeleton: nn.Module, passed: Specs) -> _Trial:
     for name, buffer in skeleton.named_buffers():
         if buffers.get(name) != (id(buffer), buffer._version):
             raise PipelineError(
-                f"{layer} changes its buffer {name!r} in the forward; its value would depend on "
-                "the order of micro-batches and on the replica: use a layer without running "
-                "statistics (LayerNorm, GroupNorm), or put it into eval mode"
+                f"{layer} changes its buffer {name!r} in the forward; its value would "
+                "depend on the order of micro-batches and on the replica: use a layer "
+                "without running statistics (LayerNorm, GroupNorm), or put it into eval mode"
             )
     if any(tensor._version for tensor in inputs):
         raise PipelineError(

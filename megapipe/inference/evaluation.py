@@ -31,8 +31,8 @@ def score(
     for context, continuation in pairs:
         if not context or not 0 < len(continuation) <= longest:
             raise ValueError(
-                f"a context of {len(context)} tokens with a continuation of {len(continuation)}; "
-                f"both need at least 1, the continuation at most {longest}, model.max_positions"
+                f"a context of {len(context)} tokens with a continuation of {len(continuation)}; both "
+                f"need at least 1, the continuation at most {longest}, model.max_positions"
             )
     texts = [[*context, *continuation][-longest - 1 :] for context, continuation in pairs]
     # Texts of similar length are in one batch.

@@ -213,8 +213,8 @@ class SplitTape:
             _accumulate(parameter, gradient)
         if pairs:
             warnings.warn(
-                "the input half computes the gradients of modules without a weight half, so that "
-                "less work is left to fill bubbles; megapipe.layers.adoption.report(module) names them",
+                "the input half computes the gradients of modules without a weight half, "
+                "so that less work is left to fill bubbles; megapipe.layers.adoption.report(module) names them",
                 stacklevel=3,
             )
 

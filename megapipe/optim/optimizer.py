@@ -38,10 +38,10 @@ from megapipe.spec.parameters import SEGMENT_ALIGNMENT, ParameterSpec
 def elements_of(segment: Segment, skipped: int = 0) -> Elements:
     """Return the indices, in the whole parameter, of the elements of a tensor rank's shard after the first
     `skipped`."""
-    shape, starts, box_shape = segment.spec.shape, segment.box.starts, segment.box.shape
+    shape, starts, own = segment.spec.shape, segment.box.starts, segment.box.shape
     axis = segment.spec.partition_axis or 0
     inner = prod(shape[axis + 1 :])
-    return Elements(starts[axis] * inner, box_shape[axis] * inner, shape[axis] * inner, skipped)
+    return Elements(starts[axis] * inner, own[axis] * inner, shape[axis] * inner, skipped)
 
 
 def round_weights(state: UnitState, wide: Tensor, seed: int, update: int, kernels: Registry = OPS) -> None:
@@ -313,13 +313,13 @@ class FlatAdamW(FlatOptimizer):
 
     def _step(self, part: ParameterGroup, learning_rate: float, coefficient: Tensor) -> None:
         config = self._config
-        update = Coefficients(part.step, learning_rate, config.betas, config.epsilon, part.decay)
+        step = Coefficients(part.step, learning_rate, config.betas, config.epsilon, part.decay)
         adamw_step(
             part.parameters,
             part.gradients,
             part.moments[FIRST],
             part.moments[SECOND],
-            update,
+            step,
             kernels=self._kernels,
             gradient_scale=coefficient,
             copies=part.copies,

@@ -309,7 +309,7 @@ def ranks_per_node(environment: Mapping[str, str], world_size: int) -> int:
         return world_size
     ranks = _integer(environment, "LOCAL_WORLD_SIZE")
     if ranks < 1:
-        raise LaunchError(f"LOCAL_WORLD_SIZE={ranks} is below 1: start with torchrun, or unset it")
+        raise LaunchError(f"LOCAL_WORLD_SIZE={ranks} is below 1: use torchrun, or unset it")
     return ranks
 
 

@@ -159,8 +159,8 @@ class LinkEnd:
         """Raise ValueError for a tensor that is too large for the link."""
         if tensor.nbytes > self.edge.maximum_bytes:
             raise ValueError(
-                f"a {tuple(tensor.shape)} {tensor.dtype} tensor has {tensor.nbytes} bytes, but "
-                f"{self.edge} was made for at most {self.edge.maximum_bytes}: raise maximum_bytes"
+                f"a {tuple(tensor.shape)} {tensor.dtype} tensor has {tensor.nbytes} bytes, "
+                f"but {self.edge} was made for at most {self.edge.maximum_bytes}: raise maximum_bytes"
             )
 
     def waiting(self, number: int) -> str:

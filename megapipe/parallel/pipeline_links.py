@@ -174,9 +174,9 @@ def _check_resources(pairs: Sequence[tuple[int, int]], multiprocessors: int) -> 
     blocks, room = count * _NCCL_MAXIMUM_BLOCKS, multiprocessors * _BLOCKS_OF_A_MULTIPROCESSOR
     if blocks > room:
         raise LaunchError(
-            f"pipeline rank {rank} has {count} links, which take up to {blocks} thread blocks, "
-            f"but its GPU runs only {room} at once ({multiprocessors} multiprocessors): place the "
-            f"stages so that each rank has at most {room // (2 * _NCCL_MAXIMUM_BLOCKS)} neighbours"
+            f"pipeline rank {rank} has {count} links, with up to {blocks} thread blocks, but its "
+            f"GPU runs only {room} at once ({multiprocessors} multiprocessors): place the stages "
+            f"so that each rank has at most {room // (2 * _NCCL_MAXIMUM_BLOCKS)} neighbours"
         )
 
 
@@ -240,7 +240,7 @@ def _check_edges(edges: Sequence[Edge], pipeline_size: int) -> None:
                 f"{edge.loans} to lend, but needs at least 1 slot of at least 1 byte"
             )
         if edge.pair in seen:
-            raise ValueError(f"{edge} is requested twice: request one link for a pair of ranks")
+            raise ValueError(f"{edge} is requested twice: request one for a pair of ranks")
         seen.add(edge.pair)
 
 

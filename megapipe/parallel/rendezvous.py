@@ -216,9 +216,9 @@ def connect(address: str, port: int, rank: int, *, serve: bool, timeout: float) 
         thread.join(timeout + _MARGIN_SECONDS)
     if not stores:
         raise LaunchError(
-            f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at {place} "
-            f"within {_limit(timeout)}: {problems[-1]}; on every rank, set MASTER_ADDR to the "
-            "address of rank 0's host and MASTER_PORT to a free port of that host"
+            f"rank {rank} on {os.uname().nodename} cannot reach the store of rank 0 at "
+            f"{place} within {_limit(timeout)}: {problems[-1]}; on every rank, set "
+            "MASTER_ADDR to rank 0's host and MASTER_PORT to a free port of that host"
         )
     return stores[0]
 

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -114,7 +114,7 @@ class SharedMemoryLink(LinkEnd, ABC):
         if key not in self._views:
             self.check_size(tensor)
             starts = self._ring.slots[:, : tensor.nbytes]
-            self._views[key] = [start.view(tensor.dtype).view(tensor.shape) for start in starts]
+            self._views[key] = [each.view(tensor.dtype).view(tensor.shape) for each in starts]
         return self._views[key]
 
     def _no_answer(self, number: int) -> CommunicationError:
@@ -426,7 +426,7 @@ class SharedMemoryExchange:
         weakref.finalize(self, _close, links)
 
     @classmethod
-    def within_host(cls, group: DistributedGroup, timeout: float) -> "SharedMemoryExchange | None":
+    def within_host(cls, group: DistributedGroup, timeout: float) -> Self | None:
         """Return an exchange; None if members are on several hosts, or the system is not Linux. A collective call."""
         return cls(group, timeout) if memory_is_shared(group) else None
 

@@ -41,7 +41,7 @@ class GradientAccumulators(TableShard):
         self.gradient_shards: list[Tensor] = []
         if self.sharding.gradients:
             shard_size = self.shard.stop - self.shard.start
-            self.gradient_shards = [gradient.new_zeros(shard_size) for gradient in self.gradients]
+            self.gradient_shards = [each.new_zeros(shard_size) for each in self.gradients]
         self._has_reduced = [False] * gradient_buffers
 
     def gradients_of(self, update: int) -> list[Tensor]:
@@ -153,7 +153,7 @@ class UnitState(GradientAccumulators):
             num_shards=sharding.count,
             whole_matrices=sharding.whole_matrices,
         )
-        self.accumulate_dtype = torch.float64 if compute_dtype == torch.float64 else torch.float32
+        self.accumulate_dtype = torch.promote_types(compute_dtype, torch.float32)
         size = self.table.num_elements
         self.shard = sharding.part_of(size)
         shard_size = self.shard.stop - self.shard.start

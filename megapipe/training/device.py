@@ -84,7 +84,8 @@ def with_precision(
 
 
 def _faster_precision(device: torch.device, say: Callable[[str], None]) -> Precision:
-    bf16, fp32 = product_seconds(torch.bfloat16, device), product_seconds(torch.float32, device)
+    bf16 = product_seconds(torch.bfloat16, device)
+    fp32 = product_seconds(torch.float32, device)
     choice: Precision = "bf16" if bf16 < fp32 else "fp32"
     size = SIZES[device.type]
     say(

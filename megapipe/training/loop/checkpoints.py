@@ -472,9 +472,9 @@ def weights_folder(folder: Path) -> Path:
     checkpoint = newest_whole(folder) or newest_whole(folder / "checkpoints")
     if checkpoint is None:
         raise CheckpointError(
-            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, or "
-            "the folder of a run with complete checkpoints) nor a Hugging Face model (a folder "
-            "with config.json and safetensors files)"
+            f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, "
+            "or the folder of a run with complete checkpoints) nor a Hugging "
+            "Face model (a folder with config.json and safetensors files)"
             if folder.is_dir()
             else f"init_from {folder} is not a folder"
         )

@@ -133,8 +133,8 @@ def _treatments_text(
         f"offload auto: stage {stage}: of {len(costs)} blocks {count['keep']} keep, "
         f"{count['move']} move, {count['recompute']} recompute "
         f"({''.join(name[0] for name in treatments.of_blocks)}); {held:g} micro-batches hold "
-        f"{treatments.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} MiB, "
-        f"copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward takes "
+        f"{treatments.bytes / GIB:.3g} GiB at most; a block keeps {block.kept / 2**20:.3g} "
+        f"MiB, copied in {1e3 * block.kept / bandwidth:.3g} ms, its forward takes "
         f"{1e3 * block.forward:.3g} ms and its backward {1e3 * block.backward:.3g} ms; "
         f"recomputation adds {1e3 * treatments.recomputed:.3g} ms to a micro-batch"
     )

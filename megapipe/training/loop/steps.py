@@ -95,7 +95,7 @@ class Evaluator:
         totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
         stopped = start_any_rank(self._mesh, stop())
         with self._loader.steps(consumed=0) as batches:
-            for done, batch in enumerate(itertools.islice(batches, self._num_batches), start=1):
+            for done, batch in enumerate(itertools.islice(batches, self._num_batches), 1):
                 result = self._engine.run(StepInput(step, batch.contexts, batch.token_counts))
                 if self._counts_loss:
                     totals += batch_sums(result, batch.token_counts)

@@ -28,12 +28,12 @@ CPU_ALLOCATOR = "can't allocate memory"
 """Part of the message of torch's CPU allocator, which raises a plain RuntimeError."""
 
 ADVICE = (
-    "what helps: a smaller batch.micro_size or data.sequence_length, recompute.method auto or "
-    "full, more ranks in parallel.pipeline, parallel.context or parallel.tensor, "
-    "parallel.sequence together with parallel.tensor, zero.stage 1 to 3 if there are replicas, "
-    "a schedule that keeps fewer micro-batches (1f1b), training.precision bf16, "
-    "offload.activations, offload.optimizer or offload.weights; on the last stage "
-    "recompute.logits"
+    "what helps: a smaller batch.micro_size or data.sequence_length, "
+    "recompute.method auto or full, more ranks in parallel.pipeline, "
+    "parallel.context or parallel.tensor, parallel.sequence together with parallel.tensor, "
+    "zero.stage 1 to 3 if there are replicas, a schedule that keeps fewer "
+    "micro-batches (1f1b), training.precision bf16, offload.activations, "
+    "offload.optimizer or offload.weights; on the last stage recompute.logits"
 )
 
 Row = tuple[str, tuple[int, ...]]

@@ -151,7 +151,7 @@ def run_identity(config: PretrainConfig, world_size: int, device: torch.device) 
     facts["the kind of device"] = _fact(device.type)
     facts["WORLD_SIZE"] = _fact(world_size)
     facts["the version of torch"] = _fact(torch.__version__)
-    return facts | {name: Fact(checksum, checksum[:8]) for name, checksum in _sources().items()}
+    return facts | {name: Fact(each, each[:8]) for name, each in _sources().items()}
 
 
 def content(path: Path) -> str:
