@@ -169,7 +169,7 @@ def pair_overlap(holding: Holding, mesh: Mesh, schedule: Schedule) -> tuple[bool
         return False, None
     groups = [group for group in map(mesh.group, ("tensor", "context")) if group.size > 1]
     reasons = {
-        "parallel.tensor and parallel.context of 1 have no collectives to overlap": not groups,
+        "parallel.tensor and parallel.context are 1, with nothing to overlap": not groups,
         "tensor and context ranks are threads": not all(isinstance(group, DistributedGroup) for group in groups),
         "training.compile": holding.compile,
         "zero.stage above 1": any(choice.zero > 1 for choice in holding.choices)
