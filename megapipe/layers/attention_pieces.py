@@ -104,39 +104,20 @@ def piece_backward(
     if not how.is_fused(query, seen):
         return _unfused_backward(gradient, query, key, value, mixed, log_sum, seen, how)
     gradients: Any
+    tensors = gradient, query, key, value, mixed
     if query.device.type == "cuda":
         # The random state of a dropout of 0.
         none = torch.zeros(2, dtype=torch.uint64, device=query.device)
+        # No offsets of samples, because all have these lengths.
+        lengths = (None, None, query.shape[2], key.shape[2])
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            gradient,
-            query,
-            key,
-            value,
-            mixed,
-            log_sum.contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            seen.causal,
-            none,
-            none,
-            scale=how.scale,
+            *tensors, log_sum.contiguous(), *lengths, 0.0, seen.causal, none, none, scale=how.scale
         )
     else:
         addend = _addend(query, key, seen, how)
+        causal = seen.causal and addend is None
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            gradient,
-            query,
-            key,
-            value,
-            mixed,
-            log_sum,
-            0.0,
-            seen.causal and addend is None,
-            attn_mask=addend,
-            scale=how.scale,
+            *tensors, log_sum, 0.0, causal, attn_mask=addend, scale=how.scale
         )
     return gradients[0], gradients[1], gradients[2]
 
