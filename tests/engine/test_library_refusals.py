@@ -206,9 +206,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
         with pytest.raises(PipelineError, match=message):
             made.step(tokens, targets)
     for rate in (-1e-3, float("nan"), "1e-3"):
-        with pytest.raises(
-            PipelineError, match=f"learning_rate is {rate!r}; it must be finite and at least 0"
-        ):
+        with pytest.raises(PipelineError, match=f"learning_rate is {rate!r}; it must be finite and at least 0"):
             made.step(tokens, tokens, learning_rate=rate)  # type: ignore[arg-type]
     assert made.step(tokens, tokens)[0].step == 0, "a refused batch counts as a step"
 
