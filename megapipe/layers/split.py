@@ -224,7 +224,7 @@ class SplitTape:
         Raises SplitError before the input half, or when called twice.
         """
         if self._gradients is None:
-            raise SplitError("the weight half needs the input half's gradients; run each once, in this order")
+            raise SplitError("the weight half needs the gradients that backward_input leaves; run each once")
         # Add up a parameter's uses first, from the last to the first, as autograd does, to get the same bits. No name
         # may keep the zip, which refers to its last pair.
         reached = [

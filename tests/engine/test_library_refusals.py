@@ -134,7 +134,7 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([], {"optimizer": MUON, "matrices": ["1.norm.weight"]}, "matrices names 1.norm.weight, but the 2-D weights are"),
     ([], {"recompute": [7]}, r"recompute names layers \[7\]; the layers are 0 to 2"),
     # State and layouts.
-    ([], {"tensor": 2}, "none of the layers contains a megapipe.layers.ColumnLinear"),
+    ([], {"tensor": 2}, "no layer contains a megapipe.layers.ColumnLinear"),
     ([], {"zero": 2}, "zero.stage is 2 but there is only one replica"),
     ([], {"data": 2, "zero": 4}, "zero is 4; it must be from 0 to 3"),
     ([], {"zero": 4}, "^zero is 4; it must be from 0 to 3$"),
@@ -195,7 +195,7 @@ def test_a_batch_that_does_not_fit_is_refused() -> None:
     for inputs, message in (
         (tokens[:3], r"inputs of shape \[3, 5\] cannot be split into 2 micro-batches"),
         (tokens[:2], r"a micro-batch of the inputs is \[1, 5\] int64, .* built for \[2, 5\] int64"),
-        (None, "give it the batch's inputs"),
+        (None, "give it the inputs"),
     ):
         with pytest.raises(PipelineError, match=message):
             made.step(inputs, tokens)
