@@ -40,8 +40,8 @@ def kernel_problems(config: PretrainConfig) -> list[str]:
             problems.append(f"kernels.backends {{{op}: {backend}}}: {error}")
     if config.training.compile and "weight_gradient" in config.kernels.backends:
         problems.append(
-            "kernels.backends names weight_gradient, which adds to gradients in the backward, "
-            "but training.compile computes them in a graph; remove one of the two"
+            "kernels.backends names weight_gradient, which training.compile cannot compile; "
+            "remove weight_gradient, or set training.compile false"
         )
     return problems
 
