@@ -11,24 +11,22 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.stages import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
-from megapipe.schedules.actions import KIND, STAGE, VERSION, Ints, Rows, rows_of
+from megapipe.schedules.actions import KIND, STAGE, Floats, Ints, Rows, rows_of
 from megapipe.schedules.gathers import last_additions, residences
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, add_reductions, insert
-from megapipe.schedules.lowering.lower import STEADY_BODIES, refine
+from megapipe.schedules.lowering.lower import refine, unrolled
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.schedule import SECTIONS, Header, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit
 from megapipe.schedules.table import Table
 
-Floats = npt.NDArray[np.float64]
 PERIODS = 2
 """Number of periods of an order after which the memory of ranks repeats."""
 
@@ -307,10 +305,7 @@ few_ranks = lru_cache(maxsize=1024)(FewRanks)
 def _cut_table(asked: Order, ranks: tuple[int, ...], units: tuple[int, ...], everywhere: bool) -> Table:
     """Return the compute actions of a few ranks, cut into units, without states. Versions count updates."""
     schedule, _ = _few_ranks(asked, ranks, units)
-    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES)
-    rows = table.rows.copy()
-    rows[:, VERSION] = table.update
-    return refine(replace(table, rows=rows), everywhere=everywhere)
+    return refine(unrolled(schedule), everywhere=everywhere)
 
 
 @lru_cache(maxsize=256)

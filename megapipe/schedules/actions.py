@@ -31,6 +31,7 @@ from megapipe.schedules.errors import ScheduleError
 Rows = npt.NDArray[np.int32]
 """Actions of one rank, shape [actions, len(COLUMNS)]."""
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
 
 COLUMNS: Final = ("kind", "stage", "unit", "microbatch", "version", "slot", "group")
@@ -164,8 +165,8 @@ def short_word(action: Action, slices: int = 1) -> str:
 def _fields(action: Action, slices: int) -> tuple[int, ...]:
     """Return stage, unit, micro-batch, slice (-1 for none), version, slot and group."""
     sliced = slices > 1 and action.microbatch >= 0
-    microbatch, index = divmod(action.microbatch, slices) if sliced else (action.microbatch, -1)
-    return (*action[1:3], microbatch, index, *action[4:])
+    microbatch = divmod(action.microbatch, slices) if sliced else (action.microbatch, -1)
+    return (*action[1:3], *microbatch, *action[4:])
 
 
 def read_action(word: str, slices: int = 1) -> Action:

@@ -155,9 +155,9 @@ def check_microbatches(name: str, num_ranks: int, num_microbatches: int, **optio
 def _check_size(name: str, num_stages: int, num_microbatches: int) -> None:
     if num_stages * num_microbatches > MOST_FORWARDS:
         raise ScheduleError(
-            f"{name} with {num_stages:,} stages and {num_microbatches:,} micro-batches has "
-            f"{num_stages * num_microbatches:,} forwards per step; the maximum is {MOST_FORWARDS:,}: use fewer "
-            "stages, or fewer, larger micro-batches"
+            f"{name} with {num_stages:,} stages and {num_microbatches:,} micro-batches "
+            f"has {num_stages * num_microbatches:,} forwards per step; the maximum "
+            f"is {MOST_FORWARDS:,}: use fewer stages, or fewer, larger micro-batches"
         )
 
 
@@ -165,8 +165,8 @@ def check_ranks(name: str, num_ranks: int) -> None:
     """Raise ScheduleError if a schedule has too many pipeline ranks to be lowered."""
     if num_ranks > MOST_RANKS:
         raise ScheduleError(
-            f"{name} has {num_ranks:,} pipeline ranks; with their communication, the maximum is {MOST_RANKS:,}: use "
-            "fewer ranks"
+            f"{name} has {num_ranks:,} pipeline ranks; with their "
+            f"communication, the maximum is {MOST_RANKS:,}: use fewer ranks"
         )
 
 
@@ -321,8 +321,9 @@ def check_one_route(name: str, num_routes: int) -> None:
     """Raise ScheduleError if training cannot run a schedule, because its micro-batches take several routes."""
     if num_routes > 1:
         raise ScheduleError(
-            f"{name} runs micro-batches on {num_routes} routes, over copies of the model; training does not sum the "
-            "gradients of copies, but schedules can be simulated, validated and drawn; choose one with a single route"
+            f"{name} runs micro-batches on {num_routes} routes, over copies of the "
+            "model; training does not sum the gradients of copies, but schedules "
+            "can be simulated, validated and drawn; choose one with a single route"
         )
 
 
@@ -347,8 +348,8 @@ def _check_route(header: Header) -> None:
         raise _mismatch(
             header,
             f"it has routes {[list(route) for route in header.routes]} and parts {[p.part for p in header.stages]}",
-            f"training runs every micro-batch through stages 0 to {stages[-1]} in order, stage n being part n; leave "
-            "out routes, parts and replicas",
+            f"training runs every micro-batch through stages 0 to {stages[-1]} "
+            "in order, stage n being part n; leave out routes, parts and replicas",
         )
 
 
@@ -365,6 +366,6 @@ def _shown(value: object) -> str:
 
 def _mismatch(header: Header, problem: str, rule: str) -> ScheduleError:
     return ScheduleError(
-        f"schedule {header.name} from a file does not fit this run: {problem}, but {rule}. Change the file or the run "
-        "(megapipe schedule write prints a file to start from)"
+        f"schedule {header.name} from a file does not fit this run: {problem}, but {rule}. "
+        "Change the file or the run (megapipe schedule write prints a file to start from)"
     )

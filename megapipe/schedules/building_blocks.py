@@ -11,13 +11,11 @@ from itertools import accumulate, pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Ints, Kind, Rows, rows_of
+from megapipe.schedules.actions import KIND, MICROBATCH, STAGE, Floats, Ints, Kind, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Sections, StagePlace
 
-Floats = npt.NDArray[np.float64]
 Step = tuple[Kind, int, int]
 """Kind, stage, micro-batch."""
 Programs = tuple[list[Step], ...]
@@ -186,8 +184,8 @@ def split_backwards(sections: Sections, placement: StagePlacement, times: Times,
     where they fit, at the latest when ``max_pending`` wait, the rest at the end."""
     if max_pending is not None and max_pending < 1:
         raise ScheduleError(
-            f"max_pending is {max_pending}; it must be at least 1, because each backward's weight half is postponed "
-            "at least once"
+            f"max_pending is {max_pending}; it must be at least 1, "
+            "because each backward's weight half is postponed at least once"
         )
     programs = tuple(steps_of(rows) for rows in sections.body)
     timed = fill_idle_time(programs, placement, times, max_pending)

@@ -48,11 +48,11 @@ class Progress:
     def stuck(self) -> Ints:
         """Advance as far as possible, and return the wait in which each stuck rank hangs; empty when all are
         through."""
-        row, needed, needed_rank, pointer = self._row, self._needed, self._needed_rank, self._pointer
+        row, needed, ranks, pointer = self._row, self._needed, self._needed_rank, self._pointer
         sweeps, before = 1, -1
         while before != (before := int(pointer.sum())):
             for _ in range(sweeps):
-                pointer += row.take(pointer).take(needed_rank.take(pointer)) > needed.take(pointer)
+                pointer += row.take(pointer).take(ranks.take(pointer)) > needed.take(pointer)
             sweeps = min(2 * sweeps, MOST_SWEEPS_BETWEEN_CHECKS)
         stuck = pointer < self._ends
         hanging: Ints = self._order[(pointer - self._through)[stuck]]
@@ -73,7 +73,7 @@ class Progress:
             while row[pointer[needed_rank[pointer[rank]]]] > needed[pointer[rank]]:
                 pointer[rank] += 1
             if pointer[rank] > before:
-                moving += [other for other, at in enumerate(pointer) if needed_rank[at] == rank]
+                moving += [each for each, at in enumerate(pointer) if needed_rank[at] == rank]
         self._pointer[:] = pointer
 
     @cached_property
@@ -154,7 +154,7 @@ class Dependencies:
         """Return for each key, the key of the same micro-batch at the neighbouring stage, -1 where there is none."""
         microbatch = np.arange(self.table.num_microbatches)
         stage = neighbours[microbatch % len(neighbours)].T
-        keys: Ints = np.where(stage < 0, -1, stage * self.table.num_microbatches + microbatch).ravel()
+        keys: Ints = np.where(stage < 0, -1, stage * len(microbatch) + microbatch).ravel()
         return keys
 
     @cached_property
@@ -200,11 +200,18 @@ class Dependencies:
         """If a step has several updates, let the first update row of a rank wait for all reductions of that update on
         the rank, as the engine does."""
         table = self.table
-        several = table.header.updates_per_step > 1
-        rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)[: None if several else 0]
-        updates, place = table.rows_with(Kind.UPDATE), table.rank * table.num_updates + table.update
-        first = first_row_per(place[updates], updates, table.header.num_ranks * table.num_updates)
-        return Needs(first[place[rows]], rows).where_known()
+        if table.header.updates_per_step == 1:
+            return NO_NEEDS
+        rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
+        return Needs(self._first_updates[table.rank[rows], table.update[rows]], rows).where_known()
+
+    @cached_property
+    def _first_updates(self) -> Ints:
+        """The first update row of each rank and update, shape [ranks, updates]."""
+        table, rows = self.table, self.table.rows_with(Kind.UPDATE)
+        shape = table.header.num_ranks, table.num_updates
+        place = np.ravel_multi_index((table.rank[rows], table.update[rows]), shape)
+        return first_row_per(place, rows, shape[0] * shape[1]).reshape(shape)
 
     def local_needs(self) -> Iterator[Needs]:
         """Yield needs between rows of one rank, by kind of need."""
@@ -257,29 +264,27 @@ class Dependencies:
         stage's backward needs the backwards of all shards. Each forward of a shard needs the pass before it on all
         ranks, which is the same pass. Input embedding: the forward of the route's first stage needs the forwards of
         all shards, whose backwards need the first stage's backward."""
-        header = self.table.header
+        table, header = self.table, self.table.header
         shards, inputs = (np.array(each, dtype=np.int64) for each in (header.outputs, header.inputs))
         if not len(shards):
             return NO_NEEDS
-        shape, last = (self.table.num_stages, self.table.num_microbatches), header.routes[0][-1]
-        first = header.routes[0][0]
-        (forward, forwarded), (backward, done) = (
-            tuple(each.reshape(shape) for each in both) for both in (self._forward, self._backward)
-        )
-        parts = [(forward[shards], np.broadcast_to(forwarded[last], (len(shards), shape[1])))]
+        first, last = header.routes[0][0], header.routes[0][-1]
+        shape = table.num_stages, table.num_microbatches
+        forward, forwarded = (each.reshape(shape) for each in self._forward)
+        backward, done = (each.reshape(shape) for each in self._backward)
+        parts = [(forward[shards], forwarded[last])]
         for shard in shards.tolist():
-            parts.append((backward[shards], np.broadcast_to(forwarded[shard], (len(shards), shape[1]))))
-            parts.append((backward[last], done[shard]))
+            parts += [(backward[shards], forwarded[shard]), (backward[last], done[shard])]
         for shard in inputs.tolist():
             parts += [(forward[first], forwarded[shard]), (backward[shard], done[first])]
-        passes = shard_passes(self.table)
+        passes = shard_passes(table)
         by_rank = np.stack(passes) if len({*map(len, passes)}) == 1 else forward[shards, :0]
         later = by_rank[:, 1:]
-        opens = (self.table.kind[later] == Kind.FORWARD) & (self.table.stage[later] < inputs[0])
+        opens = (table.kind[later] == Kind.FORWARD) & (table.stage[later] < inputs[0])
         after = np.where(opens, later, -1)
-        for other in by_rank:
-            parts.append((after, np.broadcast_to(other[:-1], after.shape)))
-        return joined(*(Needs(row.ravel(), needed.ravel()) for row, needed in parts)).where_known()
+        parts += [(after, other[:-1]) for other in by_rank]
+        pairs = (np.broadcast_arrays(*part) for part in parts)
+        return joined(*(Needs(*map(np.ravel, pair)) for pair in pairs)).where_known()
 
     def _slice_needs(self) -> Iterator[Needs]:
         """On each stage a slice's forward needs that of the slice before it, whose keys and values it reads; its
@@ -335,7 +340,7 @@ class Dependencies:
         if len(table.rows_with(Kind.OFFLOAD, Kind.RELOAD)) == 0:
             return
         places, states = unit_places(table), state_places(table)
-        out, back = activations_moved(table, Kind.OFFLOAD), activations_moved(table, Kind.RELOAD)
+        out, back = (activations_moved(table, kind) for kind in (Kind.OFFLOAD, Kind.RELOAD))
         yield matched(out, table.rows_with(Kind.FORWARD), places)
         yield matched(back, out, places)
         out, back = states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)
@@ -430,13 +435,10 @@ class Dependencies:
         table, header = self.table, self.table.header
         parts = [against_all(self._counts_users(), self._collective_rows(Kind.REDUCE_COUNTS)), self.shard_needs]
         if header.updates_per_step == 1:
-            updates = table.rows_with(Kind.UPDATE)
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
-            scalars = self._collective_rows(Kind.REDUCE_SCALARS)
-            place = table.rank[updates] * table.num_updates + table.update[updates]
-            first_update = first_row_per(place, updates, scalars.size).reshape(scalars.shape)
-            parts.append(against_all(first_update, scalars))
-            parts.append(Needs(first_update[:, table.update[tied]].ravel(), np.tile(tied, header.num_ranks)))
+            updates = self._first_updates
+            parts.append(against_all(updates, self._collective_rows(Kind.REDUCE_SCALARS)))
+            parts.append(Needs(updates[:, table.update[tied]].ravel(), np.tile(tied, len(updates))))
         return joined(*parts).where_known()
 
     def waits(self) -> Needs:

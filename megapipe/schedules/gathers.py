@@ -64,8 +64,8 @@ def check_states(schedule: Schedule) -> None:
     alone = header.mode == "train" and not header.data_parallel
     if alone and (header.gathered_weights & ~header.host_weights).any():
         raise ScheduleError(
-            f"{header.name} shards weights without data parallelism: there is no rank to gather from; set "
-            "data_parallel, or keep weights whole"
+            f"{header.name} shards weights without data parallelism: there is "
+            "no rank to gather from; set data_parallel, or keep weights whole"
         )
     sharded = header.sharded_gradients | (header.gathered_weights & ~header.host_weights)
     if header.shared.any() and sharded[header.shared].any():
@@ -77,13 +77,13 @@ def check_states(schedule: Schedule) -> None:
         )
     if alone and header.sharded_gradients.any():
         raise ScheduleError(
-            f"{header.name} shards gradients without data parallelism: there is no rank to shard them with; set "
-            "data_parallel, or keep gradients whole"
+            f"{header.name} shards gradients without data parallelism: there is "
+            "no rank to shard them with; set data_parallel, or keep gradients whole"
         )
     if header.host_weights.any() and not schedule.flushes:
         raise ScheduleError(
-            f"{header.name} never flushes and keeps several weight versions on the device; use a schedule that "
-            "flushes, or keep no weights in host memory"
+            f"{header.name} never flushes and keeps several weight versions on the "
+            "device; use a schedule that flushes, or keep no weights in host memory"
         )
 
 
@@ -141,7 +141,8 @@ class Runs(NamedTuple):
 def _runs(table: Table, kinds: tuple[Kind, ...], chosen: Mask, part: Ints) -> Runs:
     """Return the runs of rows of some kinds that are about chosen state units; a run stays within a part of rows."""
     using = table.rows_with(*kinds)
-    every = of_states(table, using if chosen.any() else using[:0], chosen)  # if none is chosen, rows need not be cut
+    # If none is chosen, rows need not be cut.
+    every = of_states(table, using if chosen.any() else using[:0], chosen)
     opens = np.diff(every.row, prepend=-1) != 0  # each row's first entry
     rows, places = every.row[opens], every.places(table)
     layer = np.where(table.group[rows] >= 0, -1 - table.action_first[rows], places[opens])
@@ -193,14 +194,14 @@ def awaited_reductions(table: Table) -> tuple[Ints, Ints]:
     header = table.header
     every = of_states(table, table.rows_with(*ADDING, Kind.REDUCE_GRADIENTS), header.sharded_gradients)
     reducing = table.is_kind(Kind.REDUCE_GRADIENTS)[every.row].tolist()
-    places, sizes = every.places(table).tolist(), header.state_sizes[table.stage[every.row], every.unit].tolist()
+    sizes = header.state_sizes[table.stage[every.row], every.unit].tolist()
+    places, ranks = every.places(table).tolist(), table.rank[every.row].tolist()
     awaited: list[tuple[int, int]] = []
     held: set[int] = set()
     room = [header.states.gradient_pool] * header.num_ranks
-    done: list[deque[tuple[int, int]]] = [deque() for _ in room]  # reductions whose room is not taken yet
-    for row, place, size, reduces, rank in zip(
-        every.row.tolist(), places, sizes, reducing, table.rank[every.row].tolist(), strict=True
-    ):
+    done: list[deque[tuple[int, int]]] = [deque() for _ in room]  # reductions with room left
+    entries = zip(every.row.tolist(), places, sizes, reducing, ranks, strict=True)
+    for row, place, size, reduces, rank in entries:
         if reduces:
             held.discard(place)
             done[rank].append((row, size))
@@ -261,7 +262,7 @@ def _stays_of_last(runs: Runs, room: int) -> Stays:
 def _stays_by_size(runs: Runs, pool: int) -> Stays:
     """Return the stays of units of any size, run by run."""
     stays: list[list[int]] = []  # first use, last use and start of each
-    held: dict[int, int] = {}  # place of a unit -> its stay, the least recently used unit first
+    held: dict[int, int] = {}  # place of a unit -> its stay; the least recently used first
     of_run, place, size = runs.run.tolist(), runs.place.tolist(), runs.size.tolist()
     part, before, free, start = runs.part.tolist(), -1, pool, 0
     for run, group in groupby(range(len(of_run)), key=of_run.__getitem__):

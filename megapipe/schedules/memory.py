@@ -36,11 +36,9 @@ def microbatches_held(schedule: Schedule) -> tuple[float, ...]:
     """Return for each stage the peak number of micro-batches whose activations it holds."""
     table = Table.unroll(schedule, schedule.prologue_steps + 1)
     pieces = np.where(table.unit < 0, 1, table.units) * table.header.slices
-    held = (
-        np.where(table.stage == stage, np.where(activations_made(table), 1.0, 0.0) - activations_gone(table), 0.0)
-        for stage in range(table.num_stages)
-    )
-    return tuple(float(np.round(np.cumsum(change / pieces).max(initial=0.0), 9)) for change in held)
+    change = (1.0 * activations_made(table) - activations_gone(table)) / pieces
+    held = ((change * (table.stage == at)).cumsum() for at in range(table.num_stages))
+    return tuple(float(each.max(initial=0.0).round(9)) for each in held)
 
 
 def activations_made(table: Table) -> Mask:
@@ -75,12 +73,9 @@ def rank_shares(table: Table) -> npt.NDArray[np.float64]:
 
 
 def _peaks(table: Table, opening: Mask, closing: Mask) -> tuple[float, ...]:
-    share = rank_shares(table)
-    change = np.where(opening, share, 0.0) - np.where(closing, share, 0.0)
-    peaks = []
-    for first, last in zip(table.offsets, table.offsets[1:], strict=False):
-        peaks.append(float(np.round(np.cumsum(change[first:last]).max(initial=0.0), 9)))
-    return tuple(peaks)
+    change = rank_shares(table) * (1.0 * opening - closing)
+    held = (each.cumsum() for each in np.split(change, table.offsets[1:-1]))
+    return tuple(float(each.max(initial=0.0).round(9)) for each in held)
 
 
 STATES_ON_DEVICE: Final = 2
@@ -109,15 +104,13 @@ class Offload:
         """Raise ScheduleError unless the units are those of the header's stages, none of them is recomputed, and
         reloads come before their use. recompute: per stage, the recomputed spans."""
         if self.prefetch < 1:
-            raise ScheduleError(
-                f"prefetch is {self.prefetch}; it must be at least 1, because a reload starts before its backward"
-            )
+            raise ScheduleError(f"prefetch is {self.prefetch}; it must be at least 1, as reloads precede backwards")
         if self.units and len(self.units) != len(header.stages):
             raise ScheduleError(f"offload has units for {len(self.units)} stages, but there are {len(header.stages)}")
         if header.host_weights.any() and header.mode == "train" and not self.optimizer:
             raise ScheduleError(
-                "weights in host memory are updated together with the optimizer state, which must be offloaded too; "
-                "offload both"
+                "weights in host memory are updated together with the "
+                "optimizer state, which must be offloaded too; offload both"
             )
         for stage, (count, offloaded) in enumerate(zip(header.units_per_stage, self.units, strict=False)):
             if len(set(offloaded)) < len(offloaded) or not set(offloaded) <= set(range(count)):
@@ -127,9 +120,7 @@ class Offload:
         for stage, (offloaded, spans) in enumerate(zip(self.units, recompute, strict=False)):
             twice = sorted(unit for span in spans for unit in span if unit in offloaded)
             if twice:
-                raise ScheduleError(
-                    f"stage {stage}: units {twice} are both recomputed and offloaded; choose one of the two"
-                )
+                raise ScheduleError(f"stage {stage}: units {twice} are both recomputed and offloaded; choose one")
 
 
 NOTHING: Final = Offload()
@@ -169,8 +160,8 @@ def with_snapshots(schedule: Schedule) -> Schedule:
     header, sections = schedule.header, schedule.sections
     if header.mode != "train" or not header.lowered:
         raise ScheduleError(
-            f"{header.name} of mode {header.mode!r} updates nothing that can be copied for a checkpoint; take a "
-            "lowered schedule of mode 'train'"
+            f"{header.name} of mode {header.mode!r} updates nothing that can "
+            "be copied for a checkpoint; take a lowered schedule of mode 'train'"
         )
     name: SectionName = "body" if schedule.flushes else "prologue"
     first = tuple(np.concatenate([_snapshots(header, rank), rows]) for rank, rows in enumerate(sections[name]))

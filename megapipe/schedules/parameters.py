@@ -201,11 +201,9 @@ class Scanner:
     def _not_a_number(self, token: str) -> str:
         if not _NAME.fullmatch(token) or token in _KEYWORDS:
             actual = repr(token) if token else "the end"
-            return f"expected a number, a name or an expression in parentheses, but found {actual}"
+            return f"expected a number, a name or parentheses, but found {actual}"
         nearest = difflib.get_close_matches(token, self.names, n=1)
-        hint = (
-            f"; did you mean {nearest[0]!r}?" if nearest else f"; the names here are {', '.join(sorted(self.names))}"
-        )
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else f"; names here are {', '.join(sorted(self.names))}"
         return f"{token!r} is not defined{hint}"
 
     def words(self) -> list[tuple[int, list[str | Expression]]]:
@@ -260,9 +258,7 @@ class BlockReader:
             line = self._lines[self._next]
             first = line if first is None else first
             if _indent(line) != _indent(first):
-                raise line.error(
-                    line.words[0], f"the block starts with line {first.number}; indent both lines equally"
-                )
+                raise line.error(line.words[0], f"the block starts with line {first.number}; indent both equally")
             self._next += 1
             statements.append(self._statement(Scanner(line, names, _indent(line)), names))
         return tuple(statements)
@@ -304,9 +300,7 @@ class BlockReader:
 
         def run(values: Values) -> Iterator[tuple[Word, ...]]:
             if self._checked and not expression(values):
-                raise scanner.error(
-                    f"{text} is required, but false{_with(values)}; change the run, or this line", start + 1
-                )
+                raise scanner.error(f"{text} is required, but false{_with(values)}; change it or the run", start + 1)
             yield from ()
 
         return run
@@ -314,7 +308,7 @@ class BlockReader:
     def _whole(self, scanner: Scanner) -> Expression:
         expression = scanner.expression()
         if scanner.peek():
-            raise scanner.error(f"unexpected {scanner.peek()!r} after the expression; remove it")
+            raise scanner.error(f"unexpected {scanner.peek()!r} at the end; remove it")
         return expression
 
     def _for(self, scanner: Scanner, names: set[str]) -> Statement:
@@ -377,20 +371,16 @@ class BlockReader:
         body = self._body(scanner, names | {name}, f"rank {name}")
         if self._next < len(self._lines):
             after = self._lines[self._next]
-            raise after.error(
-                after.words[0], f"a section has one row for all ranks; indent the line below 'rank {name}:'"
-            )
+            raise after.error(after.words[0], f"a section has one row for all ranks; indent it below 'rank {name}:'")
         for rank in range(num_ranks):
             inner = values | {name: rank}
-            words = [each for statement in body for words in statement(inner) for each in words]
+            words = [each for statement in body for row in statement(inner) for each in row]
             yield line, [line.words[0], Word(f"{rank}:", line.words[0].column), *words]
 
     def _count(self, scanner: Scanner, steps: int) -> None:
         self._steps += steps
         if self._steps > MOST_STEPS:
-            raise scanner.error(
-                f"the file expands to more than {MOST_STEPS:,} actions and repetitions; shorten the ranges", 0
-            )
+            raise scanner.error(f"the file has more than {MOST_STEPS:,} actions and repetitions; shorten ranges", 0)
 
 
 class Expanded(NamedTuple):
@@ -417,9 +407,8 @@ def expand(lines: Sequence[TextLine], source: str, sizes: FileParameters, header
     end = starts[0] if starts else len(lines)
     declared = _declarations(lines[1:end], source)
     values = _values(declared, source, sizes)
-    names, places = set(values), [declared[each].words[1].text for each in ("ranks", "microbatches")]
-    run = f"{source}{_with(values)}"
-    num_ranks, num_microbatches = (values[name] for name in places)
+    names, run = set(values), f"{source}{_with(values)}"
+    num_ranks, num_microbatches, *_ = values.values()
 
     def fixed_line(line: TextLine, words: Sequence[Word]) -> TextLine:
         text = " ".join(word.text for word in words)
@@ -460,12 +449,12 @@ def _declarations(header: Sequence[TextLine], source: str) -> dict[str, TextLine
         declarations[key] = line
     for key, usual in (("ranks", "p"), ("microbatches", "m")):
         if key not in declarations:
-            raise ScheduleError(f"{source}: the header lacks {key!r}; add the line '{key} {usual}'")
+            raise ScheduleError(f"{source}: the header lacks {key!r}; add '{key} {usual}'")
     return declarations
 
 
 def _values(declared: Mapping[str, TextLine], source: str, sizes: FileParameters) -> Values:
-    """Return the value of each parameter."""
+    """Return the value of each parameter: of ranks, of micro-batches, then of options."""
     values = {}
     for key, size in (("ranks", sizes.ranks), ("microbatches", sizes.microbatches)):
         if size < 1:

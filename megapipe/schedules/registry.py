@@ -25,7 +25,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
 from megapipe.config.parallel import is_schedule_file
-from megapipe.schedules.building_blocks import Floats, Policy, StagePlacement, Times, flush_policy, linear
+from megapipe.schedules.actions import Floats
+from megapipe.schedules.building_blocks import Policy, StagePlacement, Times, flush_policy, linear
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import NumericalClass, Sections
 
@@ -235,8 +236,8 @@ class ScheduleRegistry(Mapping[str, Generator]):
         """
         if not re.fullmatch(r"\w+", generator.name):
             raise ScheduleError(
-                f"{generator.source} registers the schedule {generator.name!r}; use only letters, digits and "
-                "underscores in the name"
+                f"{generator.source} registers the schedule {generator.name!r}; "
+                "use only letters, digits and underscores in the name"
             )
         if generator.numerical_class not in ("A", "B", "C"):
             raise ScheduleError(
@@ -246,8 +247,8 @@ class ScheduleRegistry(Mapping[str, Generator]):
         existing = self._registered.get(generator.name)
         if existing is not None and _definition(existing) != _definition(generator):
             raise ScheduleError(
-                f"schedule {generator.name!r} is registered twice, by {existing.source} and by {generator.source}; "
-                "rename one of them, or uninstall its package"
+                f"schedule {generator.name!r} is registered twice, by {existing.source} "
+                f"and by {generator.source}; rename one of them, or uninstall its package"
             )
         self._registered[generator.name] = generator
 
@@ -274,8 +275,9 @@ class ScheduleRegistry(Mapping[str, Generator]):
                 each.load()
             except Exception as error:
                 raise ScheduleError(
-                    f"schedule {name!r} of the package {package} cannot be loaded ({each.value}): "
-                    f"{type(error).__name__}: {' '.join(str(error).split())}; fix or uninstall the package"
+                    f"schedule {name!r} of the package {package} "
+                    f"cannot be loaded ({each.value}): {type(error).__name__}: "
+                    f"{' '.join(str(error).split())}; fix or uninstall the package"
                 ) from error
             if name not in self._registered:
                 raise ScheduleError(
@@ -322,12 +324,10 @@ def find_generator(name: str) -> Generator:
     if name in GENERATORS:
         return GENERATORS[name]
     if is_schedule_file(name):
-        raise ScheduleError(f"{name} is a schedule file, but only the name of a schedule works here")
+        raise ScheduleError(f"{name} is a file, but only the name of a schedule works here")
     nearest = difflib.get_close_matches(name, GENERATORS, n=1, cutoff=0.4)
     hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
-    raise ScheduleError(
-        f"unknown schedule {name!r}{hint} Known: {', '.join(GENERATORS)}, or ./FILE for a schedule file"
-    )
+    raise ScheduleError(f"unknown schedule {name!r}{hint} Known: {', '.join(GENERATORS)}, or ./FILE for a file")
 
 
 def searched(how: str, generators: Iterable[Generator] | None = None) -> tuple[str, ...]:

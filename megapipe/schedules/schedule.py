@@ -364,7 +364,7 @@ class Schedule:
     @property
     def flushes(self) -> bool:
         """Whether every step ends with an empty pipeline: there is a body alone."""
-        return not any(len(rows) for rows in (*self.sections.prologue, *self.sections.epilogue))
+        return not any(map(len, (*self.sections.prologue, *self.sections.epilogue)))
 
     @property
     def prologue_steps(self) -> int:
@@ -382,13 +382,15 @@ class Schedule:
 
     def next_stage(self, stage: int, microbatch: int) -> int | None:
         """Return the stage that takes the output of ``stage`` on the micro-batch's route, None after the last."""
-        following = int(self.header.following_stages[microbatch % len(self.header.routes), stage])
-        return None if following < 0 else following
+        return self._neighbour(self.header.following_stages, stage, microbatch)
 
     def previous_stage(self, stage: int, microbatch: int) -> int | None:
         """Return the stage whose output ``stage`` takes on the micro-batch's route, None before the first."""
-        preceding = int(self.header.preceding_stages[microbatch % len(self.header.routes), stage])
-        return None if preceding < 0 else preceding
+        return self._neighbour(self.header.preceding_stages, stage, microbatch)
+
+    def _neighbour(self, neighbours: Ints, stage: int, microbatch: int) -> int | None:
+        neighbour = int(neighbours[microbatch % len(neighbours), stage])
+        return None if neighbour < 0 else neighbour
 
     def expand(self, steps: int) -> tuple[Rows, ...]:
         """Return one flat table per rank that runs ``steps`` optimizer steps, micro-batches and versions absolute.
@@ -401,9 +403,7 @@ class Schedule:
         """Return the rows of :meth:`expand` for each rank, cut into prologue, every body and epilogue."""
         bodies = steps - self.prologue_steps
         if bodies < 0:
-            raise ScheduleError(
-                f"{self.header.name} cannot run {steps} steps, because its prologue already starts one"
-            )
+            raise ScheduleError(f"{self.header.name} cannot run {steps} steps, because its prologue starts one")
         return [
             [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
             for prologue, body, epilogue in zip(*(self.sections[name] for name in SECTIONS), strict=True)

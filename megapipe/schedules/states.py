@@ -89,19 +89,17 @@ class StateTable:
 
         name: of the schedule, for errors.
         """
-        for pool in ("weight_pool", "gradient_pool"):
-            if getattr(self, pool) < 0:
-                raise ScheduleError(f"{name}: {pool} is {getattr(self, pool)}; it must be at least 0")
+        for pool, size in (("weight_pool", self.weight_pool), ("gradient_pool", self.gradient_pool)):
+            if size < 0:
+                raise ScheduleError(f"{name}: {pool} is {size}; it must be at least 0")
         if self.units and len(self.units) != len(layers_per_stage):
-            raise ScheduleError(
-                f"{name} has state units of {len(self.units)} stages, but there are {len(layers_per_stage)}"
-            )
+            raise ScheduleError(f"{name} has state units of {len(self.units)} stages, but has {len(layers_per_stage)}")
         for stage, (units, layers) in enumerate(zip(self.units, layers_per_stage, strict=False)):
             used = [unit.layer for unit in units]
             if used != sorted(used) or set(used) != set(range(layers)):
                 raise ScheduleError(
-                    f"{name}: the state units of stage {stage} are of layers {used}; they must be in the order of its "
-                    f"{layers} layers and leave none out"
+                    f"{name}: the state units of stage {stage} are of layers {used}; "
+                    f"they must be in the order of its {layers} layers and leave none out"
                 )
             for layer, layer_units in groupby(units, lambda unit: unit.layer):
                 self._check_room(f"{name}: layer {layer} of stage {stage}", list(layer_units))
@@ -127,9 +125,7 @@ WHOLE_STATES: Final = StateTable()
 def check_number(num_units: int) -> None:
     """Raise ScheduleError if there are more units than `MOST_UNITS`. num_units: of all stages."""
     if num_units > MOST_UNITS:
-        raise ScheduleError(
-            f"the stages have {num_units:,} units (layers); the maximum is {MOST_UNITS:,}: use fewer in each stage"
-        )
+        raise ScheduleError(f"the stages have {num_units:,} units (layers); the maximum is {MOST_UNITS:,}: use fewer")
 
 
 def whole_units(layers_per_stage: Sequence[int]) -> tuple[tuple[StateUnit, ...], ...]:

@@ -207,7 +207,7 @@ class Table:
     @cached_property
     def _rows_by_kind(self) -> list[Ints]:
         """Indices of the rows of each kind, ascending."""
-        order = np.argsort(self.kind.astype(np.int8), kind="stable")  # eight bits: a linear-time sort
+        order = np.argsort(self.kind.astype(np.int8), kind="stable")  # a linear-time sort
         bounds = np.searchsorted(self.kind[order], np.arange(len(Kind) + 1))
         return [order[first:last] for first, last in pairwise(bounds.tolist())]
 
@@ -295,8 +295,8 @@ def missing(table: Table, rank: int, action: Action) -> ScheduleError:
         near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
     slices = table.header.slices
     return ScheduleError(
-        f"{table.header.name}, {table.place_in(section, rank)}, {describe(action, slices)}: it never happens; add "
-        f"{write_action(action, slices)} to this rank",
+        f"{table.header.name}, {table.place_in(section, rank)}, {describe(action, slices)}: "
+        f"it never happens; add {write_action(action, slices)} to this rank",
         near,
     )
 

@@ -74,7 +74,6 @@ _STAGE_FIELDS: Final = {
 _STATE_CHOICES: Final = {"weights": ("sharded", "host"), "gradients": ("sharded",)}
 _STATE_NUMBERS: Final = ("size", "shards")
 _AT_LEAST_ONE: Final = ("units", "versions", "microbatches", "slices", "updates", "gradient_buffers")
-_USUAL: Final = {"name": "name mine", "microbatches": "microbatches 4"}
 _KEYS: Final = ("name", *_CHOICES, *_NUMBERS, *_FLAGS, "stage", "route", "vocabulary", "tied", "state")
 _VERSION_1_KEYS: Final = (
     *(key for key in _KEYS if key not in (*_POOLS, "state")),
@@ -96,18 +95,13 @@ def write_header(header: Header) -> list[str]:
         if value != defaults[field]:
             lines.append(f"{key} {value}")
     lines += [f"{key} yes" for key in _FLAGS if getattr(header, key)]
-    for stage, place in enumerate(header.stages):
-        values = {
-            "rank": place.rank,
-            "part": place.part,
-            "replica": place.replica,
-            "units": header.units_per_stage[stage],
-            "versions": header.versions_per_stage[stage],
-            "activation_slots": header.activation_slots[stage] if header.activation_slots else 0,
-            "gradient_slots": header.gradient_slots[stage] if header.gradient_slots else 0,
-        }
-        usual = _STAGE_FIELDS | {"part": stage}
-        words = (f"{key} {value}" for key, value in values.items() if value != usual[key])
+    no_slots = (0,) * len(header.stages)
+    slots = header.activation_slots or no_slots, header.gradient_slots or no_slots
+    columns = zip(header.stages, header.units_per_stage, header.versions_per_stage, *slots, strict=True)
+    for stage, (place, *numbers) in enumerate(columns):
+        usual = (_STAGE_FIELDS | {"part": stage}).items()
+        values = zip(usual, (place.rank, place.part, place.replica, *numbers), strict=True)
+        words = (f"{key} {value}" for (key, default), value in values if value != default)
         lines.append(" ".join([f"stage {stage}", *words]))
     if header.routes != (tuple(range(header.num_routed)),):
         lines += ["route " + " ".join(map(str, route)) for route in header.routes]
@@ -143,8 +137,8 @@ class HeaderReader:
         if self._version not in (1, FORMAT_VERSION, WITH_PARAMETERS):
             raise first.error(
                 first.words[2],
-                f"format {first.words[2].text} cannot be read; this version reads formats 1, {FORMAT_VERSION} and "
-                f"{WITH_PARAMETERS}",
+                f"format {first.words[2].text} cannot be read; this version "
+                f"reads formats 1, {FORMAT_VERSION} and {WITH_PARAMETERS}",
             )
         first.expect_length(3)
         self.lines: dict[str, TextLine] = {}
@@ -189,18 +183,17 @@ class HeaderReader:
 
     def finish(self, source: str) -> Header:
         """Return the header that the lines describe."""
-        for key in ("name", "num_microbatches"):
+        for key, usual in (("name", "name mine"), ("num_microbatches", "microbatches 4")):
             if key not in self._fields:
-                word = key.removeprefix("num_")
-                raise ScheduleError(f"{source}: the header lacks {word!r}; add a line such as '{_USUAL[word]}'")
+                word = usual.split()[0]
+                raise ScheduleError(f"{source}: the header lacks {word!r}; add a line such as '{usual}'")
         if not self._stages:
             raise ScheduleError(f"{source}: the header has no stage; add lines such as 'stage 0 rank 0'")
-        ranks = {stage["rank"] for stage in self._stages}
+        column = {key: tuple(stage[key] for stage in self._stages) for key in _STAGE_FIELDS}
+        ranks, units = set(column["rank"]), column["units"]
         if ranks != set(range(len(ranks))):
             line = self.lines["stage"]
-            raise line.error(
-                line.words[0], f"the stages are on ranks {sorted(ranks)}; number the ranks from 0 without gaps"
-            )
+            raise line.error(line.words[0], f"stages are on ranks {sorted(ranks)}; number them from 0 with no gaps")
         fields: dict[str, Any] = {"mode": "train", "numerical_class": "C", "lowered": False} | self._fields
         if fields["num_microbatches"] % fields.get("updates_per_step", 1):
             line = self.lines["updates"]
@@ -210,26 +203,22 @@ class HeaderReader:
                 f"{fields['updates_per_step']} updates; change one of the two",
             )
         fields["num_microbatches"] *= fields.get("slices", 1)
-        slots: dict[str, Any] = {
-            key: tuple(stage[key] for stage in self._stages) if fields["lowered"] else ()
-            for key in ("activation_slots", "gradient_slots")
-        }
-        units = tuple(stage["units"] for stage in self._stages)
+        if fields["lowered"]:
+            fields |= {key: column[key] for key in ("activation_slots", "gradient_slots")}
         pools = {pool: fields.pop(pool, 0) for pool in _POOLS}
         states = (
             self._version_1_states(units, fields, pools) if self._version == 1 else self._named_states(units, pools)
         )
+        routed = len(self._stages) - len(fields.get("vocabulary", ()))
         return Header(
             num_ranks=len(ranks),
-            stages=tuple(StagePlace(stage["part"], stage["replica"], stage["rank"]) for stage in self._stages),
-            routes=tuple(self._lists["route"])
-            or (tuple(range(len(self._stages) - len(fields.get("vocabulary", ())))),),
+            stages=tuple(map(StagePlace, column["part"], column["replica"], column["rank"])),
+            routes=tuple(self._lists["route"]) or (tuple(range(routed)),),
             units_per_stage=units,
-            versions_per_stage=tuple(stage["versions"] for stage in self._stages),
+            versions_per_stage=column["versions"],
             tied_groups=tuple(self._lists["tied"]),
             states=states.checked(fields["name"], units),
             **fields,
-            **slots,
         )
 
     def _named_states(self, layers_per_stage: Sequence[int], pools: dict[str, int]) -> StateTable:
@@ -251,8 +240,8 @@ class HeaderReader:
             return table
         if tuple(map(len, zero)) != tuple(layers_per_stage):
             raise ScheduleError(
-                f"{fields['name']} has ZeRO stages of {list(map(len, zero))} units by stage, but stages have "
-                f"{list(layers_per_stage)} units; give one for each unit"
+                f"{fields['name']} has ZeRO stages of {list(map(len, zero))} units by stage, "
+                f"but stages have {list(layers_per_stage)} units; give one for each unit"
             )
         return table.limited(zero)
 
@@ -292,18 +281,14 @@ class HeaderReader:
             key: line.number_at(at) if key in _STATE_NUMBERS else line.one_of(at, _STATE_CHOICES[key])
             for key, at in _pairs(line, (*_STATE_CHOICES, *_STATE_NUMBERS))
         }
-        sharded = values.pop("gradients", "whole") == "sharded"
-        self._states[stage] += [
-            StateUnit(layer, sharded_gradients=sharded, **values) for layer in range(first, last + 1)
-        ]
+        values["sharded_gradients"] = values.pop("gradients", "whole") == "sharded"
+        self._states[stage] += [StateUnit(layer, **values) for layer in range(first, last + 1)]
 
     def _stage_list(self, line: TextLine) -> tuple[int, ...]:
         stages = tuple(line.number_at(index) for index in range(1, max(2, len(line.words))))
         for index, stage in enumerate(stages, start=1):
             if stage >= len(self._stages):
-                raise line.error(
-                    line.words[index], f"stage {stage} is not defined above; add a line 'stage {stage} rank R'"
-                )
+                raise line.error(line.words[index], f"stage {stage} is not defined above; add 'stage {stage} rank R'")
         if len(set(stages)) < len(stages) and line.words[0].text == "route":
             raise line.error(line.words[0], "a route must visit each stage once")
         return stages
@@ -358,9 +343,7 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
         name = _section_name(lines[start], sections_read)
         sections_read[name] = _read_ranks(lines[start], lines[start + 1 : end], header.num_ranks, header.slices)
     if "body" not in sections_read:
-        raise ScheduleError(
-            f"{source}: the section 'body' is missing; add a line 'body', and below it 'rank R: ...' for each rank"
-        )
+        raise ScheduleError(f"{source}: the section 'body' is missing; add 'body', and 'rank R: ...' for each rank")
     empty = tuple(empty_rows() for _ in range(header.num_ranks))
     rows = {name: tuple(each.rows for each in rows) for name, rows in sections_read.items()}
     sections = Sections(rows.get("prologue", empty), rows["body"], rows.get("epilogue", empty))
@@ -411,8 +394,8 @@ def _read_header(
     if expanded is not None and header.num_ranks != expanded.num_ranks:
         raise expanded.ranks.error(
             expanded.ranks.words[0],
-            f"the run has {expanded.num_ranks} ranks, but the stages are on ranks 0 to {header.num_ranks - 1}; change "
-            "the ranks of the stages",
+            f"the run has {expanded.num_ranks} ranks, but the stages are on "
+            f"ranks 0 to {header.num_ranks - 1}; change the ranks of the stages",
         )
     return lines, reader, header
 
@@ -428,25 +411,21 @@ def _section_name(line: TextLine, earlier_sections: Collection[SectionName]) -> 
     line.expect_length(1)
     name = next(name for name in SECTIONS if name == line.words[0].text)
     if earlier_sections and SECTIONS.index(name) <= max(SECTIONS.index(earlier) for earlier in earlier_sections):
-        raise line.error(
-            line.words[0], f"section {name!r} is repeated or out of order; the order is {', '.join(SECTIONS)}"
-        )
+        raise line.error(line.words[0], f"section {name!r} is repeated or out of order ({', '.join(SECTIONS)})")
     return name
 
 
 def _read_ranks(start: TextLine, lines: list[TextLine], num_ranks: int, slices: int) -> list[RankLine]:
     for rank, line in enumerate(lines):
         if rank == num_ranks:
-            raise line.error(
-                line.words[0], f"the stages are on {num_ranks} ranks, but this is one line more; remove it"
-            )
+            raise line.error(line.words[0], f"the stages are on {num_ranks} ranks, but this is one more; remove it")
         if [word.text for word in line.words[:2]] != ["rank", f"{rank}:"]:
             raise line.error(line.words[0], f"expected 'rank {rank}:' and its actions")
     if len(lines) < num_ranks:
         raise start.error(
             start.words[0],
-            f"the section has {len(lines)} rank lines, but the stages are on {num_ranks} ranks; add the line "
-            f"'rank {len(lines)}: ...'",
+            f"the section has {len(lines)} rank lines, but the stages are "
+            f"on {num_ranks} ranks; add the line 'rank {len(lines)}: ...'",
         )
     return [_read_rank(line, slices) for line in lines]
 

@@ -71,8 +71,8 @@ def with_vocabulary(schedule: Schedule, variant: int) -> Schedule:
     ):
         if wrong:
             raise ScheduleError(
-                f"{header.name} {what}, so its output layer cannot be sharded over pipeline ranks; set "
-                "parallel.vocabulary tensor, or use a schedule such as 1f1b"
+                f"{header.name} {what}, so its output layer cannot be sharded over pipeline "
+                "ranks; set parallel.vocabulary tensor, or use a schedule such as 1f1b"
             )
     kinds = (Kind.FORWARD,), PASSES[variant], (Kind.FORWARD,), (Kind.BACKWARD,)
 
@@ -287,7 +287,7 @@ class _PassPlacement:
     def _run_pass(self, rank: int, start: float) -> None:
         state = self._states[rank]
         next_pass = self._next_pass(state)
-        if next_pass is None or next_pass[0] > start:  # another rank has decided on a pass that starts later
+        if next_pass is None or next_pass[0] > start:  # another rank decided on a later pass
             self._offer(rank)
             return
         _, kind, microbatch = next_pass

@@ -101,7 +101,7 @@ def test_a_schedule_keeps_the_stages_of_its_units() -> None:
     ):
         with pytest.raises(ScheduleError, match=problem):
             validate(loads(text.replace(line, others)))
-    with pytest.raises(ScheduleError, match="has state units of 1 stages, but there are 2"):
+    with pytest.raises(ScheduleError, match="has state units of 1 stages, but has 2"):
         build("1f1b", 2, 4, units_per_stage=(2, 2), data_parallel=True, states=StateTable(units[:1], 1, 1))
 
 

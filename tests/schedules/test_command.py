@@ -169,8 +169,8 @@ def star(others):
 @pytest.mark.parametrize(
     ("text", "key", "value", "words", "says"),
     [
-        (dumps(build("1f1b", 2, 4)), "needs_resident_kernels", True, "run on a GPU at the same time", True),
-        (dumps(build("1f1b", 2, 4, mode="forward")), "needs_resident_kernels", False, "on a GPU at the same", False),
+        (dumps(build("1f1b", 2, 4)), "needs_resident_kernels", True, "run on a GPU at once", True),
+        (dumps(build("1f1b", 2, 4, mode="forward")), "needs_resident_kernels", False, "on a GPU at once", False),
         (star(16), "links", [2 * 16] + [2] * 16, "training on GPUs refuses this schedule", False),
         (star(17), "links", [2 * 17] + [2] * 17, "training on GPUs refuses this schedule", True),
         (dumps(build("1f1b", 2, 4)), "lazy_links", True, "must be connected before step 1", False),

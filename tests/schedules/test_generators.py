@@ -153,7 +153,7 @@ REPLICAS: dict[str, Any] = {"data_parallel": True}
             (name, ranks, microbatches, {}, message)
             for name in BOTH_WAYS
             for ranks, microbatches, message in (
-                (3, 6, "runs in both directions over pairs of pipeline ranks, got 3 ranks; use an even number"),
+                (3, 6, "runs in both directions over pairs of ranks, got 3; use an even number"),
                 (4, 6, "needs a multiple of its 4 pipeline ranks as the number of micro-batches, got 6; use 8"),
                 (4, 2, "got 2; use 4"),
             )

@@ -151,7 +151,7 @@ rank 1: F1.0 B1.0
     [
         (loads(CIRCLE), r"circle deadlocks.*rank 0"),
         (loads(CIRCLE.replace("F1.0 B1.0", "")), "FORWARD stage 0, micro-batch 0: no stage takes its output"),
-        (loads(CIRCLE.replace("B0.0 F0.0", "F0.0 SA0.0 B0.0")), "lowering adds them"),
+        (loads(CIRCLE.replace("B0.0 F0.0", "F0.0 SA0.0 B0.0")), "lowering adds it"),
         (build("gpipe", 2, 2), "already lowered"),
     ],
 )

@@ -348,7 +348,7 @@ def test_wrong_files_are_refused(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--step 9", "step 9 was not recorded; the recorded steps are 1, 2, 3"),
+        ("--step 9", "step 9 was not recorded; choose one of 1, 2, 3"),
         ("--pipeline 1", "pipeline 1 does not exist: the run had 1, numbered from 0"),
         ("--output overlay.png", "must end in .html, .svg, .json"),
         ("--output /nowhere/overlay.svg", "cannot write"),

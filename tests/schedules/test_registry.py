@@ -156,7 +156,7 @@ def unknown_kind(rows: Rows) -> Rows:
             "class A, but .* micro-batch 1 after those of a later one, on rank 0: .*, or register it with class C",
         ),
         (halves, {}, "splits backwards; register it with splits=True"),
-        (one_rank_more, {}, "has actions for 3 ranks, but its stages are on 2"),
+        (one_rank_more, {}, "has actions for 3 ranks, but stages on 2"),
         (of_gpipe(forwards), {}, "BACKWARD stage 0, micro-batch 0: it never happens"),
         (of_gpipe(forwards), {"two_bp": True}, "BACKWARD stage 0, micro-batch 0: it never happens"),
         (of_gpipe(unknown_kind), {}, "rank 0, action 0: 99 is not a kind of action"),

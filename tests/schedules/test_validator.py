@@ -126,7 +126,7 @@ BROKEN: list[tuple[Schedule, list[tuple[str, str, str]]]] = [
         ("U0/0.0@1 OF0/0.0@1 RE0/2.0@1", "RE0/2.0@1 U0/0.0@1 OF0/0.0@1", "state of 2 units is already on the device"),
         (
             "RE0/2.0@1 U0/1.0@1 OF0/1.0@1 U0/2.0@1 OF0/2.0@1", "U0/1.0@1 OF0/1.0@1 U0/2.0@1",
-            "the state of other updates is moved, but not that of this one",
+            "the state of other updates moves, but not that of this one",
         ),
     ]),
     (build("1f1b", 1, 2, mode="forward", units_per_stage=[2]), [

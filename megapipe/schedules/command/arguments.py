@@ -98,13 +98,13 @@ def parser() -> argparse.ArgumentParser:
         if name == "draw":
             command.add_argument("-o", "--output", type=Path, required=True, help=".svg, .html or .json (trace)")
         if name == "write":
-            _switch(command, "lowered", "with every send, receive, reduction and update written out")
+            _switch(command, "lowered", "with all sends, receives, reductions and updates")
         if name == "show":
             command.add_argument("--width", type=positive, default=120, help="maximum characters per line")
     compare = commands.add_parser("compare", help="a table over schedules")
     compare.add_argument("--schedule", default=",".join(GENERATORS), help="names and files, separated by commas")
     _flags(compare)
-    overlay = commands.add_parser("overlay", help="compare a measured trace with its prediction")
+    overlay = commands.add_parser("overlay", help="compare a trace with its prediction")
     _add_overlay(overlay)
     _switch(overlay, *JSON)
     return top
@@ -149,15 +149,15 @@ def _flags(command: argparse.ArgumentParser, *, simulated: bool = True) -> None:
     _whole(shape, "whole-gradients", "sharded gradients: maximum number of whole units on a rank", 0)
     _whole(shape, "recompute", "keep only the input of every K units and recompute the rest", metavar="K")
     _whole(shape, "offload", "move the activations of every K-th unit to host memory and back", metavar="K")
-    _whole(shape, "prefetch", "compute actions between a reload and its backward (default 1)", 1)
+    _whole(shape, "prefetch", "actions between a reload and its backward (default 1)", 1)
     _switch(shape, "offload-state", "keep optimizer state on the device only around updates")
     in_host = "weights and optimizer state in host memory: maximum number of units with weights on the device"
     _whole(shape, "offload-weights", in_host, 0, metavar="N")
     _switch(shape, "snapshot", "copy the state for a checkpoint during the step")
-    _whole(shape, "receive-ahead", "compute actions between a receive and its use (default 1)", 1)
+    _whole(shape, "receive-ahead", "actions between a receive and its use (default 1)", 1)
     sharded = (
-        "shard output layer and word embeddings over all ranks, by this variant of their passes "
-        "(parallel.vocabulary pipeline or pipeline_2; default 1)"
+        "shard output layer and word embeddings over all ranks, by this variant "
+        "of their passes (parallel.vocabulary pipeline or pipeline_2; default 1)"
     )
     _whole(shape, "vocabulary", sharded, 0, nargs="?", choices=(1, 2), const=1)
     options = command.add_argument_group("options of particular schedules")
@@ -169,9 +169,7 @@ def _flags(command: argparse.ArgumentParser, *, simulated: bool = True) -> None:
     _switch(options, "two-bp", "split backwards and run weight halves in idle time", None)
     _whole(options, "max-pending", "with --two-bp: maximum number of postponed weight halves")
     _finite(options, "memory-limit", "zb_auto and v_auto: maximum number of micro-batches that a rank holds")
-    options.add_argument(
-        "--placement", help="fail unless the schedule places its stages like this: linear, round_robin or v_shape"
-    )
+    options.add_argument("--placement", help="fail unless stages are placed like this: linear, round_robin or v_shape")
     _add_times(command, simulated)
 
 
@@ -193,11 +191,11 @@ def _add_times(command: argparse.ArgumentParser, simulated: bool) -> None:
     _finite(times, "update-time", "optimizer step of a rank's share", 0.0)
     _finite(times, "reduce-time", "gradient reduction of a rank's share", 0.0)
     _finite(times, "gather-time", "gathering or copying in the weights of a rank's share", 0.0)
-    overlapped = "time of overlapped actions, as a fraction of the sum of their own times (default 1)"
+    overlapped = "time of overlapped actions over the sum of their own times (default 1)"
     _finite(times, "group-time", overlapped, 1.0)
     _finite(times, "offload-time", "copy of a micro-batch's activations, one way", 0.0)
     _finite(times, "offload-state-time", "copy of the optimizer state, one way", 0.0)
-    _finite(times, "snapshot-time", "copy of a rank's share of the state for a checkpoint", 0.0)
+    _finite(times, "snapshot-time", "copy of a rank's state for a checkpoint", 0.0)
     _finite(times, "scalars-time", "global norm and finite flag over all ranks", 0.0)
 
 
@@ -221,9 +219,7 @@ def order_of(flags: argparse.Namespace, name: str) -> Schedule:
     for flag, value in LOWERING_FLAGS.items():
         if getattr(flags, flag) != value:
             shown = f"--{flag.replace('_', '-')}"
-            raise ScheduleError(
-                f"{shown} only changes the actions that lowering adds; pass --lowered too, or leave it out"
-            )
+            raise ScheduleError(f"{shown} only changes the actions that lowering adds; pass --lowered, or omit it")
     if is_schedule_file(name):
         schedule = file_of(flags, Path(name), read_file)
         if schedule.header.lowered:
@@ -254,16 +250,16 @@ def file_of(
     for name, default in NAMED_FLAGS.items():
         if getattr(flags, name, default) != default:
             raise ScheduleError(
-                f"--{name.replace('_', '-')} only changes named schedules, but {path} is a file, which defines this "
-                "itself; leave it out, or name a schedule"
+                f"--{name.replace('_', '-')} only changes named schedules, but {path} "
+                "is a file, which defines this itself; leave it out, or name a schedule"
             )
     schedule = read(path, sizes_of(flags))
     header = schedule.header
     for name, size in (("ranks", header.num_ranks), ("microbatches", header.whole_microbatches)):
         if (given := flags.given_sizes[name]) is not None and given != size:
             raise ScheduleError(
-                f"--{name} is {given}, but {path} is for {size}; leave it out, or write a file with parameters "
-                "(format 3)"
+                f"--{name} is {given}, but {path} is for {size}; leave "
+                "it out, or write a file with parameters (format 3)"
             )
     return schedule
 
@@ -286,10 +282,9 @@ def sizes_of(flags: argparse.Namespace) -> FileParameters:
 def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
     """Return the keyword arguments of :func:`order` for the named schedule."""
     generator = find_generator(name)
-    if flags.placement is not None and flags.placement != generator.placement.__name__:
-        raise ScheduleError(
-            f"{name} places its stages {generator.placement.__name__}, not {flags.placement}; leave --placement out"
-        )
+    placement = generator.placement.__name__
+    if flags.placement not in (None, placement):
+        raise ScheduleError(f"{name} places its stages {placement}, not {flags.placement}; leave --placement out")
     costs = _times(flags)  # refuses wrong times of any schedule
     options: dict[str, object] = {
         key: getattr(flags, key)
@@ -324,9 +319,7 @@ def _check_times_used(flags: argparse.Namespace) -> None:
         value = getattr(flags, name, default)
         if value != default and not any(getattr(flags, flag) for flag in adding):
             needed = " or ".join(f"--{flag.replace('_', '-')}" for flag in adding)
-            raise ScheduleError(
-                f"--{name.replace('_', '-')} is {value:g}, but needs {needed}; pass both, or leave it out"
-            )
+            raise ScheduleError(f"--{name.replace('_', '-')} is {value:g}, but needs {needed}; pass both or neither")
 
 
 def check_order_times(flags: argparse.Namespace, name: str) -> None:
@@ -343,8 +336,8 @@ def check_group_time(flags: argparse.Namespace, simulations: Iterable[Simulation
     """Raise ScheduleError for a time of overlapped actions if no simulation has any."""
     if flags.group_time != 1.0 and not any((each.table.group >= 0).any() for each in simulations):
         raise ScheduleError(
-            f"--group-time is {flags.group_time:g}, but {flags.schedule} overlaps no actions; leave it out, or choose "
-            "a schedule that does (docs/schedules.md)"
+            f"--group-time is {flags.group_time:g}, but {flags.schedule} overlaps no "
+            "actions; leave it out, or choose a schedule that does (docs/schedules.md)"
         )
 
 
@@ -387,9 +380,7 @@ def _times(flags: argparse.Namespace) -> Times:
 def costs_of(flags: argparse.Namespace, header: Header) -> Costs:
     """Return the times of the flags for the stages of a schedule."""
     if (flags.bandwidth is None) != (flags.message is None):
-        raise ScheduleError(
-            "--bandwidth (bytes per time unit) and --message (bytes) need each other; pass both or neither"
-        )
+        raise ScheduleError("--bandwidth (bytes per time unit) and --message need each other; pass both or neither")
     if flags.bandwidth is not None and flags.bandwidth <= 0:
         raise ScheduleError(f"--bandwidth is {flags.bandwidth:g}; it must be above 0")
     transfer = 0.0 if flags.bandwidth is None else flags.message / flags.bandwidth
@@ -411,7 +402,7 @@ def steps_of(flags: argparse.Namespace, schedule: Schedule) -> int:
     forwards = schedule.header.num_microbatches * len(schedule.header.stages)
     if steps * forwards > MOST_FORWARDS:
         raise ScheduleError(
-            f"--steps is {steps} with {forwards:,} forwards per step; the maximum to simulate is "
-            f"{max(1, MOST_FORWARDS // forwards):,} steps"
+            f"--steps is {steps} with {forwards:,} forwards per step; the "
+            f"maximum to simulate is {max(1, MOST_FORWARDS // forwards):,} steps"
         )
     return steps

@@ -114,8 +114,8 @@ def _validate(flags: argparse.Namespace) -> None:
         print(f"  {key.replace('_', ' '):<24} {_listed(values)}")
     if header.model_copies > 1:
         print(
-            "  note: training does not accept this schedule, because it does not sum the gradients of the "
-            f"{header.model_copies} copies of the model"
+            "  note: training does not accept this schedule, because it does not "
+            f"sum the gradients of the {header.model_copies} copies of the model"
         )
     most = max(report.links)
     if most > STREAMS_PER_PRIORITY:
@@ -125,9 +125,7 @@ def _validate(flags: argparse.Namespace) -> None:
         print("  note: its links must be connected before step 1, as megapipe does; with links that connect at their")
         print("  first use (NCCL's default) the first step would hang")
     if needs_resident_kernels(schedule):
-        print(
-            "  note: it relies on communication kernels of several links that run on a GPU at the same time. They do,"
-        )
+        print("  note: it relies on communication kernels of several links that run on a GPU at once. They do,")
         print("  as each takes few thread blocks; one after another in launch order they would hang (docs/nccl.md)")
 
 
@@ -238,8 +236,8 @@ def _print_table(rows: list[dict[str, Any]]) -> None:
         )  # fmt: skip
         print("  ".join(f"{cell:>{width}}" for cell, (_, width) in zip(cells, COLUMNS, strict=True)))
     print(
-        "\nbubble: idle time over ideal time, counted on each rank from its first forward; over the makespan, it is "
-        "b / (1 + b)"
+        "\nbubble: idle time over ideal time, counted on each rank "
+        "from its first forward; over the makespan, it is b / (1 + b)"
     )
     print(
         "steps: simulated; schedules that never flush run several. time/step: longest time of a rank over the steps."
@@ -304,9 +302,7 @@ def _with_given_times(costs: Costs, flags: argparse.Namespace, header: Header) -
     for name in (*STAGE_TIMES, "latency", "scalars_time"):
         value = getattr(flags, name)
         if value is not None and not 0 <= value < math.inf:
-            raise ScheduleError(
-                f"--{name.replace('_', '-')} is {value:g}; it must be at least 0 and finite, in milliseconds"
-            )
+            raise ScheduleError(f"--{name.replace('_', '-')} is {value:g}; it must be at least 0 and finite, in ms")
     if flags.forward == 0:
         raise ScheduleError("--forward is 0; it must be above 0, because bubbles are relative to the time of compute")
     given_times = {

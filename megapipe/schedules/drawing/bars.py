@@ -224,14 +224,14 @@ def _bar(bar: Bar, scale: float) -> str:
     top, height = TOP + bar.rank * ROW_HEIGHT, BAR_HEIGHT / count
     x, y, width = LEFT + start * scale, top + place * height, (end - start) * scale
     colour, size = fill(bar.kind, bar.shade), "" if count == 1 else ' font-size="9"'
-    labels = bar.label, bar.label.partition(":")[0]  # the micro-batch alone where its slice does not fit
+    labels = bar.label, bar.label.partition(":")[0]  # without the slice if it does not fit
     label = next((each for each in labels if width >= 7 * len(each) + 2), "")
     below = y + height / 2 + (5 if count == 1 else 3.5)
     text = f'<text x="{x + width / 2:.2f}" y="{below:g}"{size} fill="{ink(colour)}">{label}</text>' if label else ""
     if bar.step % 2 and not place:
         text += f'<rect x="{x:.2f}" y="{y:g}" width="{width:.2f}" height="4" fill="#1d2430"/>'
     overlapped = f", overlapped from {start:g} to {end:g}" if count > 1 else ""
-    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # it would cover a thin bar
+    edge = ' stroke="#ffffff" stroke-width="0.6"' if width >= 2 else ""  # it covers a thin bar
     return (
         f"<g><title>{escape(bar.text)}, {bar.start:g} to {bar.end:g}{overlapped}</title>"
         f'<rect x="{x:.2f}" y="{y:g}" width="{max(width, 0.5):.2f}" height="{height:g}" '
@@ -285,8 +285,8 @@ CELLS: Final = {
 }
 """Colour of a kind in a terminal, and its letters by the last digit of the micro-batch."""
 LEGEND_LINE: Final = (
-    "0-9 forward, a-j backward (or its input half), + weight half, r recomputation, U update, digits and "
-    "letters by the last digit of the micro-batch; . idle"
+    "0-9 forward, a-j backward (or its input half), + weight half, r recomputation, "
+    "U update, digits and letters by the last digit of the micro-batch; . idle"
 )
 
 

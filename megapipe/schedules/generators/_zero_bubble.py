@@ -64,7 +64,7 @@ class BuildingBlock(NamedTuple):
     def repeats(self, num_ranks: int) -> bool:
         """Return whether no two actions of any micro-batches start at the same time on a rank."""
         starts = (self.starts(rank, num_ranks) for rank in range(num_ranks))
-        return all(len({each % PERIOD for each in of_rank}) == len(of_rank) for of_rank in starts)
+        return all(len({each % PERIOD for each in mine}) == len(mine) for mine in starts)
 
 
 def filled(num_ranks: int, num_microbatches: int, block: BuildingBlock, most_held: int, times: Times) -> Timed:

@@ -17,13 +17,12 @@ from megapipe.schedules.schedule import Sections
 def require_whole_rounds(name: str, num_ranks: int, num_microbatches: int) -> None:
     """Raise ScheduleError unless ranks come in pairs, and each round of micro-batches has one of every rank."""
     if num_ranks % 2:
-        raise ScheduleError(
-            f"{name} runs in both directions over pairs of pipeline ranks, got {num_ranks} ranks; use an even number"
-        )
+        raise ScheduleError(f"{name} runs in both directions over pairs of ranks, got {num_ranks}; use an even number")
     if num_microbatches % num_ranks:
         raise ScheduleError(
-            f"{name} needs a multiple of its {num_ranks} pipeline ranks as the number of micro-batches, got "
-            f"{num_microbatches}; use {num_ranks * max(1, round(num_microbatches / num_ranks))}"
+            f"{name} needs a multiple of its {num_ranks} pipeline ranks "
+            f"as the number of micro-batches, got {num_microbatches}; use "
+            f"{num_ranks * max(1, round(num_microbatches / num_ranks))}"
         )
 
 

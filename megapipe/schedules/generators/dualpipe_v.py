@@ -13,8 +13,8 @@ from megapipe.schedules.schedule import Sections
 def _require_two_a_rank(name: str, num_ranks: int, num_microbatches: int) -> None:
     if num_microbatches < 2 * num_ranks:
         raise ScheduleError(
-            f"{name} needs at least 2 micro-batches a rank, {2 * num_ranks} with {num_ranks} ranks, got "
-            f"{num_microbatches}; use more micro-batches, or zb_v"
+            f"{name} needs at least 2 micro-batches a rank, {2 * num_ranks} with "
+            f"{num_ranks} ranks, got {num_microbatches}; use more micro-batches, or zb_v"
         )
 
 

@@ -5,8 +5,8 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import KIND, MICROBATCH, Kind, Rows, rows_of
-from megapipe.schedules.building_blocks import Floats, alternate, round_robin
+from megapipe.schedules.actions import KIND, MICROBATCH, Floats, Kind, Rows, rows_of
+from megapipe.schedules.building_blocks import alternate, round_robin
 from megapipe.schedules.registry import Options, schedule
 from megapipe.schedules.schedule import Sections
 

@@ -18,8 +18,9 @@ def check_enough_microbatches(name: str, num_ranks: int, num_microbatches: int) 
     """Raise ScheduleError if a step has fewer micro-batches than the pipeline is deep."""
     if num_microbatches < num_ranks:
         raise ScheduleError(
-            f"{name} needs at least as many micro-batches as pipeline ranks: {num_microbatches} micro-batches on "
-            f"{num_ranks} ranks would need weights that do not exist yet; use at least {num_ranks} micro-batches"
+            f"{name} needs at least as many micro-batches as pipeline ranks: "
+            f"{num_microbatches} micro-batches on {num_ranks} ranks would need "
+            f"weights that do not exist yet; use at least {num_ranks} micro-batches"
         )
 
 

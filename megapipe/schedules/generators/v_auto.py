@@ -38,8 +38,8 @@ def v_auto(
     limit = float(max(num_ranks, least)) if memory_limit is None else memory_limit
     if not least <= limit < math.inf:
         raise ScheduleError(
-            f"memory_limit is {limit:g}; with {num_ranks} ranks it must be a finite number of at least {least}, which "
-            "V-Min holds"
+            f"memory_limit is {limit:g}; with {num_ranks} ranks it must "
+            f"be a finite number of at least {least}, which V-Min holds"
         )
     candidates = _candidates(num_ranks, num_microbatches, int(2 * limit), times)
     return Sections.flushing(map(rows_from_steps, min(candidates, key=lambda timed: timed.cost).programs))

@@ -48,8 +48,8 @@ def zb_auto(
     limit = float(num_ranks) if memory_limit is None else memory_limit
     if not 1 <= limit < math.inf:
         raise ScheduleError(
-            f"memory_limit is {limit:g}; it must be a finite number of at least 1, because a rank holds at least one "
-            "micro-batch"
+            f"memory_limit is {limit:g}; it must be a finite number of "
+            "at least 1, because a rank holds at least one micro-batch"
         )
     best = min(_candidates(num_ranks, num_microbatches, int(limit), times), key=lambda timed: timed.cost)
     return Sections.flushing(map(rows_from_steps, best.programs))

@@ -64,7 +64,7 @@ class MessageTable:
         link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
         order = np.lexsort((producer, link))
         microbatch = table.microbatch[producer].astype(np.int64)
-        return cls(gradient[order], microbatch[order], producer[order], consumer[order], link[order])
+        return cls(*(each[order] for each in (gradient, microbatch, producer, consumer, link)))
 
     @cached_property
     def follows(self) -> Ints:
@@ -185,7 +185,7 @@ def _slot_free(table: Table, messages: MessageTable) -> Ints:
 
 def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
     """Post no receive after one that the same link delivers later: a running minimum from each link's end."""
-    lift = messages.link * (num_rows + 1)  # keeps the minimum of one link below every earlier seen link's
+    lift = messages.link * (num_rows + 1)  # keeps a link's minimum below earlier ones
     ordered: Ints = np.minimum.accumulate((post + lift)[::-1])[::-1] - lift
     return ordered
 

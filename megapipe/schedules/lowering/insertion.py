@@ -152,8 +152,8 @@ def check_spans(header: Header, spans: Spans) -> None:
         for span in stage_spans:
             if span.step != 1 or not free <= span.start < span.stop <= units:
                 raise ScheduleError(
-                    f"recompute of stage {stage}: {span} must be one or more consecutive units from 0 to {units - 1}, "
-                    "after the previous span"
+                    f"recompute of stage {stage}: {span} must be one or more "
+                    f"consecutive units from 0 to {units - 1}, after the previous span"
                 )
             free = span.stop
 

@@ -41,13 +41,11 @@ def lower(
     Raises ScheduleError if the compute actions do not fit together.
     """
     if receive_ahead < 1:
-        raise ScheduleError(
-            f"receive_ahead is {receive_ahead}; it must be at least 1, because receives are posted before their use"
-        )
+        raise ScheduleError(f"receive_ahead is {receive_ahead}; it must be at least 1, as receives precede their use")
     _require_compute_only(schedule)
     check_states(schedule)
     offload.check(schedule.header, recompute if schedule.header.mode == "train" else ())
-    table = _with_versions(Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES))
+    table = unrolled(schedule)
     training = schedule.header.mode == "train"
     recomputes = training and any(len(stage_spans) > 0 for stage_spans in recompute)
     if recomputes:
@@ -84,7 +82,8 @@ def _with_recompute(
     recomputed, action = add_recompute(table, spans), table.action_first
     table, index = insert(table, [recomputed])
     num_compute = len(index) - len(recomputed.rows)
-    opens = index[:num_compute].copy()  # a receive is also posted before the rows that are recomputed for its action
+    # A receive is also posted before the rows that are recomputed for its action.
+    opens = index[:num_compute].copy()
     np.minimum.at(opens, action[recomputed.anchor], index[num_compute:])
     opens = opens[action]
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
@@ -93,18 +92,16 @@ def _with_recompute(
 
 def _require_compute_only(schedule: Schedule) -> None:
     if schedule.header.lowered:
-        raise ScheduleError(
-            f"{schedule.header.name} is already lowered; lower the compute actions that it was made from"
-        )
+        raise ScheduleError(f"{schedule.header.name} is already lowered; lower the compute actions it was made from")
     for rows in (*schedule.sections.prologue, *schedule.sections.body, *schedule.sections.epilogue):
         if not np.all(kind_mask(rows[:, 0], *COMPUTE_KINDS)):
-            raise ScheduleError(
-                f"{schedule.header.name} contains communication actions, but lowering adds them; remove them"
-            )
+            raise ScheduleError(f"{schedule.header.name} contains communication, but lowering adds it; remove it")
 
 
-def _with_versions(table: Table) -> Table:
-    """Return the table in which every compute row reads the version of its micro-batch's update."""
+def unrolled(schedule: Schedule) -> Table:
+    """Return the compute actions of a schedule, each with the weight version of its micro-batch's update; one that
+    never flushes is unrolled over `STEADY_BODIES`."""
+    table = Table.unroll(schedule, 1 if schedule.flushes else schedule.prologue_steps + STEADY_BODIES)
     rows = table.rows.copy()
     rows[:, VERSION] = table.update
     return replace(table, rows=rows)

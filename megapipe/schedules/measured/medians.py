@@ -59,9 +59,7 @@ def choose(run: MeasuredRun, step: int | None) -> Window:
         episodes = [episode for episode in episodes if episode]
         if not episodes:
             recorded = sorted({each.step + 1 for each in run.recorded})
-            raise ScheduleError(
-                f"step {step + 1} was not recorded; the recorded steps are {', '.join(map(str, recorded))}"
-            )
+            raise ScheduleError(f"step {step + 1} was not recorded; choose one of {', '.join(map(str, recorded))}")
     longest = max(map(len, episodes))
     candidates = sorted((e for e in episodes if len(e) == longest), key=lambda episode: _duration(run, episode))
     return _window(run, candidates[(len(candidates) - 1) // 2])
@@ -216,7 +214,8 @@ def _scalars(run: MeasuredRun) -> float:
     Where no rank waited for the result, its end is not known: such a sum counts as the median of steps in which a rank
     waited, but ends at the latest when the first update needs it.
     """
-    period, awaited = run.schedule.header.num_microbatches, run.schedule.header.updates_per_step == 1
+    header = run.schedule.header
+    period, awaited = header.num_microbatches, header.updates_per_step == 1
     starts, ends, waits, wanted = (defaultdict[int, list[int]](list) for _ in range(4))
     for execution, actions, event in _events(run):
         step = execution.step + actions[0].microbatch // period
@@ -227,7 +226,7 @@ def _scalars(run: MeasuredRun) -> float:
         elif actions[0].kind == Kind.UPDATE and awaited:
             wanted[step].append(event.start)
             waits[step] += [event.start + event.wait] * waited
-    complete = [step for step, mine in starts.items() if len(mine) == run.schedule.header.num_ranks]
+    complete = [step for step, mine in starts.items() if len(mine) == header.num_ranks]
     measured = {step: min(waits[step]) - max(starts[step]) for step in complete if waits[step]}
     if measured:
         typical = median(measured.values())

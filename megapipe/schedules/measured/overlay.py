@@ -146,7 +146,7 @@ class Overlay:
     def excess(self) -> float:
         """Time of the slowest rank beyond its prediction, as a fraction of the prediction."""
         measured, predicted = self.ranks[self.slowest]
-        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # + 0.0 turns -0.0 into 0.0
+        return round(measured.span / predicted.span - 1.0, 6) + 0.0  # turns -0.0 into 0.0
 
     @cached_property
     def _rows_of_ranks(self) -> list[Ints]:
@@ -167,7 +167,7 @@ class Overlay:
         """Return a rank's time. wait: by default, all time without work."""
         span = float(end[mine[-1]] - start[mine[0]])
         work = end[mine] - start[mine]
-        compute = float(work[np.isin(self.window.table.kind[self.rows[mine]], COMPUTE_STREAM)].sum())
+        compute = float(work[self.window.table.is_kind(*COMPUTE_STREAM)[self.rows[mine]]].sum())
         idle = span - float(work.sum())
         return Side(span, compute, idle if wait is None else wait, 0.0 if wait is None else idle - wait)
 
@@ -224,9 +224,9 @@ def sentence(overlay: Overlay) -> str:
     mine = [deviation for deviation in overlay.deviations if overlay.window.table.rank[deviation.row] == rank]
     wait, work, between = (sum(getattr(each, name) for each in mine) for name in ("wait", "work", "between"))
     return (
-        f"rank {rank}, the slowest, took {_shown(measured.span)} ms, predicted were {_shown(predicted.span)} ms "
-        f"({overlay.excess:+.1%}): waiting {_lost(wait)} ms, actions {_lost(work)} ms, between actions "
-        f"{_lost(between)} ms"
+        f"rank {rank}, the slowest, took {_shown(measured.span)} ms, predicted were "
+        f"{_shown(predicted.span)} ms ({overlay.excess:+.1%}): waiting {_lost(wait)} "
+        f"ms, actions {_lost(work)} ms, between actions {_lost(between)} ms"
     )
 
 
@@ -234,7 +234,7 @@ def figures(overlay: Overlay) -> dict[str, Any]:
     """Return all figures, in milliseconds, as JSON data."""
     costs = overlay.costs.costs
     kinds = (*COMPUTE_STREAM, Kind.UPDATE)
-    names, columns = [kind.name.lower() for kind in kinds], [costs.of_stages(kind) for kind in kinds]
+    names, columns = [kind.name.lower() for kind in kinds], map(costs.of_stages, kinds)
     return {
         "schedule": overlay.window.table.header.name,
         "layout": dict(overlay.run.layout),
@@ -307,8 +307,8 @@ def text(overlay: Overlay) -> str:
     # Ranks of one host share a clock (error 0), so there an early arrival is an artifact of the recorded events.
     if 0 < overlay.run.clock_error / MILLISECOND < overlay.costs.clock_excess:
         lines.append(
-            f"  warning: a message seems to arrive {overlay.costs.clock_excess:.2g} ms before it was sent; the "
-            "clocks of the hosts differ by that much"
+            f"  warning: a message seems to arrive {overlay.costs.clock_excess:.2g} "
+            "ms before it was sent; the clocks of the hosts differ by that much"
         )
     return "\n".join([*lines, "", sentence(overlay)])
 
@@ -344,7 +344,7 @@ def measured_bars(overlay: Overlay) -> list[Bar]:
     """Return the measured bars: compute and updates after their waiting, and the rank's own part in communication."""
     window, table = overlay.window, overlay.window.table
     chunk_of = chunks_of(table.header)
-    rows = window.rows[window.seen[window.rows] & np.isin(table.kind[window.rows], list(NAMES))]
+    rows = window.rows[(window.seen & table.is_kind(*NAMES))[window.rows]]
     bars = []
     for row in rows.tolist():
         start, wait, end = (float(times[row]) for times in (window.start, window.wait, window.end))
@@ -417,9 +417,8 @@ ROW_HEIGHT: Final = MEASURED + PREDICTED + 1 + GAP
 
 def draw_overlay_svg(overlay: Overlay, width: int = 1100) -> str:
     """Return a still picture: each rank's compute as measured, below it as predicted, with milliseconds above."""
-    measured, predicted = (
-        [bar for bar in bars if bar.lane == COMPUTE] for bars in (measured_bars(overlay), predicted_bars(overlay))
-    )
+    measured = [bar for bar in measured_bars(overlay) if bar.lane == COMPUTE]
+    predicted = [bar for bar in predicted_bars(overlay) if bar.lane == COMPUTE]
     ranks = overlay.window.table.header.num_ranks
     first = min(0.0, *(bar.start - bar.wait for bar in measured))
     scale = (width - LEFT - 12) / (overlay.finish - first)

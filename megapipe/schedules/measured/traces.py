@@ -111,8 +111,8 @@ def _check_place(path: Path, layout: Mapping[str, int], coordinates: Mapping[str
         raise ScheduleError(f"{path}: its layout {dict(layout)} lacks 'pipeline'; record again into an empty folder")
     if layout.keys() != coordinates.keys() or any(place >= layout[name] for name, place in coordinates.items()):
         raise ScheduleError(
-            f"{path}: its coordinates {dict(coordinates)} are not in its layout {dict(layout)}; record again into an "
-            "empty folder"
+            f"{path}: its coordinates {dict(coordinates)} are not in its "
+            f"layout {dict(layout)}; record again into an empty folder"
         )
 
 
@@ -172,27 +172,26 @@ def read_run(directory: Path, pipeline: int = 0) -> MeasuredRun:
     traces = [read_rank(path) for path in files.values()]
     for (rank, path), trace in zip(files.items(), traces, strict=True):
         if trace.rank != rank:
-            raise ScheduleError(
-                f"{path} was recorded by rank {trace.rank}; restore the original names of the trace files"
-            )
+            raise ScheduleError(f"{path} was recorded by rank {trace.rank}; restore the original names of the files")
     chosen = _pipeline(directory, traces, pipeline)
     schedule = read_file(directory / SCHEDULE_FILE)
     first = chosen[0]
     if fingerprint(dumps(schedule)) != first.fingerprint:
         raise ScheduleError(
-            f"{directory / SCHEDULE_FILE} is not the schedule of {files[first.rank]}; record again into an empty "
-            "folder"
+            f"{directory / SCHEDULE_FILE} is not the schedule of "
+            f"{files[first.rank]}; record again into an empty folder"
         )
     if len(chosen) != schedule.header.num_ranks:
         raise ScheduleError(
-            f"{directory / SCHEDULE_FILE} is for {schedule.header.num_ranks} ranks, but the layout of "
-            f"{files[first.rank]} has pipeline {len(chosen)}; record again into an empty folder"
+            f"{directory / SCHEDULE_FILE} is for {schedule.header.num_ranks} "
+            f"ranks, but the layout of {files[first.rank]} has "
+            f"pipeline {len(chosen)}; record again into an empty folder"
         )
     recorded = _recorded(schedule, chosen)
     if not recorded:
         raise ScheduleError(
-            f"{directory} has no step that all ranks finished; record more steps (--profile.steps), or earlier ones "
-            "(--profile.first_step)"
+            f"{directory} has no step that all ranks finished; record more "
+            "steps (--profile.steps), or earlier ones (--profile.first_step)"
         )
     return MeasuredRun(schedule, first.layout, first.about, max(trace.clock_error for trace in chosen), recorded)
 
@@ -206,8 +205,8 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
         for name, what in names.items():
             if getattr(trace, name) != getattr(first, name):
                 raise ScheduleError(
-                    f"{directory}: rank-{trace.rank}.json and rank-{first.rank}.json were recorded in different "
-                    f"{what}s; record again into an empty folder"
+                    f"{directory}: rank-{trace.rank}.json and rank-{first.rank}.json were "
+                    f"recorded in different {what}s; record again into an empty folder"
                 )
     layout, world = first.layout, prod(first.layout.values())
     present = {trace.rank for trace in traces}
@@ -226,8 +225,8 @@ def _pipeline(directory: Path, traces: list[RankTrace], number: int) -> list[Ran
     ranks = list(pipelines.values())[number]
     if len(ranks) < layout["pipeline"]:
         raise ScheduleError(
-            f"{directory}: two ranks have the same coordinates in the layout {dict(layout)}; record again into an "
-            "empty folder"
+            f"{directory}: two ranks have the same coordinates in the "
+            f"layout {dict(layout)}; record again into an empty folder"
         )
     return [ranks[rank] for rank in range(layout["pipeline"])]
 
@@ -248,9 +247,9 @@ def _recorded(schedule: Schedule, traces: list[RankTrace]) -> Recorded:
             expected = words[event.section][rank]
             if not 0 <= event.position < len(expected) or expected[event.position] != event.action:
                 raise ScheduleError(
-                    f"rank-{trace.rank}.json has {event.action} as action {event.position} of its {event.section}, "
-                    f"which the schedule {schedule.header.name} in the same folder does not have; record again into "
-                    "an empty folder"
+                    f"rank-{trace.rank}.json has {event.action} as action {event.position} "
+                    f"of its {event.section}, which the schedule {schedule.header.name} "
+                    "in the same folder does not have; record again into an empty folder"
                 )
             executions.setdefault(Execution(event.section, event.step), {})[event.position] = event
         by_rank.append(executions)

@@ -50,7 +50,7 @@ def simulate_contended(
             blocking sends.
     """
     if not schedule.header.lowered:
-        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")
+        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it first")
     if costs.blocking_sends:
         raise ScheduleError("blocking sends are not simulated on ranks that share a machine; use `simulate`")
     table = Table.unroll(schedule, steps)
@@ -59,9 +59,8 @@ def simulate_contended(
     durations = costs.durations(table)
     run = _Run(Dependencies(table), costs, durations.tolist(), slowdown, processes, traffic_share)
     run.to_the_end()
-    return Simulation(
-        table, np.array(run.start), np.array(run.end), np.array(run.cause, dtype=np.int64), durations > 0.0, durations
-    )
+    cause = np.array(run.cause, dtype=np.int64)
+    return Simulation(table, np.array(run.start), np.array(run.end), cause, durations > 0.0, durations)
 
 
 @dataclass

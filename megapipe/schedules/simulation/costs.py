@@ -9,7 +9,6 @@ import numpy.typing as npt
 
 from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Ints, Kind
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.memory import states_moved
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
 from megapipe.schedules.vocabulary import PASS_SECONDS
@@ -88,7 +87,7 @@ class Costs:
             ScheduleError: a timed row has no time.
         """
         row_times, timed = np.zeros(len(table.rows)), table.is_kind(*TIMED)
-        moved = np.concatenate([states_moved(table, Kind.OFFLOAD), states_moved(table, Kind.RELOAD)])
+        moved = np.flatnonzero(table.is_kind(Kind.OFFLOAD, Kind.RELOAD) & (table.version >= 0))
         timed[moved] = False
         places = table.rows[:, [KIND, STAGE, UNIT]]
         by_slice = any(place.slice >= 0 for place in self.times)

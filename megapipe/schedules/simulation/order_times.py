@@ -12,14 +12,12 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from megapipe.schedules.actions import BACKWARDS, COMPUTE_KINDS, KIND, MICROBATCH, STAGE, Ints, Kind, Mask
+from megapipe.schedules.actions import BACKWARDS, COMPUTE_KINDS, KIND, MICROBATCH, STAGE, Floats, Ints, Kind, Mask
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
 
-Floats = npt.NDArray[np.float64]
 ROUNDING = 1e-12
 """Relative difference of times up to which they are equal."""
 
@@ -71,11 +69,10 @@ class OrderGraph:
         table, header = Table.unroll(schedule, steps), schedule.header
         compute = np.flatnonzero(table.is_kind(*COMPUTE_KINDS))
         rows = table.rows[compute].astype(np.int64)
-        self._kind, self._stage, self._microbatch = rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH]
+        self._kind, self._stage, self._microbatch = rows[:, [KIND, STAGE, MICROBATCH]].T
         rank_starts = np.searchsorted(table.rank[compute], np.arange(header.num_ranks))
-        nodes = _Nodes.of(
-            *(np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
-        )
+        bounds = table.action_first, table.action_last
+        nodes = _Nodes.of(*(np.searchsorted(compute, each[compute]) for each in bounds))
         self._timed, count = nodes.timed_by_row, len(nodes.row)
         receiver = _receiving_stages(schedule, rows)
         home = header.stage_ranks
@@ -259,8 +256,8 @@ def _receiving_stages(schedule: Schedule, rows: Ints) -> Ints:
     """Return by action the stage that needs its result, -1 where there is none."""
     header, kind = schedule.header, rows[:, KIND]
     place = rows[:, MICROBATCH] % len(header.routes), rows[:, STAGE]
-    backward_receivers = np.where(kind == Kind.BACKWARD_WEIGHT, -1, header.preceding_stages[place])
-    receivers: Ints = np.where(kind == Kind.FORWARD, header.following_stages[place], backward_receivers)
+    backward = np.where(kind == Kind.BACKWARD_WEIGHT, -1, header.preceding_stages[place])
+    receivers: Ints = np.where(kind == Kind.FORWARD, header.following_stages[place], backward)
     return receivers
 
 

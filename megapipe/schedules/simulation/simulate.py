@@ -123,9 +123,8 @@ class _Clocks:
     def _send(self, rank: int, row: int) -> None:
         pair = self._link_of[row]
         link = self._links[pair]
-        send_start, self.cause[row] = max(
-            self._compute[rank], self._link_free[pair], *self._awaited(row), key=lambda x: x[0]
-        )
+        earlier = self._compute[rank], self._link_free[pair], *self._awaited(row)
+        send_start, self.cause[row] = max(earlier, key=lambda each: each[0])
         self.start[row] = send_start
         self._link_free[pair] = (send_start + link.transfer, row)
         self.end[row] = send_start + link.transfer + link.latency
@@ -250,7 +249,7 @@ def simulate(schedule: Schedule, costs: Costs, steps: int = 1) -> Simulation:
         15.0
     """
     if not schedule.header.lowered:
-        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it before simulating it")
+        raise ScheduleError(f"{schedule.header.name} has only compute actions; lower it first")
     table = Table.unroll(schedule, steps)
     durations = costs.durations(table)
     clocks = _Clocks(Dependencies(table), costs, durations)

@@ -67,16 +67,14 @@ def check_gathers(table: Table) -> None:
 def _check_gather_turns(table: Table, rows: Ints, place: Ints) -> None:
     """Raise unless each unit's rows, in order, are a gather, its uses, its release, and so on."""
     gather, release = (table.is_kind(kind)[rows] for kind in GATHERS)
-    use = ~gather & ~release
     same = place[1:] == place[:-1]
     # Whether the row before (after) is of the same unit and releases (gathers) it; the ends of a unit's rows count as
     # if they did.
     after_release, after_gather = (np.append(end, np.where(same, mark[:-1], end)) for mark, end in (
         (release, True), (gather, False)))  # fmt: skip
     before_gather = np.append(np.where(same, gather[1:], True), True)
-    refuse(table, rows, use & after_release, "the weights of its unit are not gathered here")
-    refuse(table, rows, gather & ~after_release, "the weights of its unit are already gathered")
-    refuse(table, rows, release & after_release, "the weights of its unit are not gathered here")
+    refuse(table, rows, ~gather & after_release, "the weights of its unit are not gathered here")
+    refuse(table, rows, gather & ~after_release, "its unit's weights are already gathered")
     refuse(table, rows, release & after_gather, "nothing uses the weights between their gather and this")
     refuse(table, rows, ~release & before_gather, "the weights of its unit are never released after it")
     microbatch = table.microbatch[rows]
@@ -90,7 +88,7 @@ def _check_weight_pool(table: Table) -> None:
     rows = table.rows_with(*GATHERS)
     sizes = table.header.state_sizes[table.stage[rows], table.unit[rows]]
     change = np.where(table.is_kind(Kind.GATHER_WEIGHTS)[rows], sizes, -sizes)
-    held = np.cumsum(change)  # every rank's gathers are all released, so each rank starts from 0
+    held = np.cumsum(change)  # each rank releases all that it gathers, so it starts from 0
     pool = table.header.states.weight_pool
     refuse(table, rows, held > pool, f"the rank's weight_pool of {pool} has no room for it")
 
@@ -128,7 +126,7 @@ def _check_gradient_pool(table: Table, every: StateRows, place: Ints) -> None:
     change = np.zeros(len(table.rows), dtype=np.int64)
     np.add.at(change, rows[opens], sizes[opens])
     np.subtract.at(change, rows[reduces], sizes[reduces])
-    held = np.cumsum(change)  # every rank's gradients are all reduced, so each rank starts from 0
+    held = np.cumsum(change)  # each rank reduces all gradients, so it starts from 0
     pool = table.header.states.gradient_pool
     refuse(table, np.arange(len(held)), held > pool, f"the rank's gradient_pool of {pool} has no room for another")
 
@@ -164,9 +162,10 @@ def _check_states(table: Table) -> None:
     _check_pairs(table, out, back, places)
     refuse(table, out, ~np.isin(places[out], places[updates]), "no update changes this state")
     stays = ~np.isin(places[updates], places[out])
-    refuse(table, updates, stays, "the state of other updates is moved, but not that of this one")
+    refuse(table, updates, stays, "the state of other updates moves, but not that of this one")
     moves = np.sort(np.concatenate([out, back]))
-    present = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))  # all of them leave: each starts from 0
+    # All of them leave: each starts from 0.
+    present = np.cumsum(np.where(table.is_kind(Kind.RELOAD)[moves], 1, -1))
     refuse(table, moves, present > STATES_ON_DEVICE, f"the state of {STATES_ON_DEVICE} units is already on the device")
 
 
@@ -181,8 +180,8 @@ def check_snapshots(table: Table) -> None:
     missing = copied_updates & ~np.isin(places[updates], places[copies])
     refuse(
         table, updates, missing,
-        "a checkpoint copies the state of other units before this update, but not that of this one; add its SNAPSHOT "
-        "before it, so that it waits for the copy",
+        "a checkpoint copies the state of other units before this update, but not "
+        "that of this one; add its SNAPSHOT before it, so that it waits for the copy",
     )  # fmt: skip
 
 

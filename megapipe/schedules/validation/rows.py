@@ -48,8 +48,8 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
         values = getattr(header, name)
         if len(values) != len(stages) or min(values) < least:
             raise ScheduleError(
-                f"{header.name}: {name} {list(values)} must have a value of at least {least} for each of "
-                f"{len(stages)} stages"
+                f"{header.name}: {name} {list(values)} must have a value "
+                f"of at least {least} for each of {len(stages)} stages"
             )
     visited = {stage for route in header.routes for stage in route} | set(header.vocabulary)
     _check_shards(header, origin)
@@ -67,13 +67,14 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
         apart = {other for stage in group for other in header.holders[stage]} - set(group)
         if apart:
             raise ScheduleError(
-                f"{tied}: tied group {list(group)} leaves out stage {min(apart)}, which holds the same part of the "
-                "model as one of them; add it"
+                f"{tied}: tied group {list(group)} leaves out stage {min(apart)}, "
+                "which holds the same part of the model as one of them; add it"
             )
         if header.updates_per_step > 1 and len({header.stages[stage].rank for stage in group}) > 1:
             raise ScheduleError(
-                f"{tied} updates {header.updates_per_step} times per step, but stages {list(group)} on "
-                "different ranks tie a weight, so every update would wait for all of them; untie it"
+                f"{tied} updates {header.updates_per_step} times per step, "
+                f"but stages {list(group)} on different ranks tie a weight, "
+                "so every update would wait for all of them; untie it"
             )
         if len({header.versions_per_stage[stage] for stage in group}) > 1:
             raise ScheduleError(
@@ -87,8 +88,8 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
         raise ScheduleError(f"{header.name}: slices of a micro-batch cannot take several routes; leave out the routes")
     if header.whole_microbatches % header.updates_per_step:
         raise ScheduleError(
-            f"{header.name}: {header.whole_microbatches} micro-batches cannot be divided evenly into "
-            f"{header.updates_per_step} updates"
+            f"{header.name}: {header.whole_microbatches} micro-batches "
+            f"cannot be divided evenly into {header.updates_per_step} updates"
         )
 
 
@@ -102,14 +103,13 @@ def _check_shards(header: Header, origin: Origin | None) -> None:
     ranks = [header.stages[each].rank for each in shards if each < last]
     if shards != tuple(range(last - number, last)) or ranks != 2 * list(range(header.num_ranks)):
         raise ScheduleError(
-            f"{what}: vocabulary {list(shards)} must name the last {number} stages, one on each rank in turn for the "
-            "output layer, then one on each for the input embedding, which older files lack; write the file again "
-            "with megapipe schedule write --vocabulary"
+            f"{what}: vocabulary {list(shards)} must name the last {number} "
+            "stages, one on each rank in turn for the output layer, then "
+            "one on each for the input embedding, which older files lack; "
+            "write the file again with megapipe schedule write --vocabulary"
         )
     if len(header.routes) > 1 or header.slices > 1 or not {*header.routes[0]}.isdisjoint(shards):
-        raise ScheduleError(
-            f"{what}: vocabulary needs one route of whole micro-batches, without its stages {list(shards)}"
-        )
+        raise ScheduleError(f"{what}: vocabulary needs one route of whole micro-batches without stages {list(shards)}")
 
 
 def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
@@ -126,8 +126,8 @@ def _check_holders(header: Header, holders: tuple[int, ...]) -> None:
             raise ScheduleError(f"{what} and have different {name}; give them the same")
     if len(holders) > 1 and header.updates_per_step > 1:
         raise ScheduleError(
-            f"{what}, but it updates {header.updates_per_step} times per step, so that every update would wait for "
-            "all of them; give each part one stage"
+            f"{what}, but it updates {header.updates_per_step} times per step, so "
+            "that every update would wait for all of them; give each part one stage"
         )
 
 
@@ -222,7 +222,7 @@ def check_units(table: Table) -> None:
     _require(table, there, "the stage has fewer units; change its unit, or leave it out")
     _require(table, ~table.is_kind(*STATE_KINDS) | (table.unit < table.num_states), "the stage has fewer state units")
     owned = table.is_kind(Kind.REDUCE_TIED, Kind.UPDATE, Kind.SNAPSHOT) | (moved & (table.version >= 0))
-    kept = [frozenset(table.header.state_units(stage)) for stage in range(len(table.header.stages))]
+    kept = [frozenset(table.header.state_units(stage)) for stage in range(table.num_stages)]
     for row in np.flatnonzero(owned).tolist():
         stage, unit = int(table.stage[row]), int(table.unit[row])
         tied = table.header.tied_group(stage, unit) >= 0
@@ -279,9 +279,7 @@ def check_compute(schedule: Schedule) -> None:
     header = schedule.header
     for section in SECTIONS:
         if (count := len(schedule.sections[section])) != header.num_ranks:
-            raise ScheduleError(
-                f"{header.name} has actions for {count} ranks, but its stages are on {header.num_ranks}"
-            )
+            raise ScheduleError(f"{header.name} has actions for {count} ranks, but stages on {header.num_ranks}")
     table = Table.unroll(schedule, schedule.prologue_steps + 1)
     check_places(table)
     compute = table.is_kind(*COMPUTE_KINDS)
@@ -301,7 +299,7 @@ def _on_route(table: Table) -> Mask:
 
 
 def _check_compute(table: Table, on_route: Mask) -> None:
-    units = np.repeat(np.array(table.header.units_per_stage, dtype=np.int64), table.num_microbatches)
+    units = np.repeat(table.header.units_per_stage, table.num_microbatches)
     done, whole = {}, {}
     for kind in COMPUTE_KINDS:
         done[kind], whole[kind] = _count_chunks(table, kind, units)
@@ -325,7 +323,7 @@ def _check_recompute(table: Table) -> None:
     recomputed, place = table.rows_with(Kind.RECOMPUTE), unit_places(table)
     refuse_repeated(table, recomputed, place[recomputed], REMOVE_ONE)
     has_forward = np.isin(place[recomputed], place[table.rows_with(Kind.FORWARD)])
-    refuse(table, recomputed, ~has_forward, "there is no forward of this chunk or unit to recompute")
+    refuse(table, recomputed, ~has_forward, "no forward of this chunk or unit to recompute")
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:
@@ -380,8 +378,8 @@ def _check_messages(table: Table, on_route: Mask) -> None:
 
 def _check_reductions(table: Table) -> None:
     header = table.header
-    per_update = range(header.microbatches_per_update - 1, table.num_microbatches, header.microbatches_per_update)
-    per_step = range(header.num_microbatches - 1, table.num_microbatches, header.num_microbatches)
+    counts = header.microbatches_per_update, header.num_microbatches
+    per_update, per_step = (range(each - 1, table.num_microbatches, each) for each in counts)
     stages, ranks = range(table.num_stages), range(header.num_ranks)
     plain = [(stage, unit) for stage in stages for unit in range(len(header.stage_states[stage]))]
     state = [(stage, unit) for stage in stages for unit in header.state_units(stage)]

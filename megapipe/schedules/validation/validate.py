@@ -70,7 +70,7 @@ def validate(schedule: Schedule) -> Report:
     """
     header = schedule.header
     if not header.lowered:
-        raise ScheduleError(f"{header.name} has only compute actions; lower it before validating it")
+        raise ScheduleError(f"{header.name} has only compute actions; lower it first")
     check_header(header, schedule.origin)
     check_states(schedule)
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
@@ -136,8 +136,8 @@ class Promise(NamedTuple):
             stage, microbatch = table.stage[row], table.microbatch[row]
             return cls(
                 "C",
-                f"stage {stage} adds the gradients of micro-batch {microbatch} after those of a later one, "
-                f"on {table.place_of(row)}",
+                f"stage {stage} adds the gradients of micro-batch {microbatch} "
+                f"after those of a later one, on {table.place_of(row)}",
             )
         for stale, reason in (
             (not table.flushes, "its steps do not end with an empty pipeline"),

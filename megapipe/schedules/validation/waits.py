@@ -57,19 +57,16 @@ def check_local_order(table: Table, kinds_of_needs: Iterable[Needs]) -> None:
             row, late = int(needs.row[index]), int(needs.needed[index])
             remedy = f"move {write_action(action_at(table, late), table.header.slices)} before it"
             if table.text_place(row)[1] and not table.text_place(late)[1]:
-                remedy = "move it to a later place"  # the text has no word for what lowering placed after it
+                remedy = "move it to a later place"  # lowering added what it must follow
             shown = describe(action_at(table, late), table.header.slices)
             raise failure(table, row, f"it needs {shown}, which comes after it; {remedy}")
         joined = table.action_first[needs.needed] == table.action_first[needs.row]
         if joined.any():
             index = int(np.argmax(joined))
-            needed, slices = action_at(table, int(needs.needed[index])), table.header.slices
-            raise failure(
-                table,
-                int(needs.row[index]),
-                f"it needs {describe(needed, slices)}, which is part of the same group; move "
-                f"{write_action(needed, slices)} before it",
-            )
+            row, needed = int(needs.row[index]), action_at(table, int(needs.needed[index]))
+            slices = table.header.slices
+            what = f"it needs {describe(needed, slices)}, which is part of the same group"
+            raise failure(table, row, f"{what}; move {write_action(needed, slices)} before it")
 
 
 def hanging(table: Table, waits: Needs) -> Ints:
@@ -178,7 +175,7 @@ def collectives_by_group(table: Table) -> Iterator[list[Ints]]:
 def _sums_over_ranks(table: Table) -> Ints:
     """Return the rows that sum gradients of tied weights, or of a part of the model that several stages hold,
     ascending."""
-    return np.sort(np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions]))
+    return np.union1d(table.rows_with(Kind.REDUCE_TIED), table.shared_reductions)
 
 
 def check_progress(dependencies: Dependencies) -> None:
@@ -207,9 +204,9 @@ def check_progress(dependencies: Dependencies) -> None:
     sends = Needs(messages.send[second], messages.receive[first])
     waits, stuck = _stuck(table, sends, receives, reductions, *always)
     if len(stuck):
-        problem = "deadlocks on a GPU that starts operations in the order of their launch"
-        problem = f"{problem} (CUDA_DEVICE_MAX_CONNECTIONS=1)"
-        raise deadlock(table, waits, stuck, problem, "post receives and start reductions later")
+        what = "deadlocks on a GPU that starts operations in the order of their launch"
+        what = f"{what} (CUDA_DEVICE_MAX_CONNECTIONS=1)"
+        raise deadlock(table, waits, stuck, what, "post receives and start reductions later")
 
 
 def _neighbours_on_links(dependencies: Dependencies) -> tuple[Ints, Ints]:
