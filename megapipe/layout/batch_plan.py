@@ -74,8 +74,8 @@ def ramp_problems(batch: BatchConfig, share: int) -> list[str]:
                 fitting = next(each for each in range(batch.micro_size, 0, -1) if of_replica % each == 0)
                 near += f", or batch.micro_size {fitting}"
             problems.append(
-                f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x data-parallel size "
-                f"{share // batch.micro_size}; use {near}, for example"
+                f"{name} {size} is not divisible by batch.micro_size {batch.micro_size} x "
+                f"data-parallel size {share // batch.micro_size}; use {near}, for example"
             )
     return problems
 

@@ -156,7 +156,7 @@ class LayoutCosts:
         in_pieces = model.why_pieces is not None or in_slices
         grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1 and not in_pieces
         return MicrobatchShape(
-            copy(model),  # a copy, because ops are cached by shape, and a configuration may change
+            copy(model),  # ops are cached by shape, and a configuration may change
             config.batch.micro_size,
             config.data.sequence_length,
             self.precision,

@@ -44,8 +44,8 @@ class DoesNotFit(ValueError):
 
     def __init__(self, least: int, memory: float) -> None:
         super().__init__(
-            f"activations need at least {least} bytes with any offloading and recomputation, but offload.memory "
-            f"allows {memory:.0f}"
+            f"activations need at least {least} bytes with any offloading "
+            f"and recomputation, but offload.memory allows {memory:.0f}"
         )
         self.least = least
 

@@ -78,13 +78,11 @@ class RankPrediction:
     @cached_property
     def units(self) -> dict[tuple[int, int], Unit]:
         """Parameters by (stage, state unit): layers without tied weights, then tied weights, as in `Header`."""
-        header, tied = self.schedule.header, self.costs.tied
+        header, tied, zero = self.schedule.header, self.costs.tied, self.costs.config.zero
         units = {
             (stage, state): unit
             for (stage, index), layer in self.layers.items()
-            for state, unit in zip(
-                header.states_of(stage, index), layer_units(layer, tied, self.costs.config.zero), strict=True
-            )
+            for state, unit in zip(header.states_of(stage, index), layer_units(layer, tied, zero), strict=True)
         }
         for group, names in enumerate(tied):
             for stage in header.tied_owners(group):
@@ -113,7 +111,7 @@ class RankPrediction:
         offload, state = self.costs.config.offload, self.state_of(place)
         if not offload.optimizer:
             return 0
-        return state.master + state.moments + (state.weights if self.weights_in_host(place) else 0)
+        return state.master + state.moments + state.weights * self.weights_in_host(place)
 
     def weights_in_host(self, place: tuple[int, int]) -> bool:
         """Return whether a unit's weights are in host memory between their uses."""
@@ -144,7 +142,7 @@ class RankPrediction:
         rows = np.concatenate([self.schedule.sections[name][self.pipeline_rank] for name in sections])  # type: ignore[index]
         header, units = self.schedule.header, self.costs.of_units
         known = sorted(set(self.predictions or ()))
-        variants = [known.index(each) for each in self.predictions or ()] or range(header.slices)
+        variants = list(map(known.index, self.predictions or ())) or range(header.slices)
         return Walk(header, [rows], self.recomputed, variants, gradient_buffers(header, units, self.units))
 
     @cached_property
@@ -233,14 +231,14 @@ class RankPrediction:
         if self.schedule.header.slices == 1:
             return (self.costs,)
         ranges = slice_ranges(self.costs.config)
-        return tuple(replace(self.costs, slices=ranges, slice=number) for number in range(len(ranges)))
+        return tuple(replace(self.costs, slices=ranges, slice=at) for at in range(len(ranges)))
 
     @property
     def _microbatches(self) -> list[tuple[LayoutCosts, int | None, int]]:
         """Micro-batches of a step that cost the same: their costs, `predictions` and number."""
         if self.predictions is None:
             return [(costs, None, self.schedule.header.whole_microbatches) for costs in self._of_slices]
-        return [(self.costs, each, count) for each, count in sorted(Counter(self.predictions).items())]
+        return [(self.costs, *each) for each in sorted(Counter(self.predictions).items())]
 
     def _within_layers(self) -> Iterator[Mapping[str, list[Exchange]]]:
         calls = self._walk.calls
@@ -264,7 +262,8 @@ class RankPrediction:
             else:
                 yield _times(costs.reduction(unit), reductions)
                 yield _times(costs.copies_reduction(unit), 1 if costs.sharded(unit, 2) else reductions)
-                if unit.state_unit == "layer":  # tensor ranks hold different experts, whose gradients are whole
+                # Tensor ranks hold different experts, whose gradients are whole.
+                if unit.state_unit == "layer":
                     layer = self.layers[place[0], self.schedule.header.stage_states[place[0]][place[1]].layer]
                     yield _times(self.costs.partial_reduction(layer, unit), reductions)
             if costs.sharded(unit, 1):

@@ -101,8 +101,9 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
     path = config.schedule.file
     if config.batch.ramp_start is not None and not is_for_all_sizes(Path(path)):
         return [
-            f"the schedule file {path} is for a fixed number of micro-batches per step, but batch.ramp_start changes "
-            "it; leave batch.ramp_start out, name a schedule, or write a file with parameters (format 3)"
+            f"the schedule file {path} is for a fixed number of micro-batches "
+            "per step, but batch.ramp_start changes it; leave batch.ramp_start "
+            "out, name a schedule, or write a file with parameters (format 3)"
         ]
     per_step = config.batch.global_size // share
     for size in BatchPlan.of(config.batch).sizes():
@@ -114,13 +115,14 @@ def _file_problems(config: PretrainConfig, share: int) -> list[str]:
     ):
         if said != here:
             problems.append(
-                f"the schedule file {path} is for {said} {what}, but this run has {here}; change one of the two, or "
-                "write a file with parameters (format 3)"
+                f"the schedule file {path} is for {said} {what}, but this run has {here}; "
+                "change one of the two, or write a file with parameters (format 3)"
             )
     if header.lowered and config.recompute.method != "none":
         problems.append(
-            f"recompute.method is {config.recompute.method}, but the schedule file {config.schedule.file} is lowered "
-            "and defines recomputation itself; set recompute.method none, or use a file with only compute actions"
+            f"recompute.method is {config.recompute.method}, but the schedule file "
+            f"{config.schedule.file} is lowered and defines recomputation itself; "
+            "set recompute.method none, or use a file with only compute actions"
         )
     if header.lowered and (config.offload.activations != "none" or config.offload.optimizer or config.offload.weights):
         problems.append(
@@ -157,23 +159,24 @@ def _asynchronous_problems(config: PretrainConfig, updates_per_step: int) -> lis
     problems = []
     if config.optimizer.clip_norm is not None:
         problems.append(
-            f"optimizer.clip_norm {config.optimizer.clip_norm} needs the gradient norm over all ranks before an "
-            f"update, but this schedule updates {updates_per_step} times per step, each rank at its own time; set "
-            "optimizer.clip_norm null, or use 2bw, which clips exactly"
+            f"optimizer.clip_norm {config.optimizer.clip_norm} needs the "
+            "gradient norm over all ranks before an update, but this schedule "
+            f"updates {updates_per_step} times per step, each rank at its own "
+            "time; set optimizer.clip_norm null, or use 2bw, which clips exactly"
         )
     if config.training.precision == "fp16":
         problems.append(
-            "training.precision fp16 skips steps whose gradients overflow, but this schedule updates before that is "
-            "known; set training.precision bf16, or use 2bw"
+            "training.precision fp16 skips steps whose gradients overflow, but this "
+            "schedule updates before that is known; set training.precision bf16, or use 2bw"
         )
     for field, used, otherwise in (
         ("tie_embeddings is true", config.model.tie_embeddings, "tie_embeddings false"),
-        (f"mtp_layers is {config.model.mtp_layers}", config.model.mtp_layers > 0, "mtp_layers 0"),
+        (f"mtp_layers is {config.model.mtp_layers}", config.model.mtp_layers, "mtp_layers 0"),
     ):
         if used and config.parallel.pipeline > 1:
             problems.append(
-                f"model.{field}, but the tied weight is on the first and the last rank, which this schedule "
-                f"updates at different times; set model.{otherwise}, or use 2bw"
+                f"model.{field}, but the tied weight is on the first and the last rank, which "
+                f"this schedule updates at different times; set model.{otherwise}, or use 2bw"
             )
     if config.model.shares_blocks and config.parallel.pipeline > 1:
         problems.append(
@@ -195,9 +198,9 @@ def _recomputation_problems(config: PretrainConfig) -> list[str]:
     if not config.recompute.logits or not splits_backwards(config):
         return []
     return [
-        "recompute.logits is true, but this schedule splits the backward into two halves, which would each compute "
-        "the logits; set recompute.logits false, or use a schedule with whole backwards, such as 1f1b without "
-        "schedule.two_bp"
+        "recompute.logits is true, but this schedule splits the backward into two "
+        "halves, which would each compute the logits; set recompute.logits false, "
+        "or use a schedule with whole backwards, such as 1f1b without schedule.two_bp"
     ]
 
 
@@ -242,8 +245,9 @@ def _host_weight_problems(config: PretrainConfig, share: int) -> list[str]:
     if not config.offload.weights or _flushes(config, config.batch.global_size // share):
         return []
     return [
-        f"offload.weights is true, but {config.schedule.file or config.schedule.name} never flushes and keeps several "
-        "weight versions on the device; set offload.weights false, or use a schedule that flushes, such as 1f1b"
+        f"offload.weights is true, but {config.schedule.file or config.schedule.name} "
+        "never flushes and keeps several weight versions on the device; set "
+        "offload.weights false, or use a schedule that flushes, such as 1f1b"
     ]
 
 
@@ -261,8 +265,9 @@ def _stage_problems(config: PretrainConfig, name: str) -> list[str]:
         chunks = stages // pipeline
         each = f" x {chunks} stages per rank of {name}" if chunks > 1 else ""
         return [
-            f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers of the model (embedding, "
-            f"{config.model.num_layers} blocks, head); every stage needs at least one: use at most {layers // chunks}"
+            f"parallel.pipeline {pipeline}{each} exceeds the {layers} layers "
+            f"of the model (embedding, {config.model.num_layers} blocks, head); "
+            f"every stage needs at least one: use at most {layers // chunks}"
         ]
     if config.parallel.layers_per_stage is not None:
         try:

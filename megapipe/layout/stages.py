@@ -159,7 +159,7 @@ def token_flops(config: PretrainConfig) -> np.ndarray:
         window = model.sliding_window or length
         for op in layer_ops(layer.kind, MicrobatchShape(model, sequence_length=length)):
             each: float | np.ndarray = total_flops([op]).forward / length
-            if op.name == "attention":  # it counts the whole window, or all keys, for every query
+            if op.name == "attention":  # it counts the window, or all keys, for every query
                 each = each / min(window, length) * np.minimum(np.arange(1, length + 1), window)
             flops += each
     return flops
@@ -171,8 +171,8 @@ def unplanned(config: PretrainConfig) -> list[str]:
         return []
     name = config.schedule.file or config.schedule.name
     return [
-        f"schedule {name} passes sequences in {count} slices, whose times are not "
-        "planned; use whole sequences, such as 1f1b (megapipe plan dry-run checks the memory of slices)"
+        f"schedule {name} passes sequences in {count} slices, whose times are not planned; "
+        "use whole sequences, such as 1f1b (megapipe plan dry-run checks the memory of slices)"
     ]
 
 
@@ -187,8 +187,8 @@ def slice_problems(config: PretrainConfig) -> list[str]:
         if config.schedule.slice_split == "uniform":
             return []
         return [
-            f"schedule.slice_split is {config.schedule.slice_split}, but {name} passes whole sequences; leave it out, "
-            "or use a schedule with several slices"
+            f"schedule.slice_split is {config.schedule.slice_split}, but {name} passes "
+            "whole sequences; leave it out, or use a schedule with several slices"
         ]
     model, length = config.model, config.data.sequence_length
     kinds = model.kinds_of_layers.values()
@@ -223,7 +223,7 @@ def slice_problems(config: PretrainConfig) -> list[str]:
             (f"equal work leaves less than {unit} tokens for one of them", "use longer samples or fewer slices")
         ]
     return [
-        f"schedule {name} passes sequences in {count} slices, but {reason}; {fix}, or use a schedule of whole "
-        "sequences, such as 1f1b"
+        f"schedule {name} passes sequences in {count} slices, but {reason}; "
+        f"{fix}, or use a schedule of whole sequences, such as 1f1b"
         for reason, fix in problems
     ]

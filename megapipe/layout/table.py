@@ -78,8 +78,9 @@ class LayoutTable:
         ]
         if config.offload.activations == "blocks" and not any(each.offload for each in strategies):
             raise ConfigError(
-                "offload.activations blocks has nothing to move, because every block is recomputed or left out; "
-                "recompute fewer blocks (recompute.num_blocks or parallel.layers), or set offload.activations none"
+                "offload.activations blocks has nothing to move, because every block is "
+                "recomputed or left out; recompute fewer blocks (recompute.num_blocks "
+                "or parallel.layers), or set offload.activations none"
             )
         return cls(config, stages, tuple(strategies), config.offload.prefetch or 1)
 
@@ -122,8 +123,8 @@ class LayoutTable:
             "training": {"fp8": config.training.fp8},
         }
         lines = [
-            f"# stage {stage}: {self.stages.layers[members.start].name} to {self.stages.layers[members[-1]].name} on "
-            f"pipeline rank {rank}\n"
+            f"# stage {stage}: {self.stages.layers[members.start].name} to "
+            f"{self.stages.layers[members[-1]].name} on pipeline rank {rank}\n"
             for stage, (members, rank) in enumerate(zip(self.stages.ranges, self.ranks, strict=True))
         ]
         written = {name: group for name, group in groups.items() if group}
@@ -159,13 +160,13 @@ def undecided(config: PretrainConfig) -> list[str]:
     problems = []
     if config.recompute.method == "auto":
         problems.append(
-            "recompute.method auto must be resolved before layers are placed: call planner.recompute.resolved, "
-            "or set none, selective or full"
+            "recompute.method auto must be resolved before layers are placed: "
+            "call planner.recompute.resolved, or set none, selective or full"
         )
     if config.offload.activations == "auto":
         problems.append(
-            "offload.activations auto is decided by measurements at the start of a run; set none or blocks to plan "
-            "with"
+            "offload.activations auto is decided by measurements "
+            "at the start of a run; set none or blocks to plan with"
         )
     return problems
 

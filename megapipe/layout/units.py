@@ -97,9 +97,7 @@ def place(
     for name, size in long.items():
         starts[name] = first
         first += size
-    cut = frozenset(
-        name for name in long if starts[name] // shard_size != (starts[name] + sizes[name] - 1) // shard_size
-    )
+    cut = frozenset(name for name in long if starts[name] % shard_size + sizes[name] > shard_size)
     stops = {name: start + lengths[name] for name, start in starts.items()}
     return MatrixPlacement(shard_size, num_shards, starts, stops, decayed, position, cut)
 
@@ -343,7 +341,7 @@ class UnitCosts:
         return exchanges
 
 
-GIB = 1 << 30
+GIB = 2**30
 
 
 def has_memory_limits(config: PretrainConfig) -> bool:
@@ -393,8 +391,8 @@ class StateUnits:
     def problems(self) -> list[str]:
         """Return one message for each limit in GiB that is smaller than a layer."""
         return [
-            f"{pool.field} is {pool.limit:g} GiB, but the largest layer needs {self._largest * pool.width / GIB:.4g}; "
-            "set it to at least that"
+            f"{pool.field} is {pool.limit:g} GiB, but the largest layer needs "
+            f"{self._largest * pool.width / GIB:.4g}; set it to at least that"
             for pool in self._pools
             if pool.limit is not None and pool.size < self._largest
         ]
@@ -402,8 +400,7 @@ class StateUnits:
     def tight_weights(self) -> str:
         """Return the setting that limits whole weights to less than two of the largest layers; empty if none does."""
         weights = self.table().weight_pool
-        largest = self._largest if has_memory_limits(self.config) else max(map(len, self._units))
-        if not 0 < weights < 2 * largest:
+        if not 0 < weights < 2 * self._largest:
             return ""
         offload = self.config.offload
         field, limits = ("offload", offload) if offload.weights else ("zero", self.config.zero)
@@ -416,24 +413,26 @@ class StateUnits:
         """The pools of gathered weights, of whole gradients, and of weights that are copied from host memory. A number
         of layers means all units of that number of the largest layers."""
         zero, offload = self.config.zero, self.config.offload
-        weight = ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)  # it may be auto
-        layer = self._largest if has_memory_limits(self.config) else max(map(len, self._units))
+        # The precision may be auto.
+        weight = ELEMENT_BYTES.get(cast(Precision, self.config.training.precision), FULL_BYTES)
         limits = [
             ("zero.weight_memory", zero.weight_memory, weight, zero.weight_buffers),
             ("zero.gradient_memory", zero.gradient_memory, FULL_BYTES, zero.gradient_buffers),
             ("offload.weight_memory", offload.weight_memory, weight, offload.weight_buffers),
         ]
         return [
-            _Pool(field, limit, width, buffers * layer if limit is None else int(limit * GIB / width))
+            _Pool(field, limit, width, buffers * self._largest if limit is None else int(limit * GIB / width))
             for field, limit, width, buffers in limits
         ]
 
     def _sizes(self, index: int) -> tuple[int, ...]:
+        """Return the parts of a pool that the units of a layer take."""
         return self._elements[index] if has_memory_limits(self.config) else (1,) * len(self._units[index])
 
-    @property
+    @cached_property
     def _largest(self) -> int:
-        return max(map(sum, self._elements))
+        """Size of the largest layer."""
+        return max(sum(self._sizes(index)) for index in range(len(self._units)))
 
     @cached_property
     def _elements(self) -> tuple[tuple[int, ...], ...]:

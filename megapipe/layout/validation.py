@@ -43,8 +43,8 @@ def _pool_problems(config: PretrainConfig, world_size: int) -> list[str]:
         build_schedule(config, count, layout, replicas=replicas)
     except ScheduleError:
         return [
-            f"{tight}, but {config.schedule.name} overlaps the forward of one layer with the backward of another; set "
-            "it to at least two layers, or use another schedule"
+            f"{tight}, but {config.schedule.name} overlaps the forward of one layer with "
+            "the backward of another; set it to at least two layers, or use another schedule"
         ]
     return []
 
@@ -53,9 +53,10 @@ def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
     """Return at most one message about a schedule file that does not fit the model and the layout."""
     if not config.schedule.file:
         return []
-    count, replicas = num_microbatches(config, world_size), data_parallel_size(config, world_size)
+    count = num_microbatches(config, world_size)
+    replicas = data_parallel_size(config, world_size) * config.parallel.context
     try:
-        build_schedule(config, count, StageLayout.of(config), replicas=replicas * config.parallel.context)
+        build_schedule(config, count, StageLayout.of(config), replicas=replicas)
     except ScheduleError as error:
         return [f"schedule {config.schedule.file}: {error}"]
     return []
@@ -74,8 +75,8 @@ def context_problems(config: PretrainConfig) -> list[str]:
     problems = []
     if config.model.mtp_layers:
         problems.append(
-            f"model.mtp_layers is {config.model.mtp_layers}, which needs whole samples, but parallel.context is "
-            f"{size}; set parallel.context to 1, or model.mtp_layers to 0"
+            f"model.mtp_layers is {config.model.mtp_layers}, which needs whole samples, but "
+            f"parallel.context is {size}; set parallel.context to 1, or model.mtp_layers to 0"
         )
     length, parts = config.data.sequence_length, chunks_per_rank(token_order(config)) * size
     if length % parts:
@@ -89,19 +90,20 @@ def context_problems(config: PretrainConfig) -> list[str]:
         if kind == "all_to_all" and heads % size:
             working = ", ".join(str(each) for each in range(1, heads + 1) if heads % each == 0)
             problems.append(
-                f"model.num_heads {all_heads} with parallel.tensor {config.parallel.tensor} gives {heads} "
-                f"heads per tensor rank, which parallel.context {size} does not divide, as parallel.context_attention "
-                f"all_to_all requires; set it to ring, or parallel.context to one of {working}"
+                f"model.num_heads {all_heads} with parallel.tensor {config.parallel.tensor} "
+                f"gives {heads} heads per tensor rank, which parallel.context "
+                f"{size} does not divide, as parallel.context_attention all_to_all "
+                f"requires; set it to ring, or parallel.context to one of {working}"
             )
     if kind == "ring" and (chunks := config.model.chunk_sizes(length)):
         problems.append(
-            f"model.attention_chunk_size is {chunks[0]}, which parallel.context_attention ring does not support; set "
-            "parallel.context_attention to all_to_all"
+            f"model.attention_chunk_size is {chunks[0]}, which parallel.context_attention "
+            "ring does not support; set parallel.context_attention to all_to_all"
         )
     if kind == "ring" and config.model.attention == "flex":
         problems.append(
-            "model.attention is 'flex', which parallel.context_attention ring does not support; set model.attention "
-            "to auto, or parallel.context_attention to all_to_all"
+            "model.attention is 'flex', which parallel.context_attention ring does not "
+            "support; set model.attention to auto, or parallel.context_attention to all_to_all"
         )
     return problems
 
@@ -113,14 +115,16 @@ def _layout_problems(config: PretrainConfig, world_size: int) -> list[str]:
     data = parallel.data
     if data is not None and data * model_ranks != world_size:
         return [
-            f"parallel.data {data} x parallel.pipeline {parallel.pipeline}{shared} x parallel.tensor "
-            f"{parallel.tensor} = {data * model_ranks} ranks, but the world size is {world_size}; start "
-            f"that many, as with megapipe train -n {data * model_ranks} on one host, or change a parallel size"
+            f"parallel.data {data} x parallel.pipeline {parallel.pipeline}{shared} "
+            f"x parallel.tensor {parallel.tensor} = {data * model_ranks} ranks, "
+            f"but the world size is {world_size}; start that many, as with megapipe "
+            f"train -n {data * model_ranks} on one host, or change a parallel size"
         ]
     if world_size % model_ranks:
         return [
-            f"world size {world_size} is not a multiple of parallel.pipeline {parallel.pipeline}{shared} x "
-            f"parallel.tensor {parallel.tensor} = {model_ranks}; start that many, as with "
-            f"megapipe train -n {model_ranks} on one host, or a multiple, or change a parallel size"
+            f"world size {world_size} is not a multiple of parallel.pipeline "
+            f"{parallel.pipeline}{shared} x parallel.tensor {parallel.tensor} "
+            f"= {model_ranks}; start that many, as with megapipe train -n "
+            f"{model_ranks} on one host, or a multiple, or change a parallel size"
         ]
     return []

@@ -277,9 +277,8 @@ class Walk:
         """Return the weights that are gathered or copied from host memory, from the start of that to their release."""
         rows = self._rows(Kind.GATHER_WEIGHTS, Kind.RELEASE_WEIGHTS)
         gathers = self._kind[rows] == Kind.GATHER_WEIGHTS
-        return self._changes(
-            [(rows, self._place[rows], np.where(gathers, self._symbol(Tensor.WEIGHTS, rows), NOTHING))]
-        )
+        new = np.where(gathers, self._symbol(Tensor.WEIGHTS, rows), NOTHING)
+        return self._changes([(rows, self._place[rows], new)])
 
     @cached_property
     def _sent(self) -> _Changes:
@@ -310,7 +309,7 @@ class Walk:
         next one."""
         rows = self._rows(*COMPUTE_STREAM)
         kind, count = self._kind[rows], self._num_microbatches
-        kept, pending = (self._symbol(tensor, rows) for tensor in (Tensor.KEPT, Tensor.PENDING))
+        kept, pending = (self._symbol(each, rows) for each in (Tensor.KEPT, Tensor.PENDING))
         new = np.where(kind == Kind.BACKWARD_INPUT, pending, NOTHING)
         new = np.where(kind_mask(kind, Kind.FORWARD, Kind.RECOMPUTE), kept, new)
         inside, opens, _ = self._spans
@@ -352,7 +351,8 @@ class Walk:
             rows = self._rows(*kinds, send)
             rows = rows[~away[rows]]
             ends = (self._stage[rows] == end[0]) & (self._unit[rows] == end[1])
-            if shared:  # the rank's shards take what the last stage returns, and the gradient of the first stage
+            # The rank's shards take what the last stage returns, and the gradient of the first stage.
+            if shared:
                 ends = (to_inputs if direction else to_outputs)[rows]
             gone = (self._kind[rows] == send) | ends
             puts.append(self._passed(rows, direction, gone))
@@ -388,7 +388,7 @@ class Walk:
         for shards in (header.outputs, header.inputs) if header.vocabulary else ():
             passes = kind_mask(self._kind, Kind.FORWARD, Kind.BACKWARD) if shards == header.inputs else self._is_sent
             own = np.isin(self._stage, shards) & passes
-            rows = np.sort(np.concatenate([np.flatnonzero(own), self._rows(Kind.REDUCE_SCALARS)]))
+            rows = np.union1d(np.flatnonzero(own), self._rows(Kind.REDUCE_SCALARS))
             held = own & self._is_sent
             puts.append((rows, first - self._rank[rows], np.where(held[rows], STREAM + self._variant[rows], NOTHING)))
             first -= header.num_ranks
@@ -466,7 +466,7 @@ class Walk:
         """
         rows = self._rows(Kind.REDUCE_GRADIENTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
         if gradients.sharded.any():
-            rows = np.sort(np.concatenate([rows, self._rows(*ADDING)]))
+            rows = np.union1d(rows, self._rows(*ADDING))
         columns = (self._kind.astype(np.int64), self._stage, self._unit)
         buffers = _Buffers(self.header, gradients)
         first, width, header = self._symbols, self._width, self.header

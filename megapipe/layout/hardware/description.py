@@ -195,8 +195,8 @@ class Measurements:
         if ranks != sorted({1, *ranks}):
             yield (
                 "contention",
-                f"is for {', '.join(map(str, ranks))} ranks: write each number once, in ascending order, starting "
-                "with 1",
+                f"is for {', '.join(map(str, ranks))} ranks: write "
+                "each number once, in ascending order, starting with 1",
             )
 
     def slowdown(self, ranks: float) -> float:
@@ -234,8 +234,8 @@ class IntraNodeLink:
         if self.pair_bandwidth > self.bandwidth:
             yield (
                 "pair_bandwidth",
-                f"is {self.pair_bandwidth:g}; it must be at most bandwidth {self.bandwidth:g}, which a device has to "
-                "all others together",
+                f"is {self.pair_bandwidth:g}; it must be at most bandwidth "
+                f"{self.bandwidth:g}, which a device has to all others together",
             )
 
     def measured(self, operation: str, ranks: int) -> MeasuredCollective | None:
@@ -373,8 +373,8 @@ class Hardware:
                 if left <= 0:
                     return tuple(occupied)
         raise ConfigError(
-            f"{num_devices} devices are requested, but hardware {self.name!r} has {num_devices - left}; request "
-            "fewer, or raise num_nodes of a group"
+            f"{num_devices} devices are requested, but hardware {self.name!r} has "
+            f"{num_devices - left}; request fewer, or raise num_nodes of a group"
         )
 
     def price_per_hour(self, num_devices: int) -> float | None:
@@ -392,8 +392,8 @@ class Hardware:
         smallest = min(self.groups, key=lambda group: group.device.memory_bytes).device
         if not 0 <= num_bytes < smallest.memory_bytes:
             raise ConfigError(
-                f"the memory reserve is {num_bytes / 1e9:g} GB; it must be at least 0 and below the "
-                f"{smallest.memory_bytes / 1e9:g} GB of device {smallest.name!r}"
+                f"the memory reserve is {num_bytes / 1e9:g} GB; it must be at least 0 and "
+                f"below the {smallest.memory_bytes / 1e9:g} GB of device {smallest.name!r}"
             )
         return self.with_devices(lambda device: replace(device, memory_bytes=device.memory_bytes - num_bytes))
 
@@ -466,8 +466,8 @@ def load_hardware(name_or_file: str) -> Hardware:
         return _preset(name_or_file)
     if not any(mark in name_or_file for mark in "./\\"):
         raise ConfigError(
-            f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: {', '.join(PRESETS)}; write a file "
-            "name with its ending, as in machine.yaml)"
+            f"unknown hardware {name_or_file!r}{_meant(name_or_file)} (presets: "
+            f"{', '.join(PRESETS)}; write a file name with its ending, as in machine.yaml)"
         )
     text = read_text(Path(name_or_file), ConfigError, "choose a YAML file with hardware", LARGEST_FILE)
     return read_hardware(text, name_or_file)

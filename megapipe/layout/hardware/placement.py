@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.config import ConfigError, nearest
 from megapipe.config.parallel import DIMENSIONS
 from megapipe.layout.hardware.description import Hardware, IntraNodeLink, NodeGroup
 from megapipe.layout.stages import cached_method
+from megapipe.schedules.actions import Ints
 from megapipe.spec.ops import Exchange, Operation
 
 
@@ -158,12 +158,8 @@ def _slowest(group: GroupLinks) -> tuple[float, float]:
         return group.inside.of_ring(group.size), group.inside.latency
     if max(group.members) == 1:
         return group.crossing, group.crossing_latency
-    return min(group.inside.of_ring(max(group.members)), group.crossing), max(
-        group.crossing_latency, group.inside.latency
-    )
-
-
-Numbers = npt.NDArray[np.int64]
+    bandwidth = min(group.inside.of_ring(max(group.members)), group.crossing)
+    return bandwidth, max(group.crossing_latency, group.inside.latency)
 
 
 class Placement:
@@ -183,9 +179,7 @@ class Placement:
         for name, size in sizes.items():
             if name not in DIMENSIONS:
                 known = ", ".join(DIMENSIONS)
-                raise ConfigError(
-                    f"unknown mesh dimension {name!r}{nearest(name, DIMENSIONS)}: the dimensions are {known}"
-                )
+                raise ConfigError(f"unknown mesh dimension {name!r}{nearest(name, DIMENSIONS)} (known: {known})")
             if size < 1:
                 raise ConfigError(f"mesh dimension {name} has size {size}; it must be at least 1")
         self.hardware = hardware
@@ -201,9 +195,7 @@ class Placement:
         if self.node_order == tuple(range(len(self.nodes))):
             return
         if sorted(self.node_order) != list(range(len(self.nodes))):
-            raise ConfigError(
-                f"node_order {list(self.node_order)} must contain each of the nodes 0 to {len(self.nodes) - 1} once"
-            )
+            raise ConfigError(f"node_order {list(self.node_order)} must have nodes 0 to {len(self.nodes) - 1} once")
         if len({node.devices_per_node for node in self.nodes}) > 1:
             raise ConfigError("node_order needs nodes with equal numbers of devices; leave it out for this hardware")
 
@@ -227,7 +219,7 @@ class Placement:
         ranks: list[list[int]] = self._partition(names).tolist()
         return ranks
 
-    def _partition(self, names: Iterable[str]) -> Numbers:
+    def _partition(self, names: Iterable[str]) -> Ints:
         """Return `partition` as an array, shape [lists, members]."""
         free = [place for place, name in enumerate(DIMENSIONS) if name in names]
         fixed = [place for place in range(len(DIMENSIONS)) if place not in free]
@@ -235,7 +227,7 @@ class Placement:
         return ranks.reshape(-1, math.prod(ranks.shape[len(fixed) :]))
 
     @cached_property
-    def _node_of_rank(self) -> Numbers:
+    def _node_of_rank(self) -> Ints:
         sizes = [self.nodes[node].devices_per_node for node in self.node_order]
         return np.repeat(np.array(self.node_order), sizes)[: self.num_ranks]
 
@@ -315,7 +307,7 @@ class Placement:
         crossing = node.outside.of_device(node.devices_per_node // inside)
         return GroupLinks((1, 1), node.inside, crossing, node.outside.latency)
 
-    def _links_of(self, nodes: Numbers) -> list[GroupLinks]:
+    def _links_of(self, nodes: Ints) -> list[GroupLinks]:
         """Return the links of groups, each given as the nodes of its members in the ring's order, with members of one
         node adjacent; shape [groups, members]."""
         starts = np.ones(nodes.shape, dtype=bool)
@@ -337,7 +329,7 @@ class Placement:
         return list(dict.fromkeys(self._group(Counter(each), busy) for each in groups))
 
     @cached_property
-    def _kinds(self) -> Numbers:
+    def _kinds(self) -> Ints:
         """Return the number of the kind of every node."""
         numbers: dict[int, int] = {}
         return np.array([numbers.setdefault(id(node), len(numbers)) for node in self.nodes])
@@ -401,15 +393,13 @@ class OrderCost:
         self, hardware: Hardware, sizes: Mapping[str, int], message_bytes: float, gradient_bytes: float
     ) -> None:
         if hardware.link_matrix is None:
-            raise ConfigError(
-                f"hardware {hardware.name!r} has no link_matrix, without which all node orders are equal; add one"
-            )
+            raise ConfigError(f"hardware {hardware.name!r} has no link_matrix, so all node orders are equal; add one")
         placement = Placement(hardware, sizes)
         if placement.inside is None:
             shape = " x ".join(f"{name} {size}" for name, size in placement.sizes.items())
             raise ConfigError(
-                f"mesh {shape} does not divide the nodes of hardware {hardware.name!r} evenly, so nodes cannot be "
-                "reordered; leave the node order out"
+                f"mesh {shape} does not divide the nodes of hardware {hardware.name!r} "
+                "evenly, so nodes cannot be reordered; leave the node order out"
             )
         self.num_nodes = len(placement.nodes)
         self._matrix = hardware.link_matrix

@@ -63,9 +63,7 @@ def matrix_product_time(
     """
     for name, size in {"rows": rows, "inner": inner, "columns": columns, "batch": batch}.items():
         if size < 1:
-            raise ValueError(
-                f"{name} is {size}, but sizes of a matrix product must be at least 1; leave empty products out"
-            )
+            raise ValueError(f"{name} is {size}, but sizes of a product must be at least 1; leave empty products out")
     efficiency = device.efficiency
     padded = (rows + efficiency.half_size) * (inner + efficiency.half_size) * (columns + efficiency.half_size)
     peak, size = device.peak(dtype), DTYPE_BYTES[dtype]
@@ -95,9 +93,7 @@ def fit_efficiency(device: Device, dtype: str, products: Sequence[Product]) -> E
         ConfigError: fewer than 3 products, or times that are not above 0.
     """
     if len(products) < 3:
-        raise ConfigError(
-            f"{len(products)} products were measured; the three parameters need at least 3 products of different sizes"
-        )
+        raise ConfigError(f"{len(products)} products were measured; the three parameters need at least 3 sizes")
     if any(product.seconds <= 0 for product in products):
         raise ConfigError("a measured product took 0 seconds or less; measure it again with more repetitions")
 

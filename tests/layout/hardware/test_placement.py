@@ -140,7 +140,7 @@ def test_measured_links_count_along_the_ring_in_its_order() -> None:
     [
         ({"tensr": 2}, None, "unknown mesh dimension 'tensr'; did you mean 'tensor'"),
         ({"tensor": 0}, None, "dimension tensor has size 0; it must be at least 1"),
-        ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must contain each of the nodes 0 to 2 once"),
+        ({"data": 3}, (0, 0, 1), r"node_order \[0, 0, 1\] must have nodes 0 to 2 once"),
     ],
 )
 def test_wrong_placements_are_refused(sizes: dict[str, int], order: tuple[int, ...] | None, message: str) -> None:
@@ -268,7 +268,7 @@ def test_annealing_is_never_dearer_than_the_order_by_number(seed: int) -> None:
 
 
 def test_without_a_choice_it_is_said() -> None:
-    with pytest.raises(ConfigError, match="has no link_matrix, without which all node orders are equal"):
+    with pytest.raises(ConfigError, match="has no link_matrix, so all node orders are equal"):
         OrderCost(machine(4), {"data": 8}, 1, 1)
     with pytest.raises(ConfigError, match=r"mesh data 4 x .* tensor 3 does not divide the nodes"):
         OrderCost(machine(4, 2, uneven(3, 0)), {"data": 4, "tensor": 3}, 1, 1)
