@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Union
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.config import ConfigError, nearest
 from megapipe.config.bert import BertPretrainConfig
@@ -37,9 +36,8 @@ from megapipe.layout.hardware.roofline import Product, fit_efficiency
 from megapipe.planner.cost.estimate import Assumptions, Estimate
 from megapipe.planner.cost.layer_times import UNFUSED_LOSS_BYTES
 from megapipe.planner.cost.model import estimate
+from megapipe.schedules.actions import Floats
 from megapipe.schedules.registry import find_generator
-
-Floats = npt.NDArray[np.float64]
 
 WIDTH = 0.3
 """Standard deviation of the logarithm of a share, for all shares and machines: about that of rates in `MEMORY`."""
@@ -354,8 +352,9 @@ def fit(
             without = _optimize([*rows[:index], *rows[index + 1 :]], hardware, prior)
             left_out = judge(row, _machine(hardware, without.point)).error
         fitted.append(judge(row, machine, left_out))
-    efficiency, predicted = machine.groups[0].device.efficiency, (judge(row, machine) for row in unfitted)
-    return FitResult(machine, efficiency, best.spreads(ROW_ERROR), tuple(fitted), tuple(predicted), prior)
+    efficiency, spreads = machine.groups[0].device.efficiency, best.spreads(ROW_ERROR)
+    predicted = tuple(judge(row, machine) for row in unfitted)
+    return FitResult(machine, efficiency, spreads, tuple(fitted), predicted, prior)
 
 
 def judge(row: FittingRow, hardware: Hardware, left_out: float | None = None) -> RowResult:
@@ -390,7 +389,7 @@ def report_lines(result: FitResult, unit: str) -> Iterator[str]:
     yield from map(_row_line, result.fitted)
     yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
     if left_out := result.left_out_errors:
-        yield f"left out: mean error {sum(left_out) / len(left_out):.1%}, worst {max(left_out):.1%}"
+        yield f"left out: mean error {np.mean(left_out):.1%}, worst {max(left_out):.1%}"
     if result.unfitted:
         yield "not fitted, only predicted:"
         yield from (f"{_row_line(row)}; {row.source}" for row in result.unfitted)
@@ -622,11 +621,6 @@ class MeasuredRow:
         """Return predicted and measured tokens per second."""
         predicted = estimate.tokens_per_second
         return predicted, predicted * estimate.step_seconds / self.step_seconds
-
-
-def fit_rows(path: str, hardware: Hardware) -> FitResult:
-    """Fit a machine to the rows of a file. Raises ConfigError if rows are wrong or too few."""
-    return fit(read_rows(path), hardware)
 
 
 def read_rows(path: str) -> tuple[MeasuredRow, ...]:

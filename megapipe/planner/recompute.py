@@ -8,6 +8,7 @@ memory never results in a slower step.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from megapipe.config import ConfigError
 from megapipe.config.memory import OffloadConfig, RecomputeConfig, RecomputedPart
@@ -18,6 +19,7 @@ from megapipe.layout.prediction import predict_rank
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout, layers_of
 from megapipe.layout.table import lowered_schedule
+from megapipe.layout.units import GIB
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.model import estimate
@@ -25,7 +27,6 @@ from megapipe.planner.cost.run_layout import with_data
 from megapipe.planner.measured import MeasuredTimes
 from megapipe.spec.layers import one_of_each
 
-GIB = 2**30
 PARTS: tuple[list[RecomputedPart], ...] = (["norms"], ["mlp"], ["mlp", "norms"], ["attention", "mlp", "norms"])
 RESERVE = 0.1
 """Fraction of a device's memory that is reserved for the framework and for errors of the prediction."""
@@ -145,7 +146,7 @@ def least_recomputation(
     plain, *_ = candidates = list(_candidates(named))
     times, source = _step_seconds(candidates, hardware, devices)
     # On a tie, the candidate that recomputes least wins: candidates are in that order, and sorting is stable.
-    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=lambda pair: pair[0]):
+    for seconds, candidate in sorted(zip(times, candidates, strict=True), key=itemgetter(0)):
         peak = peak_bytes(candidate, device, amx, budget)
         if peak <= budget:
             nothing = peak if candidate is plain else peak_bytes(plain, device, amx)
@@ -154,8 +155,9 @@ def least_recomputation(
     for candidate in candidates:
         least = min(least, peak_bytes(candidate, device, amx, least))
     raise ConfigError(
-        f"a rank needs at least {least / GIB:.3g} GiB with any recomputation, but the budget is {budget / GIB:.3g}; "
-        "lower batch.micro_size, raise parallel.tensor, parallel.pipeline or zero.stage, or allow more memory"
+        f"a rank needs at least {least / GIB:.3g} GiB with any recomputation, "
+        f"but the budget is {budget / GIB:.3g}; lower batch.micro_size, raise "
+        "parallel.tensor, parallel.pipeline or zero.stage, or allow more memory"
     )
 
 

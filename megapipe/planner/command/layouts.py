@@ -38,7 +38,7 @@ from megapipe.planner.command.planning import (
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
-from megapipe.planner.fitting import FitResult, find_table, fit_rows, fit_table, report_lines
+from megapipe.planner.fitting import FitResult, find_table, fit, fit_table, read_rows, report_lines
 from megapipe.planner.papers.galvatron import per_layer
 from megapipe.planner.papers.pipedream import partition_plan, two_buffered_plan
 from megapipe.planner.recompute import limited, resolved
@@ -219,8 +219,8 @@ def run_search(request: Request) -> None:
             with progress_bar(f"asking {name}") as report:
                 advice[flag] = plan(best.config, hardware, devices, report)
     if flags["json"]:
-        additions = {"advice": advice, "launch": command, **facts, "remarks": remarks}
-        print(json.dumps(best.as_json() | additions | {"search": findings.as_json()}, indent=2))
+        more = {"advice": advice, "launch": command, **facts, "remarks": remarks}
+        print(json.dumps(best.as_json() | more | {"search": findings.as_json()}, indent=2))
         return
     notes = (f"note: {remark}" for remark in remarks)
     print(run_line(best.config, hardware, best.estimate.world_size), *notes, sep="\n")
@@ -229,7 +229,7 @@ def run_search(request: Request) -> None:
     print_cells(terms_cells(best.estimate))
     print_memory(best.estimate)
     if best.node_order is not None:
-        print(f"\norder of the nodes, chosen by measured links: {' '.join(map(str, best.node_order))}")
+        print("\norder of the nodes, chosen by measured links:", *best.node_order)
     print_advice(advice)
     for line in lines:
         print(f"\n{line}")
@@ -251,7 +251,7 @@ def print_findings(findings: Findings, top: int) -> None:
     counts = f"{findings.layouts:,} layouts, of which {findings.examined:,} were estimated"
     print(f"\n{counts} and the others ruled out by lower bounds")
     ranked = enumerate(findings.ranked[:top], start=1)
-    rows = [{"": str(place)} | layout_cells(each.config) | _figures(each) for place, each in ranked]
+    rows = [{"": str(at)} | layout_cells(each.config) | _figures(each) for at, each in ranked]
     if all(row["context"] == "1" for row in rows):
         for row in rows:
             del row["context"]
@@ -288,11 +288,9 @@ def _machine(request: Request) -> tuple[Hardware, int]:
     """
     missing = []
     if request.flags["devices"] is None:
-        missing.append("--devices is missing; set it to the number of devices that may be used")
+        missing.append("--devices is missing; set it to the number of devices to use")
     if "batch.global_size" not in request.given:
-        missing.append(
-            "--batch.global_size is missing; set it to the samples per step, because the best layout depends on it"
-        )
+        missing.append("--batch.global_size is missing; set it to the samples per step")
     try:
         hardware = request.hardware()
     except ConfigError as error:
@@ -341,14 +339,13 @@ def _start_command(config: PretrainConfig, hardware: Hardware, devices: int, fil
 
 
 def _print_start(request: Request, hardware: Hardware, best: PlannedLayout, command: str) -> None:
-    file = request.flags["write_config"]
+    file, devices = request.flags["write_config"], best.estimate.world_size
+    sizes = [node.devices_per_node for node in hardware.nodes(devices)]
     wrote, add = (f"wrote {file}; ", "") if file else ("", f"add --write_config {OUTPUT_NAME}, then ")
-    everywhere = " on every node" if len(hardware.nodes(best.estimate.world_size)) > 1 else ""
+    everywhere = " on every node" if len(sizes) > 1 else ""
     print(f"\n{wrote}to train with it, {add}run{everywhere}\n  {command}")
     if not best.config.data.prefixes[0]:
         print(f"  ({NO_DATA}: path of the shard that megapipe preprocess printed)")
-    devices = best.estimate.world_size
-    sizes = [node.devices_per_node for node in hardware.nodes(devices)]
     if len(sizes) > 1 and (sum(sizes) != devices or len(set(sizes)) > 1):
         # One command cannot express that nodes run different numbers of ranks.
         ranks = ", ".join(map(str, [*sizes[:-1], devices - sum(sizes[:-1])]))
@@ -366,15 +363,16 @@ def print_advice(advice: Mapping[str, Any]) -> None:
         plan = advice["two_buffered"]
         settings = " ".join(f"--{name} {value}" for name, value in plan["settings"].items())
         print(
-            f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, micro-batch {plan['micro_size']}, "
-            f"{bytes_text(plan['memory_bytes'])}, {seconds_text(plan['step_time_s'])} per step by its model\n"
-            f"  {settings}"
+            f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, "
+            f"micro-batch {plan['micro_size']}, {bytes_text(plan['memory_bytes'])}, "
+            f"{seconds_text(plan['step_time_s'])} per step by its model\n  {settings}"
         )
     if "partition" in advice:
         plan = advice["partition"]
         print(
-            f"\n{plan['source']}: {plan['tokens_per_s']:,.0f} tokens/s with {plan['in_flight']} micro-batches in "
-            "flight, by its model; megapipe can train it only if all stages have the same number of replicas"
+            f"\n{plan['source']}: {plan['tokens_per_s']:,.0f} tokens/s with "
+            f"{plan['in_flight']} micro-batches in flight, by its model; megapipe "
+            "can train it only if all stages have the same number of replicas"
         )
         for number, stage in enumerate(plan["stages"]):
             print(f"  stage {number}: {' to '.join(dict.fromkeys(stage['layers']))}, {stage['replicas']} replicas")
@@ -413,13 +411,14 @@ def _fit(request: Request) -> tuple[FitResult, str, str]:
     """Return the result, its title, and the unit of its speeds."""
     flags = request.flags
     if (flags["published"] is None) == (flags["rows"] is None):
-        raise ConfigError("pass either --published, a table of published rows, or --rows, a file with your own rows")
-    if flags["rows"] is not None:
-        return fit_rows(flags["rows"], request.hardware()), f"rows of {flags['rows']}", "tokens/s"
+        raise ConfigError("pass either --published NAME, or --rows FILE with your own rows")
+    if (file := flags["rows"]) is not None:
+        hardware = request.hardware()  # before the file is read
+        return fit(read_rows(file), hardware), f"rows of {file}", "tokens/s"
     table = find_table(flags["published"])
     if flags["hardware"] is not None:
         raise ConfigError(
-            f"--hardware {flags['hardware']} can only be used with --rows, because the published rows were measured "
-            f"on {table.hardware}; leave it out"
+            f"--hardware {flags['hardware']} can only be used with --rows, because "
+            f"the published rows were measured on {table.hardware}; leave it out"
         )
     return fit_table(table.name), table.title, "TFLOP/s"

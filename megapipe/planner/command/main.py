@@ -63,7 +63,7 @@ class Request:
     def default_reserve(self) -> float:
         """Return the fraction of each device's memory to keep free if no flag sets it: 0 with recompute.method auto,
         which has its own budget, and for commands that measure."""
-        given = self.flags.get("memory_reserve") is not None or "memory_reserve" not in self.flags
+        given = self.flags.get("memory_reserve", 0.0) is not None
         return 0.0 if given or self.config.recompute.method == "auto" else MEMORY_RESERVE
 
     def devices(self) -> int:
@@ -86,9 +86,7 @@ class Request:
             given = parse_given(_parser(self.command, kind), kind, words)
         except ConfigError as error:
             if _is_hardware(file):
-                raise ConfigError(
-                    f"{file} is a hardware file; write --hardware {file}, and name a configuration"
-                ) from None
+                raise ConfigError(f"{file} is a hardware file; write --hardware {file} and a configuration") from None
             raise ConfigError(with_name(file, error.problems)) from None
         return replace(self, kind=kind, config=given.config, given=given.fields)
 
@@ -120,34 +118,26 @@ _MACHINE = (
     _flag("--devices", "total number of ranks (default: the product of the sizes of the layout)", Devices),
     _flag(
         "--memory_reserve",
-        f"memory of every device to keep free for CUDA, NCCL and fragmentation (default {MEMORY_RESERVE:.0%} of it)",
+        f"memory to keep free on each device, for CUDA and NCCL (default {MEMORY_RESERVE:.0%} of it)",
         float,
         metavar="GB",
     ),
 )
 _TRAINING = (
-    _flag(
-        "--tokens",
-        "tokens to train on, such as 300e9; also prints the number of steps, the days and the price",
-        Amount,
-    ),
-    _flag(
-        "--price_per_hour",
-        "price of one node per hour, in any currency (default: from the hardware file)",
-        NaturalFloat,
-    ),
+    _flag("--tokens", "tokens to train on; also prints steps, days and price", Amount),
+    _flag("--price_per_hour", "price per node-hour (default: hardware file)", NaturalFloat),
     _flag(
         "--mean_time_between_failures",
-        "mean time between failures of the whole job; with --save_seconds, also prints how often to save",
+        "mean time between failures of the job; with --save_seconds, prints how often to save",
         Duration,
         metavar="HOURS",
     ),
-    _flag("--save_seconds", "seconds that a save adds to the training time (docs/checkpoints.md)", Duration),
+    _flag("--save_seconds", "seconds that a save adds (docs/checkpoints.md)", Duration),
 )
 _JSON = _flag("--json", "machine-readable output", bool)
 _PICTURES = (
     _flag("--html", "write a report with pictures to one HTML file", Path, metavar="FILE"),
-    _flag("--pictures", "write the pictures of the report to a folder, as SVG files", Path, metavar="FOLDER"),
+    _flag("--pictures", "write the report's pictures as SVG files", Path, metavar="FOLDER"),
 )
 _SEARCH = (
     _flag(
@@ -163,33 +153,31 @@ _SEARCH = (
         f"(default {','.join(searched('all', GENERATORS.registered()))}, and "
         "other schedules with the most promising layouts)",
     ),
-    _flag(
-        "--models", "with --objective size: model files to try (default: --model, scaled)", nargs="+", metavar="FILE"
-    ),
-    _flag("--per_layer", "also print the per-layer plan of Galvatron, which megapipe cannot always train", bool),
+    _flag("--models", "with --objective size: model files (default: --model, scaled)", nargs="+", metavar="FILE"),
+    _flag("--per_layer", "also print Galvatron's per-layer plan (not always trainable)", bool),
     _flag("--two_buffered", "also print the plan of PipeDream-2BW's planner", bool),
     _flag("--partition", "also print the stages of PipeDream's partitioner", bool),
     _flag("--top", "number of layouts to list (default 5)", PositiveInt, default=5),
-    _flag("--write_config", "write the best layout as a configuration to train", Path, metavar="FILE"),
+    _flag("--write_config", "write the best layout as a configuration", Path, metavar="FILE"),
 )
 _TRAIN_TIME = (
     _flag("--tokens", "tokens that the model is trained on", Amount),
     _flag("--achieved_tflops", "measured TFLOP/s of each device, instead of --hardware: 8 T P / (n X)", PositiveFloat),
     _flag("--bounds", "also print the lower bounds of Lamy-Poirier's analysis", bool),
-    _flag("--parameters", "number of parameters of the model (default: those of --model)", Amount),
+    _flag("--parameters", "number of parameters (default: those of --model)", Amount),
     _flag("--least_efficiency", "with --bounds: minimum share of peak FLOP/s (default 0.5)", Probability, default=0.5),
 )
-_FILES = _flag("files", "configuration files, one per layout; flags override fields of each", nargs="*")
+_FILES = _flag("files", "configuration files, one per layout; flags override them", nargs="*")
 _DRY_RUN = (
     _flag("file", "configuration file; without it, only flags describe the run", nargs="?"),
-    _flag("--write_layout", "configuration file to write, with the stages and the strategy of each layer", Path),
+    _flag("--write_layout", "file to write, with stages and the strategy of each layer", Path),
 )
 _PROFILE = (
     _flag("--output", "hardware file to write", Path, required=True),
-    _flag("--ranks", "number of processes that run at the same time (default 2)", Ranks, default=2),
-    _flag("--tensor_sizes", "sizes of parallel.tensor to measure, such as [1,2]", list[Size], default=[1]),
-    _flag("--context_sizes", "sizes of parallel.context to measure, such as [1,2]", list[Size], default=[1]),
-    _flag("--micro_sizes", "micro-batch sizes to measure, such as [1,2]", list[Size], default=[1, 2, 4]),
+    _flag("--ranks", "number of processes that run at once (default 2)", Ranks, default=2),
+    _flag("--tensor_sizes", "parallel.tensor sizes, such as [1,2]", list[Size], default=[1]),
+    _flag("--context_sizes", "parallel.context sizes, such as [1,2]", list[Size], default=[1]),
+    _flag("--micro_sizes", "micro-batch sizes, such as [1,2]", list[Size], default=[1, 2, 4]),
 )
 _LINKS = (
     _HARDWARE,
@@ -198,7 +186,7 @@ _LINKS = (
 )
 _FIT = (
     _flag("--published", "name of a table of published rows"),
-    _flag("--rows", "YAML file of your own measured runs (docs/cost_model.md)", metavar="FILE"),
+    _flag("--rows", "YAML file of your measured runs (docs/cost_model.md)", metavar="FILE"),
     _HARDWARE,
     _flag("--output", "hardware file to write, including the fitted efficiency", Path),
 )
@@ -292,9 +280,7 @@ def _parser(command: str, kind: type[PretrainConfig], *, documented: bool = Fals
     parser = build_parser(f"{about.summary[0].upper()}{about.summary[1:]}.", kind, documented=documented)
     parser.prog = f"megapipe plan {command}"
     parser.usage = f"megapipe plan {command} {about.usage}"
-    parser.add_argument(
-        "--bert", action="store_true", help="plan a BERT run; this is the default if a BERT field is set"
-    )
+    parser.add_argument("--bert", action="store_true", help="plan a BERT run, the default if a BERT field is set")
     for name, arguments in about.flags:
         if name == "--published":
             from megapipe.planner.fitting import TABLES  # imports the cost model, which most commands do not need
@@ -361,8 +347,8 @@ def overview() -> str:
             "usage: megapipe plan COMMAND [--group.field VALUE ...]\n",
             "Find which layout of a model fits a machine, how fast it is, and why.\n",
             *(f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()),
-            "\n`megapipe plan COMMAND --help` lists the flags of a command and the common fields of a training "
-            "configuration, `--help-all` every field.",
+            "\n`megapipe plan COMMAND --help` lists the flags of a command and the "
+            "common fields of a training configuration, `--help-all` every field.",
         ]
     )
 

@@ -145,7 +145,7 @@ PREFERRED: Final[tuple[Literal["bf16", "fp16", "fp32"], ...]] = ("bf16", "fp16",
 def provenance(hardware: Hardware) -> str:
     """Return one line that describes the source of the times in an output."""
     if hardware.measured is not None:
-        others = any(group.device is not hardware.groups[0].device for group in hardware.groups)
+        others = any(each.device is not hardware.groups[0].device for each in hardware.groups)
         also = ", and those of layers if a run also uses other devices" if others else ""
         return f"times of layers were measured on one node of this machine; all other times are predicted{also}"
     fitted = {load_hardware(name).groups[0].device.efficiency: name for name in FITTED_PRESETS}
@@ -225,8 +225,9 @@ def run_line(config: PretrainConfig, hardware: Hardware, devices: int) -> str:
     nodes = hardware.nodes(devices)
     names = ", ".join(dict.fromkeys(node.device.name for node in nodes))
     return (
-        f"{config.kind.upper()} of {count_text(num_parameters(config))} parameters on {devices:,} x {names} "
-        f"({len(nodes):,} node{'s' if len(nodes) > 1 else ''}); a step is {config.batch.global_size:,} samples of "
+        f"{config.kind.upper()} of {count_text(num_parameters(config))} parameters on "
+        f"{devices:,} x {names} ({len(nodes):,} node{'s' if len(nodes) > 1 else ''}); "
+        f"a step is {config.batch.global_size:,} samples of "
         f"{config.data.sequence_length:,} tokens, in {config.training.precision}"
     )
 
@@ -261,13 +262,15 @@ def training_facts(request: Request, answer: Estimate, hardware: Hardware) -> tu
         cost = None if price is None else seconds / HOUR * price
         training = {"tokens": tokens, "steps": steps, "days": seconds / DAY, "cost": cost}
         lines.append(
-            f"{count_text(tokens)} tokens: {steps:,} steps (--training.steps {steps}), {duration_text(seconds)}"
-            f"{'' if cost is None else f', price {cost:,.0f}'}; evaluation, saves and restarts not counted"
+            f"{count_text(tokens)} tokens: {steps:,} steps (--training.steps {steps}), "
+            f"{duration_text(seconds)}{'' if cost is None else f', price {cost:,.0f}'}; "
+            "evaluation, saves and restarts not counted"
         )
     if saves is not None:
         lines.append(
-            f"save every {duration_text(saves['interval_s'])} (--checkpoint.every {saves['interval_steps']:.0f}): "
-            f"saves and repeated work take {saves['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
+            f"save every {duration_text(saves['interval_s'])} (--checkpoint.every "
+            f"{saves['interval_steps']:.0f}): saves and repeated work take "
+            f"{saves['lost_share']:.1%} of the time (Young 1974, Daly 2006)"
         )
     return {"checkpoint": saves, "training": training}, lines
 
@@ -280,8 +283,8 @@ def _checkpoint(request: Request, step_seconds: float) -> dict[str, float] | Non
     if hours is None or save is None:
         missing = "save_seconds" if save is None else "mean_time_between_failures"
         raise ConfigError(
-            f"--{missing} is missing; how often to save depends on "
-            "both the time between failures and the time of a save; set both, or leave both out"
+            f"--{missing} is missing; how often to save depends on both the time "
+            "between failures and the time of a save; set both, or leave both out"
         )
     interval = save_interval(save, hours * HOUR)
     steps = max(1.0, round(interval / step_seconds))

@@ -74,7 +74,7 @@ def memory_figure(estimate: Estimate) -> "Figure":
     for name, color in MEMORY_COLORS.items():
         sizes = [getattr(memory, name) for memory in estimate.memory]
         if any(sizes):
-            notes = [f"stage {place}: {name} {bytes_text(size)}" for place, size in enumerate(sizes)]
+            notes = [f"stage {at}: {name} {bytes_text(size)}" for at, size in enumerate(sizes)]
             left = _stack(axes, left, [size / 1e9 for size in sizes], name, color, notes)
     _rows(axes, count, max(*estimate.memory_limits, estimate.peak_bytes) / 1e9, "{x:g} GB")
     font_size = 12 if pitch > 7 else 9
@@ -83,7 +83,7 @@ def memory_figure(estimate: Estimate) -> "Figure":
     for place in shown:
         _after(axes, place, bytes_text(estimate.memory[place].total), INK, font_size)
     limits = estimate.memory_limits
-    starts = [place for place, each in enumerate(limits) if place == 0 or each != limits[place - 1]]
+    starts = [at for at, each in enumerate(limits) if at == 0 or each != limits[at - 1]]
     for first, stop in zip(starts, [*starts[1:], count], strict=True):
         limit = limits[first] / 1e9
         axes.plot([limit, limit], [first - 0.5, stop - 0.5], color=LIMIT, linestyle="--", clip_on=False)

@@ -349,8 +349,9 @@ def _answer(request: Request, parameters: float, tokens: float) -> tuple[float, 
     findings = search_speed(config, hardware, devices, request.given, times=times, effort=BEST_ALONE)
     best = findings.best.estimate
     layout = (
-        f"the best layout of megapipe plan search on {devices:,} x {hardware.groups[0].device.name}: "
-        f"{layout_text(best.config)}, {seconds_text(best.step_seconds)} a step, without saves, failures or evaluation"
+        "the best layout of megapipe plan search "
+        f"on {devices:,} x {hardware.groups[0].device.name}: {layout_text(best.config)}, "
+        f"{seconds_text(best.step_seconds)} a step, without saves, failures or evaluation"
     )
     return tokens / best.tokens_per_second, [layout, batches, *remarks]
 
@@ -422,13 +423,15 @@ def _shortest(request: Request, cluster: Cluster, method: str, most: int | None)
 def _print_bounds(request: Request, answer: dict[str, Any]) -> None:
     limits = answer["thresholds"]
     print(
-        f"\nlower bounds from a paper's analysis with nominal peaks, not predictions\nbatches of at most "
-        f"{answer['batch']:,} sequences of {request.config.data.sequence_length:,} tokens, efficiency at least "
+        "\nlower bounds from a paper's analysis with nominal peaks, "
+        f"not predictions\nbatches of at most {answer['batch']:,} sequences "
+        f"of {request.config.data.sequence_length:,} tokens, efficiency at least "
         f"{request.flags['least_efficiency']:.0%} of the peak (Lamy-Poirier 2021)"
     )
     print(
-        f"traffic between nodes is hidden by compute above an intensity of {limits['outside']:,.0f} FLOP per byte; "
-        f"tensor traffic is never hidden and adds {limits['inside']:,.0f} / intensity to the time\n"
+        "traffic between nodes is hidden by compute above an intensity of "
+        f"{limits['outside']:,.0f} FLOP per byte; tensor traffic is never "
+        f"hidden and adds {limits['inside']:,.0f} / intensity to the time\n"
     )
     rows = []
     for bound in answer["bounds"]:

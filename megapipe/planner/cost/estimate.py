@@ -107,12 +107,12 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return the estimate as `megapipe plan --json` prints it."""
-        parallel = self.config.parallel
+        config, parallel = self.config, self.config.parallel
         layout = {name: getattr(parallel, name) for name in ("data", "tensor", "pipeline", "context", "sequence")}
-        layout |= {"micro_size": self.config.batch.micro_size, "schedule": schedule_name(self.config)}
-        layout |= {"chunks": self.config.schedule.chunks, "zero": self.config.zero.stage}
-        layout |= {"recompute": self.config.recompute.method}
-        model = {name: getattr(self.config.model, name) for name in ("num_layers", "hidden_size", "vocabulary_size")}
+        layout |= {"micro_size": config.batch.micro_size, "schedule": schedule_name(config)}
+        layout |= {"chunks": config.schedule.chunks, "zero": config.zero.stage}
+        layout |= {"recompute": config.recompute.method}
+        model = {name: getattr(config.model, name) for name in ("num_layers", "hidden_size", "vocabulary_size")}
         return {
             "model": model,
             "step_time_s": self.step_seconds,

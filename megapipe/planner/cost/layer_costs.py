@@ -4,11 +4,11 @@ replicas of its weights."""
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.config.parallel import recompute_method
 from megapipe.layout.costs import LayoutCosts, scalar_exchanges
@@ -18,6 +18,7 @@ from megapipe.layout.units import Unit, layer_units, tied_unit
 from megapipe.planner.cost.estimate import Assumptions
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, PhaseSeconds
 from megapipe.planner.cost.run_layout import RunLayout
+from megapipe.schedules.actions import Floats, Ints
 from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Exchange, Flops, Precision
 from megapipe.spec.parameters import LayerSpec, TiedNames
 
@@ -73,7 +74,6 @@ def _part(group: GroupLinks, size: int, local: int) -> GroupLinks:
     return GroupLinks((local,) * nodes, group.inside, crossing, group.crossing_latency)
 
 
-Floats = npt.NDArray[np.float64]
 Number = TypeVar("Number", float, Floats)
 
 PERSISTENT_ELEMENTS = 100_000
@@ -257,7 +257,7 @@ def _state_seconds(
         reduction, gather = tensor_by_tensor_seconds(run, unit, group)
         # A recomputed forward gathers too: three gathers instead of two.
         gather *= 1.5 if recompute_method(run.config, layer.name) == "full" else 1.0
-    if unit.state_unit == "layer":  # tensor ranks shard experts, so each has whole gradients of its own
+    if unit.state_unit == "layer":  # tensor ranks shard experts: each has whole gradients
         partial = run.costs.partial_reduction(layer, unit).get("tensor", [])
         reduction += exchanges_seconds(run.placement, partial, "tensor")
     traffic = units.update(unit)
@@ -277,16 +277,15 @@ def replica_seconds(run: RunLayout, unit: Unit) -> tuple[float, float]:
     if not unit.specs or run.costs.replicas == 1:
         return 0.0, 0.0
     shards, copies = _replica_groups(run, unit)
-    reductions = [each for exchanges in units.reduction(unit).values() for each in exchanges]
-    gathers = [each for exchanges in units.gather(unit).values() for each in exchanges]
-    over_copies = [each for exchanges in units.copies_reduction(unit).values() for each in exchanges]
-    return group_seconds(reductions, shards) + group_seconds(over_copies, copies), group_seconds(gathers, shards)
+    reduction = group_seconds(chain(*units.reduction(unit).values()), shards)
+    reduction += group_seconds(chain(*units.copies_reduction(unit).values()), copies)
+    return reduction, group_seconds(chain(*units.gather(unit).values()), shards)
 
 
 def _replica_groups(run: RunLayout, unit: Unit) -> tuple[GroupLinks, GroupLinks]:
     """Return the slowest groups of replicas: the ranks that shard a copy of a unit, and those with the same shard."""
     every = run.placement.groups("data", "context")
-    slowest = min(every, key=lambda group: (group.crossing or group.inside.bandwidth, -group.size))
+    slowest = min(every, key=lambda each: (each.crossing or each.inside.bandwidth, -each.size))
     shards = run.costs.of_units.shards_of(unit)
     return shard_groups(slowest, run.costs.replicas if shards == 1 else shards)
 
@@ -364,8 +363,8 @@ class StageCosts:
     units: costs of each layer by itself; None if no unit is sharded in this way.
     """
 
-    ranks: npt.NDArray[np.int64]
-    layers: npt.NDArray[np.int64]
+    ranks: Ints
+    layers: Ints
     forward: Floats
     backward_input: Floats
     backward_weight: Floats
@@ -443,31 +442,31 @@ def tied_updates(run: RunLayout, kinds: Sequence[LayerCost]) -> dict[tuple[int, 
 
 def _parts_costs(run: RunLayout, kinds: Sequence[LayerCost], *, by_layer: bool) -> StageCosts:
     """Add up the layers of each part of the model: of each stage, or each layer by itself."""
-    layers = _parts(run.classes, run.stages.ranges, tuple(map(tuple, run.recomputed)), by_layer)
+    parts = _parts(run.classes, run.stages.ranges, tuple(map(tuple, run.recomputed)), by_layer)
     whole = [recompute_method(run.config, layer.name) == "full" for layer in run.layers]
     of = _figures(kinds)
     # A product of matrices would round equal rows differently.
-    figures = np.einsum("fk,kp->fp", of, layers.counts)
+    figures = np.einsum("fk,kp->fp", of, parts.counts)
     *waits, backward = figures[4:11]
-    again = np.einsum("fk,kp->fp", of[[3, 4, 7]], layers.again)
-    second = np.where(layers.sizes > 1, of[13, layers.second], 0.0)
+    again = np.einsum("fk,kp->fp", of[[3, 4, 7]], parts.again)
+    second = np.where(parts.sizes > 1, of[13, parts.second], 0.0)
     measured = MEASURED_WAITS if any(kind.microbatch.waits_measured for kind in kinds) else ""
     rings = "rings, doi 10.1177/1094342005051521, section 4.1"
     attention = "rings that overlap with attention, arXiv 2310.01889, section 3"
     return StageCosts(
-        ranks=np.zeros(len(layers.sizes), dtype=np.int64),
-        layers=layers.sizes,
+        ranks=np.zeros(len(parts.sizes), dtype=np.int64),
+        layers=parts.sizes,
         forward=figures[0],
         backward_input=figures[1],
         backward_weight=figures[2],
         recompute=again[0],
-        made_again=np.where(whole, 0.0, of[3]) @ layers.counts,
+        made_again=np.where(whole, 0.0, of[3]) @ parts.counts,
         tensor=Waits(waits[0], waits[1], waits[2], again[1], measured or rings),
         context=Waits(waits[3], waits[4], waits[5], again[2], measured or attention),
         **dict(zip(STATE_FIGURES, figures[12:], strict=True)),
-        first_backward=of[10, layers.last] / np.maximum(backward, TINY),
-        last_reduction=of[13, layers.first],
-        still_reducing=np.maximum(0.0, second - of[11 if run.splits else 10, layers.first]),
+        first_backward=of[10, parts.last] / np.maximum(backward, TINY),
+        last_reduction=of[13, parts.first],
+        still_reducing=np.maximum(0.0, second - of[11 if run.splits else 10, parts.first]),
         source="; ".join(dict.fromkeys(kind.microbatch.compute.source for kind in kinds)),
     )
 
@@ -482,9 +481,8 @@ def _figures(kinds: Sequence[LayerCost]) -> Floats:
             sum(getattr(state, name) for state in states if state.zero >= zero)
             for name, zero in STATE_FIGURES.values()
         ]
-        rows.append(
-            (*micro.compute[:4], *micro.tensor, *micro.context, micro.whole_backward, micro.weight_half, *sums)
-        )
+        halves = micro.whole_backward, micro.weight_half
+        rows.append((*micro.compute[:4], *micro.tensor, *micro.context, *halves, *sums))
     return np.array(rows).T
 
 
@@ -495,10 +493,10 @@ class _Parts(NamedTuple):
 
     counts: Floats
     again: Floats
-    sizes: npt.NDArray[np.int64]
-    first: npt.NDArray[np.int64]
-    second: npt.NDArray[np.int64]
-    last: npt.NDArray[np.int64]
+    sizes: Ints
+    first: Ints
+    second: Ints
+    last: Ints
 
 
 @lru_cache(maxsize=1024)

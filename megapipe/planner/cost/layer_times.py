@@ -201,9 +201,9 @@ class SharedRoofline(RooflineTimes):
 
     def kernels(self, config: PretrainConfig, layer: LayerSpec) -> tuple[PhaseSeconds, float]:
         """Return the result of `RooflineTimes.kernels`. config: the run's configuration in any layout."""
-        parallel, name = config.parallel, layer.name
-        again = own_parts(config, layer)
-        key = name, parallel.tensor, parallel.context, parallel.sequence, config.batch.micro_size, again
+        parallel, again = config.parallel, own_parts(config, layer)
+        sizes = parallel.tensor, parallel.context, config.batch.micro_size
+        key = layer.name, sizes, parallel.sequence, again
         if key not in self.known:
             self.known[key] = super().kernels(config, layer)
         return self.known[key]

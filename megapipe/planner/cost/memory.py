@@ -12,7 +12,6 @@ from itertools import pairwise
 from typing import Literal, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.config.parallel import zero_stage_of
 from megapipe.layout.costs import MESSAGES_IN_FLIGHT
@@ -33,12 +32,11 @@ from megapipe.layout.units import StateBytes, StateUnits, Unit, UnitCosts, layer
 from megapipe.layout.walk import Bytes, Sizes, Tensor
 from megapipe.planner.cost.estimate import RankMemory
 from megapipe.planner.cost.run_layout import RunLayout
-from megapipe.schedules.actions import Ints, Mask
+from megapipe.schedules.actions import Floats, Ints, Mask
 from megapipe.schedules.building_blocks import Policy
 from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Precision
 from megapipe.spec.parameters import LayerSpec, TiedNames
 
-Floats = npt.NDArray[np.float64]
 RANKS = 4
 """Number of pipeline ranks to walk layer by layer, unless more are needed to cover all layers."""
 _microbatch_walk = lru_cache(maxsize=1024)(MicrobatchWalk)
@@ -108,7 +106,7 @@ class LayerSizes:
         like, local = np.array(cut.like)[list(stages)], cut.local[list(stages)]
         returned = np.where(local, 0.0, self.returned[[cut.kinds[stage][-1] for stage in stages]])
         sizes.of[Tensor.KEPT, :, 0] = of_stages.kept[like]
-        sizes.of[Tensor.PENDING, :, 0] = of_stages.pending[like] - (returned if splits else 0.0)
+        sizes.of[Tensor.PENDING, :, 0] = of_stages.pending[like] - returned * splits
         for tensor, values in getattr(of_stages, part).items():
             sizes.of[tensor, :, 0] = values[1 - local, like]
         return sizes
@@ -378,7 +376,7 @@ def sharding_of(run: RunLayout, cut: Cut) -> tuple[ShardedRanks | None, ShardedR
 def _sharding(cut: Cut, keyed: Keyed) -> tuple[ShardedRanks | None, ShardedRanks]:
     run: RunLayout = keyed.value
     units, layers = run.costs.of_units, run.layers
-    one_each = StageLayout(layers, tuple(range(kind, kind + 1) for kind in range(len(layers))), ())
+    one_each = StageLayout(layers, tuple(range(at, at + 1) for at in range(len(layers))), ())
     # Experts with a state unit of their own are counted here together with the rest of their layer.
     config = replace(run.config, zero=replace(run.config.zero, expert_shard_size=None))
     table = StateUnits(config, one_each, units.replicas).table()

@@ -18,7 +18,6 @@ from megapipe.layout.table import lowered_schedule, moves_to_host
 from megapipe.layout.units import StateBytes, layer_units
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate, RankMemory, Term
 from megapipe.planner.cost.layer_costs import (
-    Floats,
     LayerCost,
     StageCosts,
     each_layer,
@@ -32,7 +31,7 @@ from megapipe.planner.cost.layer_costs import (
 from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.run_layout import RunLayout, lay_run
-from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds, split_fractions
+from megapipe.planner.cost.step_time import STEPS, StepTimer, hop_seconds, split_fractions, work_terms
 from megapipe.planner.measured import (
     MeasuredTimes,
     at_ease,
@@ -42,7 +41,7 @@ from megapipe.planner.measured import (
     traffic_share,
 )
 from megapipe.schedules import Costs, Header, Link, Schedule, Simulation, simulate
-from megapipe.schedules.actions import KIND, STAGE, UNIT, VERSION, Kind
+from megapipe.schedules.actions import KIND, STAGE, UNIT, VERSION, Floats, Kind
 from megapipe.schedules.simulation import CostPlace
 from megapipe.spec.ops import ELEMENT_BYTES
 
@@ -195,9 +194,8 @@ def _action_costs(run: RunLayout, layers: Sequence[LayerCost], header: Header, a
     links |= {(to, sender): link for (sender, to), link in links.items() if (to, sender) not in links}
     stages = [CostPlace(Kind.FORWARD, stage) for stage in range(len(header.stages))]
     units = [place._replace(unit=unit) for place in stages for unit in range(header.units_per_stage[place.stage])]
-    times = dict(_compute_times(stage_costs(run, layers), stages)) | dict(
-        _compute_times(each_layer(run, layers), units)
-    )
+    times = dict(_compute_times(stage_costs(run, layers), stages))
+    times |= _compute_times(each_layer(run, layers), units)
     times |= {place._replace(kind=kind): 0.0 for place in units for kind in (Kind.OFFLOAD, Kind.RELOAD)}
     times |= _state_times(run, layers, header, gathers_in_updates=not assumptions.gathers_beside_forward)
     return Costs(
@@ -245,20 +243,13 @@ def _state_times(
 
 def _terms(run: RunLayout, costs: StageCosts, schedule: Schedule, seconds: float) -> Iterator[Term]:
     """Yield terms for the work of the busiest rank, and one for the remaining time, in which it waits."""
-    rank, count = costs.by_rank, run.num_microbatches
     apart = split_fractions(schedule)
-    work = rank(costs.whole_forward + costs.whole_again + costs.input_half + costs.weight_half(apart=apart))
-    busiest = int(work.argmax())
-
-    def once(values: object) -> float:
-        return float(rank(values)[busiest]) * count  # type: ignore[arg-type]
-
+    work = costs.whole_forward + costs.whole_again + costs.input_half
+    busiest = int(costs.by_rank(work + costs.weight_half(apart=apart)).argmax())
+    updates = float(costs.by_rank(costs.update)[busiest]) * schedule.header.updates_per_step
     parts = [
-        Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source),
-        Term("recompute", once(costs.recompute + costs.made_again), f"forwards again: {costs.source}"),
-        Term("tensor", once(costs.tensor.microbatch(apart=apart)), costs.tensor.source),
-        Term("context", once(costs.context.microbatch(apart=apart)), costs.context.source),
-        Term("update", float(rank(costs.update)[busiest]) * schedule.header.updates_per_step, "optimizer"),
+        *work_terms(costs, busiest, run.num_microbatches, apart, "forwards again"),
+        Term("update", updates, "optimizer"),
     ]
     yield from parts
     waiting = seconds - sum(part.seconds for part in parts)
@@ -413,8 +404,8 @@ def _default_times(run: RunLayout, assumptions: Assumptions) -> LayerTimes:
     """Return measured times, or the roofline of the slowest device."""
     if is_measured(run.hardware, run.world_size):
         return MeasuredTimes(run.hardware)
-    devices = {id(node.device): node.device for node in run.placement.nodes}.values()
-    return slowest_roofline(devices, run.config.training.precision, assumptions.megatron_kernels)
+    used = {id(node.device): node.device for node in run.placement.nodes}.values()
+    return slowest_roofline(used, run.config.training.precision, assumptions.megatron_kernels)
 
 
 def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemory, ...]) -> Estimate:
@@ -437,6 +428,7 @@ def estimate_of(run: RunLayout, terms: tuple[Term, ...], memory: tuple[RankMemor
 
 def _recomputed_flops(run: RunLayout) -> int:
     """Return the FLOPs of a micro-batch in layers that are recomputed as a whole."""
-    stages = zip(run.stages.ranges, run.recomputed, strict=False)  # there are no spans at all without recomputation
+    # There are no spans at all without recomputation.
+    stages = zip(run.stages.ranges, run.recomputed, strict=False)
     again = Counter(run.classes[members[unit]] for members, spans in stages for span in spans for unit in span)
     return sum(run.flops[kind].forward * count for kind, count in again.items())

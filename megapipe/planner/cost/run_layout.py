@@ -81,8 +81,8 @@ class RunLayout:
     @cached_property
     def policy(self) -> Policy:
         """Return when the schedule writes weights."""
-        schedule, options = find_generator(self.config.schedule.name), schedule_options(self.config)
-        return schedule.policy_of(self.pipeline, self.num_microbatches, options)
+        policy_of = find_generator(self.config.schedule.name).policy_of
+        return policy_of(self.pipeline, self.num_microbatches, schedule_options(self.config))
 
     @property
     def shares_vocabulary(self) -> bool:

@@ -15,11 +15,10 @@ from megapipe.planner.cost.layer_costs import Beside, StageCosts, overlapped, sc
 from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules import Options, Schedule
-from megapipe.schedules.actions import BACKWARDS, KIND, STAGE
+from megapipe.schedules.actions import BACKWARDS, KIND, STAGE, Floats
 from megapipe.schedules.registry import find_generator
 from megapipe.schedules.simulation.order_times import OrderCosts, OrderGraph
 
-Floats = npt.NDArray[np.float64]
 Entry = TypeVar("Entry", np.float64, np.bool_)
 ROUNDING = 1e-9
 """Maximum relative difference between sums of the same terms in different orders."""
@@ -191,6 +190,21 @@ class _Exposed(NamedTuple):
     late: Floats
 
 
+def work_terms(costs: StageCosts, rank: int, count: int, apart: Floats, again: str) -> Iterator[Term]:
+    """Yield the terms of a rank's kernels, and of its waits in its layers, in `count` micro-batches.
+
+    apart: fraction of each stage's backwards that are split. again: name of recomputation in the source of its term.
+    """
+    compute = costs.forward + costs.backward_input + costs.backward_weight
+    for name, seconds, source in (
+        ("compute", compute, costs.source),
+        ("recompute", costs.recompute + costs.made_again, f"{again}: {costs.source}"),
+        ("tensor", costs.tensor.microbatch(apart=apart), costs.tensor.source),
+        ("context", costs.context.microbatch(apart=apart), costs.context.source),
+    ):
+        yield Term(name, float(costs.by_rank(seconds)[rank]) * count, source)
+
+
 class StepTimer:
     """The time of a step. A micro-batch's traffic of sharded weights and gradients overlaps with its compute.
 
@@ -278,7 +292,7 @@ class StepTimer:
             work,
             self._sums_left(pace, 0.0) if self.flushes else np.zeros(self.run.pipeline),
         )
-        yield from self._of_rank(busiest)
+        yield from work_terms(costs, busiest, self.count, self.apart, "recomputed forwards")
         exposed = float(costs.by_rank(forward_traffic + backward_traffic)[busiest]) * self.count
         yield Term(
             "data", exposed, "sharded weights and gradients of every micro-batch, overlapping with compute (ZeRO)"
@@ -365,17 +379,6 @@ class StepTimer:
     def _by_chunk(self, values: npt.NDArray[Entry]) -> npt.NDArray[Entry]:
         """Return values of stages with shape [chunks, ranks]; the chunks of a rank are in the order of its stages."""
         return values[self.run.by_chunk].T
-
-    def _of_rank(self, rank: int) -> Iterator[Term]:
-        costs = self.costs
-
-        def once(values: Floats) -> float:
-            return float(costs.by_rank(values)[rank]) * self.count
-
-        yield Term("compute", once(costs.forward + costs.backward_input + costs.backward_weight), costs.source)
-        yield Term("recompute", once(costs.recompute + costs.made_again), f"recomputed forwards: {costs.source}")
-        yield Term("tensor", once(costs.tensor.microbatch(apart=self.apart)), costs.tensor.source)
-        yield Term("context", once(costs.context.microbatch(apart=self.apart)), costs.context.source)
 
     def _at_the_end(self, pace: _Pace, before: float, sums: float) -> Iterator[Term]:
         """Yield the terms after the last backward. before: seconds up to it. sums: seconds of sums after it."""
@@ -468,10 +471,6 @@ class StepTimer:
         if not self.assumptions.gathers_beside_forward:
             return float(totals.max())
         forwards = self.costs.by_rank(self.costs.whole_forward)
-        ranks = zip(forwards, totals, self.units, strict=True)
-        return max(
-            Beside(float(forward), float(total), float(forward / units), float(total / units)).exposed(
-                self.assumptions.slow_down
-            )
-            for forward, total, units in ranks
-        )
+        sizes = np.array([forwards, totals, forwards / self.units, totals / self.units])
+        slow = self.assumptions.slow_down
+        return max(Beside(*each).exposed(slow) for each in sizes.T.tolist())

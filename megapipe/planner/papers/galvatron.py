@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain, permutations, product
-from math import inf
+from math import inf, prod
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -37,6 +37,7 @@ from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.pipedream import uniform_run
+from megapipe.schedules.actions import Floats, Ints
 from megapipe.schedules.building_blocks import balance_layers
 from megapipe.schedules.simulation.order_times import OrderCosts
 from megapipe.spec.layers import tensor_problems
@@ -87,20 +88,16 @@ def stage_strategies(
     pruned: leave out strategies that mix data with sharded data parallelism, because sharding alone needs less memory
     and traffic (the paper's takeaways). recompute: return each strategy with and without recomputation.
     """
-    power = (devices // pipeline).bit_length() - 1
+    size = devices // pipeline
     return tuple(
-        Strategy(pipeline, tuple(zip(methods, (2**part for part in powers), strict=True)), again)
+        Strategy(pipeline, tuple(zip(methods, degrees, strict=True)), again)
         for count in range(len(METHODS) + 1)
         for methods in permutations(METHODS, count)
         if not (pruned and {"data", "sharded"} <= set(methods))
-        for powers in product(range(1, power + 1), repeat=count)
-        if sum(powers) == power
+        for degrees in product([2**each for each in range(1, size.bit_length())], repeat=count)
+        if prod(degrees) == size
         for again in ((False, True) if recompute else (False,))
     )
-
-
-Floats = npt.NDArray[np.float64]
-Counts = npt.NDArray[np.int64]
 
 
 class StrategyCost(NamedTuple):
@@ -163,7 +160,8 @@ def search(costs: "OpCosts", batch_size: int, *, units: int = 512, report: Repor
         if (options := _options(costs, depth, batch_size // microbatches))
     ]
     best, seconds, place = None, inf, len(shapes)
-    for number, (bound, at) in enumerate(sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes))):
+    bounds = sorted((shape.least_seconds(), at) for at, shape in enumerate(shapes))
+    for number, (bound, at) in enumerate(bounds):
         if bound > seconds:
             break
         report(number / len(shapes))
@@ -172,8 +170,9 @@ def search(costs: "OpCosts", batch_size: int, *, units: int = 512, report: Repor
             best, seconds, place = plan, plan.seconds, at
     if best is None:
         raise ValueError(
-            f"no strategy of {costs.devices} devices fits {costs.memory_bytes:.4g} bytes per device at a batch of "
-            f"{batch_size}; use more memory or devices, or smaller batch sizes with more factors of 2"
+            f"no strategy of {costs.devices} devices fits {costs.memory_bytes:.4g} "
+            f"bytes per device at a batch of {batch_size}; use more memory "
+            "or devices, or smaller batch sizes with more factors of 2"
         )
     return best
 
@@ -195,7 +194,7 @@ def iteration_seconds(
 def _options(costs: "OpCosts", depth: int, micro_size: int) -> tuple[Strategy, ...]:
     """Return the strategies that can divide both the model and a micro-batch."""
     every = stage_strategies(costs.devices, depth, recompute=True)
-    return tuple(each for each in every if micro_size % each.replicas == 0 and costs.valid(each))
+    return tuple(each for each in filter(costs.valid, every) if not micro_size % each.replicas)
 
 
 @dataclass(frozen=True)
@@ -231,12 +230,14 @@ class _Shape:
                 return None
             picked = self._by_kind[self.costs.kinds[first:last], choice.strategies]
             forward, reduction = picked[:, :3:2].sum(axis=0)
-            times.append((forward, choice.seconds - reduction / self.microbatches - forward, reduction))
+            backward = choice.seconds - reduction / self.microbatches - forward
+            times.append((forward, backward, reduction))
             strategies = tuple(self.options[number] for number in choice.strategies)
             stages.append(StagePlan(first, last, strategies, choice.memory_bytes))
         forwards, backwards, reductions = np.array(times).T
         seconds = iteration_seconds(forwards, backwards, reductions, self.microbatches)
-        return Plan(self.microbatches * self.micro_size, self.microbatches, tuple(stages), seconds)
+        batch_size = self.microbatches * self.micro_size
+        return Plan(batch_size, self.microbatches, tuple(stages), seconds)
 
     @cached_property
     def _cuts(self) -> tuple[tuple[int, int], ...]:
@@ -262,7 +263,8 @@ class _Shape:
         seconds = forward + backward + reduction / self.microbatches
         if stage < self.depth - 1:
             seconds[-1] += [self.costs.send(each, self.micro_size) for each in self.options]
-        return Tables(seconds, state + self._in_flight(stage) * activations, working, self._transitions)
+        kept = state + self._in_flight(stage) * activations
+        return Tables(seconds, kept, working, self._transitions)
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,7 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = 
     """
     best, limit = None, np.nextafter(most, inf)  # seconds of a better choice are below it
     nothing, layers = np.zeros(tables.kept.shape, dtype=np.int64), np.arange(len(tables.kept))
-    classes = _classes(tables.transitions)
+    alike = _classes(tables.transitions)
     for working in np.unique(tables.working[np.isfinite(tables.seconds)]):
         left = budget_bytes - working
         if left < 0:
@@ -312,16 +314,16 @@ def choose(tables: Tables, budget_bytes: float, units: int = 512, most: float = 
         if least * (1 - ROUNDING) > most or (best is not None and least >= best.seconds):
             continue  # too slow even if transitions took no time
         # First without the bound on memory, which the fastest strategies often keep.
-        picked, total = _within(seconds, nothing, tables.transitions, classes, units=1)
+        picked, total = _within(seconds, nothing, alike, units=1)
         if total < limit and tables.kept[layers, picked].sum() > left:
-            picked, total = _within(seconds, _in_units(tables.kept, left, units), tables.transitions, classes, units)
+            picked, total = _within(seconds, _in_units(tables.kept, left, units), alike, units)
         if total < limit:
             memory = tables.kept[layers, picked].sum() + tables.working[layers, picked].max()
             best, limit = LayerStrategies(tuple(picked), total, float(memory)), total
     return best
 
 
-def _in_units(kept: Floats, left: float, units: int) -> Counts:
+def _in_units(kept: Floats, left: float, units: int) -> Ints:
     """Return kept bytes in whole units, rounded up; more than `units` for bytes that cannot fit."""
     if left == 0:
         return np.where(kept > 0, units + 1, 0).astype(np.int64)
@@ -329,9 +331,7 @@ def _in_units(kept: Floats, left: float, units: int) -> Counts:
     return np.minimum(np.ceil(kept / (left / units) * (1 - 1e-12)), units + 1).astype(np.int64)
 
 
-def _within(
-    seconds: Floats, kept: Counts, transitions: Floats, alike: tuple[Counts, Floats], units: int
-) -> tuple[list[int], float]:
+def _within(seconds: Floats, kept: Ints, alike: tuple[Ints, Floats], units: int) -> tuple[list[int], float]:
     """Return the fastest strategies within `units`, and their seconds, infinite if none fit. alike: see `_classes`."""
     classes, between = alike
     num_layers, num_strategies = seconds.shape
@@ -345,7 +345,7 @@ def _within(
             grouped = np.minimum.reduceat(fastest[-1][order], first_of_class, axis=0)
             before = (grouped[:, None] + between[:, :, None]).min(axis=0)[classes]
         left = np.arange(units + 1) - kept[layer, :, None]
-        spent = np.take_along_axis(before, np.maximum(left, 0), axis=1) + seconds[layer, :, None]
+        spent = np.take_along_axis(before, left.clip(0), axis=1) + seconds[layer, :, None]
         fastest.append(np.where(left >= 0, spent, np.inf))
     strategy, left_units = int(fastest[-1][:, units].argmin()), units
     total = float(fastest[-1][strategy, units])
@@ -354,12 +354,13 @@ def _within(
     picked = [strategy]
     for layer in range(num_layers - 1, 0, -1):
         left_units -= int(kept[layer, strategy])
-        strategy = int((fastest[layer - 1][:, left_units] + transitions[:, strategy]).argmin())
+        transitions = between[classes, classes[strategy]]
+        strategy = int((fastest[layer - 1][:, left_units] + transitions).argmin())
         picked.append(strategy)
     return picked[::-1], total
 
 
-def _classes(transitions: Floats) -> tuple[Counts, Floats]:
+def _classes(transitions: Floats) -> tuple[Ints, Floats]:
     """Merge strategies with equal transition times: return the class of each, and the seconds between classes."""
     both = np.concatenate([transitions, transitions.T], axis=1)
     _, first, classes = np.unique(both, axis=0, return_index=True, return_inverse=True)
@@ -420,9 +421,11 @@ class OpCosts:
         """Return the seconds to move activations, and later their gradients back, between two splits of a micro-batch
         over the devices of a stage: the most bytes that a device receives and sends, over the slowest link."""
         extent = self.devices // options[0].pipeline
-        groups = Placement(self.hardware, {"pipeline": options[0].pipeline, "tensor": extent}).groups("tensor")
+        sizes = {"pipeline": options[0].pipeline, "tensor": extent}
+        groups = Placement(self.hardware, sizes).groups("tensor")
         links = [each.crossing / max(each.members) if each.crosses else each.inside.bandwidth for each in groups]
-        return missing_shares(options, extent) * micro_size * self._laid(Strategy(1, ()), 1).stream / min(links)
+        num_bytes = micro_size * self._laid(Strategy(1, ()), 1).stream
+        return missing_shares(options, extent) * num_bytes / min(links)
 
     def send(self, strategy: Strategy, micro_size: int) -> float:
         """Return the seconds of a message and its gradient between the stages in the middle of the machine."""
@@ -435,11 +438,11 @@ class OpCosts:
         again = strategy.recompute and self._one_of[kind].kind == "block"
         kernels, exchanges, kept, stream, temporaries = self._sizes(kind, tensor, per_replica, strategy.recompute)
         computed = kernels.backward_input + kernels.backward_weight + (kernels.recompute if again else 0.0)
-        once, twice = (self._exchanged(strategy, "tensor", each) for each in exchanges)
+        once, twice = (self._seconds(strategy, "tensor", each) for each in exchanges)
         method: Method = "sharded" if strategy.degree("sharded") > 1 else "data"
         gathers, sums, state, gathered = self._state(kind, tensor, method, strategy.replicas)
         # Sharded weights are gathered before the forward and before the backward.
-        gather, reduction = (self._exchanged(strategy, method, each) for each in (gathers, sums))
+        gather, reduction = (self._seconds(strategy, method, each) for each in (gathers, sums))
         return StrategyCost(
             kernels.forward + twice - once + gather,
             computed + (once if again else 2 * once - twice) + gather,
@@ -474,24 +477,24 @@ class OpCosts:
     @cached_method
     def _laid(self, strategy: Strategy, sequences: int) -> LayoutCosts:
         """Return the sizes of a model with one strategy. sequences: those of a micro-batch on one device."""
-        replicas, tensor = strategy.replicas, strategy.degree("tensor")
-        run = uniform_run(self.whole, sequences, data=replicas, tensor=tensor, recompute=strategy.recompute)
+        sizes = {"data": strategy.replicas, "tensor": strategy.degree("tensor")}
+        run = uniform_run(self.whole, sequences, **sizes, recompute=strategy.recompute)
         run = replace(run, zero=ZeroConfig(stage=3 if strategy.degree("sharded") > 1 else 0))
         return layout_costs(run, device=hardware_device_type(self.hardware))
 
     @cached_method
     def _placed(self, strategy: Strategy) -> Placement:
         """Return a placement of the pipeline with the strategy's groups; devices of a stage are next to each other."""
-        degrees = [degree for _, degree in reversed(strategy.levels)]
-        return Placement(self.hardware, {"pipeline": strategy.pipeline} | dict(zip(INSIDE, degrees, strict=False)))
+        degrees = [strategy.pipeline, *(degree for _, degree in reversed(strategy.levels))]
+        return Placement(self.hardware, dict(zip(("pipeline", *INSIDE), degrees, strict=False)))
 
-    def _exchanged(self, strategy: Strategy, method: Method, exchanges: _Exchanges) -> float:
+    def _seconds(self, strategy: Strategy, method: Method, exchanges: _Exchanges) -> float:
         """Return the seconds of exchanges within the groups of a method; 0 if the strategy does not use it."""
         methods = [name for name, _ in reversed(strategy.levels)]
         if method not in methods:
             return 0.0
-        dimension = INSIDE[methods.index(method)]
-        return exchanges_seconds(self._placed(strategy), chain.from_iterable(exchanges.values()), dimension)
+        every = chain.from_iterable(exchanges.values())
+        return exchanges_seconds(self._placed(strategy), every, INSIDE[methods.index(method)])
 
 
 def missing_shares(options: Sequence[Strategy], extent: int) -> Floats:

@@ -36,11 +36,10 @@ from megapipe.planner.cost.layer_times import LayerTimes, slowest_roofline
 from megapipe.planner.cost.memory import rank_memories
 from megapipe.planner.cost.model import estimate
 from megapipe.planner.cost.run_layout import lay_run
-from megapipe.schedules.actions import Ints
+from megapipe.schedules.actions import Floats, Ints
 from megapipe.schedules.registry import find_published
 from megapipe.spec.ops import FULL_BYTES
 
-Floats = npt.NDArray[np.float64]
 Passes = Callable[[Ints], npt.NDArray[np.floating]]
 """Numbers of replicas -> how often weights cross a link in a gradient sum."""
 
@@ -122,13 +121,13 @@ def _best(layers: Sequence[Layer], levels: Sequence[Level], passes: Passes, repo
     # Sums over layers first to last - 1, shape [firsts, lasts]; fastest is A^(k-1), on one component of a level.
     fastest, _, weights = totals[:, None] - totals[:, :-1, None]
     for number, level in enumerate(levels):
-        counts, transfer = np.arange(1, level.width + 1), 2 * profile[1] / level.bytes_per_second
-        synchronised = passes(counts) * weights[..., None] / level.bytes_per_second
+        counts, rate = np.arange(1, level.width + 1), level.bytes_per_second
+        synchronised = passes(counts) * weights[..., None] / rate
         stage = np.maximum(fastest[..., None], synchronised) / counts
         # Outer levels need every range of layers; of the outermost one, only all layers are asked.
         firsts = len(layers) if number + 1 < len(levels) else 1
-        best, last_stages = _best_of_level(stage[:firsts], stage, transfer, report)
-        chosen.append(last_stages)
+        best, last = _best_of_level(stage[:firsts], stage, 2 * profile[1] / rate, report)
+        chosen.append(last)
         fastest = best[..., -1]
 
     def stages(k: int, first: int, last: int, count: int) -> tuple[PartitionStage, ...]:
@@ -180,15 +179,15 @@ def partition_plan(config: PretrainConfig, hardware: Hardware, devices: int, rep
     inside = machine.devices_per_server
     if devices > inside and devices % inside:
         raise ConfigError(
-            f"PipeDream's partitioner: {devices} devices are not whole nodes of {inside}, but it needs nodes of one "
-            f"size; use a multiple of {inside} devices"
+            f"PipeDream's partitioner: {devices} devices are not whole nodes of "
+            f"{inside}, but it needs nodes of one size; use a multiple of {inside} devices"
         )
     times = slowest_roofline([hardware.groups[0].device], config.training.precision)
-    sent, members = float(layout_costs(run, device=hardware_device_type(hardware)).stream), layers_of(run)
-    weights = [FULL_BYTES * sum(spec.num_elements for spec in layer.parameters.values()) for layer in members]
-    profile = [
-        Layer(sum(times.of(run, layer)[:4]), sent, float(size)) for layer, size in zip(members, weights, strict=True)
-    ]
+    sent = float(layout_costs(run, device=hardware_device_type(hardware)).stream)
+    members, profile = layers_of(run), []
+    for layer in members:
+        weights = FULL_BYTES * sum(spec.num_elements for spec in layer.parameters.values())
+        profile.append(Layer(sum(times.of(run, layer)[:4]), sent, float(weights)))
     if devices > inside:
         levels = [Level(inside, machine.fast), Level(devices // inside, inside * machine.slow)]
         source, partition = "hierarchical", hierarchical(profile, levels, report)
@@ -309,10 +308,10 @@ def configurations(
     numbers = range(1, machine.devices + 1)
     for width, depth, execution in product(numbers, numbers, get_args(Execution)):
         report((width - 1) / machine.devices)
-        share, rest = divmod(batch_size, width * (1 if execution == "no_pipelining" else depth))
+        most, rest = divmod(batch_size, width * (1 if execution == "no_pipelining" else depth))
         if width * depth > machine.devices or model.num_blocks % depth or rest:
             continue
-        for micro_size in (size for size in range(share, 0, -1) if not share % size):
+        for micro_size in (size for size in range(most, 0, -1) if not most % size):
             memory = model.memory_bytes(depth, micro_size, execution)
             if memory <= machine.memory_bytes:
                 rate = sequences_per_second(model, machine, batch_size, width, depth, micro_size, execution)
@@ -331,8 +330,9 @@ def plan(model: BlockModel, machine: Machine, batch_size: int, report: Report = 
     fastest = max(every, key=lambda each: each.sequences_per_second, default=None)
     if fastest is None:
         raise ValueError(
-            f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} bytes per device and a "
-            f"batch of {batch_size} sequences; use more devices, more memory, or a number of blocks with more divisors"
+            f"no width and depth of {machine.devices} devices fits {machine.memory_bytes:.4g} "
+            f"bytes per device and a batch of {batch_size} sequences; use more "
+            "devices, more memory, or a number of blocks with more divisors"
         )
     return fastest
 

@@ -15,23 +15,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import Generic, NamedTuple, cast
 
 import numpy as np
-import numpy.typing as npt
 
 from megapipe.layout.scheduling import schedule_options
 from megapipe.layout.stages import cached_method
 from megapipe.layout.units import layer_units
-from megapipe.planner.cost.layer_costs import overlapped, replica_seconds
+from megapipe.planner.cost.layer_costs import Number, overlapped, replica_seconds
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.planner.cost.step_time import ROUNDING
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.space import Branch, Choice, Layout, Recompute, Shape, ZeroStage
+from megapipe.schedules.actions import Floats
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Precision
-
-Floats = npt.NDArray[np.float64]
 
 Mesh = tuple[int, int, int, int]
 """Data, tensor, pipeline and context ranks."""
@@ -39,7 +37,6 @@ Micro = tuple[int, int, int]
 """Tensor ranks, context ranks and micro-batch size."""
 Method = tuple[int, Recompute]
 """Values of `Layout.sequence` and `recompute`, on which the figures of a micro-batch depend."""
-Number = TypeVar("Number", float, Floats)
 
 
 class MicrobatchBytes(NamedTuple, Generic[Number]):
@@ -95,9 +92,8 @@ class LayerFigures:
         if recompute.method != "full":
             return MicrobatchBytes(block, embedding, head, 0.0, 0.0, stream)
         working = max(0.0, block - stream)
-        return MicrobatchBytes(
-            min(block, stream / recompute.every), embedding, head, working, min(head, working), stream
-        )
+        inputs = min(block, stream / recompute.every)
+        return MicrobatchBytes(inputs, embedding, head, working, min(head, working), stream)
 
     @cached_method
     def work(self, micro: Micro, method: Method) -> Floats:
@@ -105,9 +101,10 @@ class LayerFigures:
         tensor and context ranks: in all phases, in the forward, and in the backward without the recomputation of whole
         layers, shape [3 phases, 3 layers]."""
         costs, recompute = self._costs.microbatch(self._on_one_rank(micro, method)), self._costs.base.recompute
-        whole = np.array([False, *[method[1] == "full"] * (len(costs) - 2), False])  # recomputed as a whole
-        parts = attrgetter("whole_forward", "whole_backward", "compute.recompute", "whole_again")
-        forward, backward, within, again = np.array([parts(each) for each in costs]).T
+        # Layers that are recomputed as a whole.
+        whole = np.array([False, *[method[1] == "full"] * (len(costs) - 2), False])
+        get = attrgetter("whole_forward", "whole_backward", "compute.recompute", "whole_again")
+        forward, backward, within, again = np.array([get(each) for each in costs]).T
         backward = backward + np.where(whole, 0.0, within)
         # With recompute.num_blocks, only some of the blocks are recomputed.
         again = np.where(whole & (recompute.num_blocks is None), again, 0.0)
@@ -120,14 +117,14 @@ class LayerFigures:
         kinds = range(len(sizes.layers))
 
         def lasting(*members: int) -> float:
-            return float(sizes.of_rank(tuple(members.count(kind) for kind in kinds), 1, 1).total)
+            return float(sizes.of_rank(tuple(map(members.count, kinds)), 1, 1).total)
 
         embedding, *blocks, head = map(lasting, kinds)
         precision = cast(Precision, self._costs.base.training.precision)
-        whole = min(sizes.elements[1:-1]) if sizes.of_units.shards > 1 else 0
+        whole = float(min(sizes.elements[1:-1]) if sizes.of_units.shards > 1 else 0)
         weights, gradients = whole * ELEMENT_BYTES[precision] * (zero >= 3), whole * FULL_BYTES * (zero >= 2)
         tied = embedding + head - lasting(0, kinds[-1])
-        return StateFigures(min(blocks), embedding, head, tied, float(weights), float(gradients))
+        return StateFigures(min(blocks), embedding, head, tied, weights, gradients)
 
     @cached_method
     def traffic(self, mesh: Mesh, zero: ZeroStage) -> tuple[float, float]:
@@ -184,7 +181,8 @@ class LayoutBounds:
         methods, micro, cuts = _methods(choices), _micro(shapes[0]), [self._cut_of(each) for each in shapes]
         count = self._count(shapes[0])
         helds = [self._figures.held(micro, each) for each in methods]
-        kept = np.array([max(0.0, each.block - each.stream) for each in helds])  # in addition to a block's input
+        # Bytes in addition to a block's input.
+        kept = np.array([max(0.0, each.block - each.stream) for each in helds])
         blocks = np.stack([cut.layers_by_rank[1] for cut in cuts])
         held = np.stack([self._contents(cut, count)[0].block for cut in cuts])
         num_bytes = (self._least_state(branch, choices) * blocks + kept[:, None, None] * held).max(axis=2)
@@ -216,8 +214,8 @@ class LayoutBounds:
         """Return a tighter lower bound of the seconds of a step, which includes the traffic of each rank's stages."""
         if self._base.schedule.file:
             return 0.0
-        shape, count, slow = layout.shape, self._count(layout.shape), self._costs.assumptions.slow_down
-        cut = self._cut_of(shape)
+        shape, slow = layout.shape, self._costs.assumptions.slow_down
+        cut, count = self._cut_of(shape), self._count(shape)
         work = self._figures.work(_micro(shape), (layout.sequence, layout.recompute))
         by_rank = work.ravel() @ cut.weights(count)
         gather, reduction = self._figures.traffic(shape[:4], layout.zero)

@@ -60,7 +60,7 @@ class Evaluation:
 
     def fits(self, layout: Layout) -> bool:
         """Return whether every rank fits the smallest device at its pipeline coordinate. Raises like `estimate`."""
-        memory = self._memory(layout)  # raises before `run` if a schedule file does not fit the run
+        memory = self._memory(layout)  # raises before `run` if a schedule file does not fit
         limits = self.run(layout).placement.memory_limits
         return all(each.total <= limit for each, limit in zip(memory, limits, strict=True))
 
@@ -119,8 +119,8 @@ class Evaluation:
     def states(self, layout: Layout) -> StateSizes:
         """Return the sizes of the parameters, which depend on no schedule."""
         shape = layout.shape
-        of_state = shape.tensor, shape.data * shape.context, layout.zero
-        return self._once((StateSizes, of_state), lambda: StateSizes.of(self.in_one_stage(layout)))
+        key = StateSizes, shape.tensor, shape.data * shape.context, layout.zero
+        return self._once(key, lambda: StateSizes.of(self.in_one_stage(layout)))
 
     def microbatch(self, layout: Layout) -> list[MicrobatchCost]:
         """Return the costs of a micro-batch in one layer of each kind, which depend on no pipeline."""
@@ -130,7 +130,8 @@ class Evaluation:
         def costs() -> list[MicrobatchCost]:
             run = self.in_one_stage(layout)
             again = any(own_parts(run.config, each) for each in run.layers)
-            if layout.recompute == "full" and not again and not self.measured:  # only the recomputed kernels differ
+            # Only the recomputed kernels differ.
+            if layout.recompute == "full" and not again and not self.measured:
                 like = self.microbatch(layout._replace(recompute="none"))
                 times = (self.times.of(run.config, each) for each in run.layers)
                 return [each._replace(compute=compute) for each, compute in zip(like, times, strict=True)]

@@ -280,8 +280,8 @@ class Explorer:
         near = (each for each in self._in_order("seconds", useless=covered) if not covered(*each[:2]))
         for seconds, num_bytes, layout in self._that_fit(near, useless):
             if not useless(seconds, num_bytes):
-                estimate = self._costs.estimate(layout)
-                front = pareto([*front, estimate] if estimate.step_seconds <= slowest else front)
+                new = self._costs.estimate(layout)
+                front = pareto([*front, new] if new.step_seconds <= slowest else front)
         return front
 
 

@@ -51,9 +51,8 @@ class PlannedLayout:
 
     def as_json(self) -> dict[str, Any]:
         """Return the keys of the estimate, and those of this class."""
-        order = None if self.node_order is None else list(self.node_order)
-        source = {"simulated": self.simulated, "node_order": order, "price_per_million_tokens": self.price}
-        return self.estimate.as_json() | source
+        source = {"simulated": self.simulated, "node_order": self.node_order}
+        return self.estimate.as_json() | source | {"price_per_million_tokens": self.price}
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ class Findings:
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as `megapipe plan search --json` prints them."""
-        values = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-        lists = {name: [each.as_json() for each in values[name]] for name in ("ranked", "pareto", "alternatives")}
+        values, names = vars(self), ("ranked", "pareto", "alternatives")
+        lists = {name: [each.as_json() for each in values[name]] for name in names}
         trials = [{"name": each.name, "value": each.value} for each in self.trials]
         return values | lists | {"best": self.best.as_json(), "trials": trials}
 
@@ -145,7 +144,7 @@ def faster_or_slower(candidate: Estimate, reference: Estimate) -> str:
 
 def term_differences(candidate: Estimate, reference: Estimate) -> list[str]:
     """Return a phrase for each term of a step that differs much, the largest difference first."""
-    names = dict.fromkeys(term.name for estimate in (candidate, reference) for term in estimate.terms)
+    names = dict.fromkeys(term.name for term in candidate.terms + reference.terms)
     changes = {name: candidate.seconds_of(name) - reference.seconds_of(name) for name in names}
     least = WORTH_NAMING * max(candidate.step_seconds, reference.step_seconds)
     large = sorted((name for name in changes if abs(changes[name]) >= least), key=lambda name: -abs(changes[name]))
@@ -181,7 +180,7 @@ def _kinds(devices: int) -> Iterator[LayoutKind]:
         shape = Shape(**sizes, micro_size=1, schedule=plain, chunks=None)
         return LayoutKind(
             f"{dimension} parallelism alone{f' with ZeRO {zero}' if zero else ''}",
-            LayoutFilter(lambda layout: layout.zero == zero, lambda branch: branch[:4] == shape[:4]),
+            LayoutFilter(lambda each: each.zero == zero, lambda mesh: mesh[:4] == shape[:4]),
             lambda base: Layout(shape, 0, zero, base.recompute.method).applied(base),  # type: ignore[arg-type]
         )
 
@@ -200,12 +199,12 @@ def _rule_of_megatron(explorer: Explorer, hardware: Hardware, best: Estimate) ->
     paper, everything is recomputed and nothing is sharded."""
     devices = explorer.layouts.devices
     node = min(group.devices_per_node for group in hardware.nodes(devices))
-    tensor = max((branch.tensor for branch in explorer.meshes if branch.tensor <= node), default=1)
+    tensor = max((mesh.tensor for mesh in explorer.meshes if mesh.tensor <= node), default=1)
     name = f"tensor {tensor}, then as little pipeline as fits, the remaining ranks data (arXiv 2104.04473, section 3)"
 
     def members(pipeline: int | None) -> LayoutFilter:
         return LayoutFilter(
-            lambda layout: layout.zero == 0 and layout.recompute == "full" and not layout.sequence,
+            lambda each: (each.sequence, each.zero, each.recompute) == (0, 0, "full"),
             lambda each: (each.tensor, each.context) == (tensor, 1) and pipeline in (None, each.pipeline),
         )
 
@@ -296,7 +295,7 @@ def neighbour_batches(samples: int, devices: int) -> list[int]:
         return []
     powers = [2**power for power in range(samples.bit_length() - 1, 0, -1)]
     tried = [round(samples / devices) * devices, *(max(1, round(samples / each)) * each for each in powers)]
-    near = [size for size in tried if size != samples and abs(size - samples) <= BATCH_CHANGE * samples]
+    near = [size for size in tried if 0 < abs(size - samples) <= BATCH_CHANGE * samples]
     return list(dict.fromkeys(near))[:NEIGHBOURS]
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple, cast
 
 from megapipe.config import ConfigError
-from megapipe.config.command_line import Report, quiet
+from megapipe.config.command_line import DAY, HOUR, Report, quiet
 from megapipe.config.model import ModelConfig
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
@@ -99,7 +99,7 @@ def search_speed(
     """
     started = time.perf_counter()
     space, effort = space or SearchSpace(), effort or Effort()
-    times = shared(slowest_times(base, hardware, devices, assumptions) if times is None else times)
+    times = shared(times or slowest_times(base, hardware, devices, assumptions))
     layouts = Layouts(base, devices, pinned, space)
     limit = max(node.device.memory_bytes for node in hardware.nodes(devices))
     costs = Evaluation(base, hardware, times, assumptions)
@@ -128,7 +128,7 @@ def search_speed(
         # At least one layout exists, so `nearest` returns one.
         raise NothingFits(cast(Estimate, explorer.nearest()), hardware, devices)
     slowest = effort.slowest * fastest[0].step_seconds
-    front = explorer.front(slowest, effort.tolerance, known=fastest[:1]) if effort.slowest else []
+    front = explorer.front(slowest, effort.tolerance, fastest[:1]) if effort.slowest else []
     others = alternatives(explorer, hardware, fastest[0]) if effort.alternatives else ()
     report(0.9)
 
@@ -160,15 +160,15 @@ def slowest_times(
     base: PretrainConfig, hardware: Hardware, devices: int, assumptions: Assumptions = ENGINE
 ) -> LayerTimes:
     """Return the default times of a search. Raises ConfigError as `slowest_roofline`."""
-    used_devices = (node.device for node in hardware.nodes(devices))
-    return slowest_roofline(used_devices, base.training.precision, assumptions.megatron_kernels)
+    used = (node.device for node in hardware.nodes(devices))
+    return slowest_roofline(used, base.training.precision, assumptions.megatron_kernels)
 
 
-def _priced(entry: PlannedLayout, per_hour: float | None) -> PlannedLayout:
+def _priced(plan: PlannedLayout, per_hour: float | None) -> PlannedLayout:
     """Fill in the price of a million tokens, in the currency of the hardware file."""
-    return (
-        entry if per_hour is None else replace(entry, price=per_hour / 3600.0 / entry.estimate.tokens_per_second * 1e6)
-    )
+    speed = plan.estimate.tokens_per_second
+    price = None if per_hour is None else per_hour / HOUR / speed * 1e6
+    return replace(plan, price=price)
 
 
 def _why_nothing_runs(base: PretrainConfig, devices: int, pinned: frozenset[str]) -> list[str]:
@@ -231,7 +231,7 @@ class Refiner:
         known: dict[tuple[str, str, int], float] = {}
         seconds = []
         for layer in layers_of(config):
-            key = layer.kind, layer.variant, layer.index if config.training.fp8 != "none" else 0
+            key = layer.kind, layer.variant, layer.index * (config.training.fp8 != "none")
             if key not in known:
                 known[key] = sum(self.times.of(config, layer)[:4])  # all phases
             seconds.append(known[key])
@@ -343,10 +343,10 @@ def _best_count(counts: Iterable[int], tokens: float | None, speed: Speed) -> tu
     for count in counts:
         best, reason = _best_of(speed, devices=count)
         if best is not None:
-            days = None if tokens is None else tokens / best.estimate.tokens_per_second / 86400.0
+            days = None if tokens is None else tokens / best.estimate.tokens_per_second / DAY
             values[count] = (best.price or 0.0) if days is None else days
         trials.append(Trial(f"{count} devices", best, values.get(count)))
-    if not values:  # a failure on few devices says nothing about more devices: report the last reason
+    if not values:  # more devices may fit where fewer do not: report the last reason
         raise cast(ConfigError, reason)
     return min(values, key=lambda count: (values[count], count)), trials
 

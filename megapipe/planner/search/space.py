@@ -5,7 +5,7 @@ every layout would take most of the search's time, so each rule is checked once 
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cache, partial
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -30,6 +30,7 @@ Choice = tuple[int, ZeroStage, Recompute]
 Scheduled = list[tuple[str, int | None, tuple[Recompute, ...]]]
 """Names of schedules and numbers of chunks, each with methods of recomputation."""
 Value = TypeVar("Value")
+SCHEDULE_FIELDS = frozenset({"schedule.name", "schedule.chunks"})
 
 Objective = Literal["speed", "cost", "time", "size"]
 """speed: most tokens per second on all devices. cost: lowest price per token, on all devices or fewer. time: shortest
@@ -111,10 +112,10 @@ class Configurations:
 
     def of(self, layout: Layout) -> PretrainConfig:
         """Return the configuration with a layout."""
-        shape, chunks = layout.shape, max(1, layout.sequence)
+        shape, on, chunks = layout.shape, layout.sequence > 0, max(1, layout.sequence)
         return replace(
             self._base,
-            parallel=self._parallel(**shape.mesh, sequence=layout.sequence > 0, sequence_chunks=chunks),
+            parallel=self._parallel(**shape.mesh, sequence=on, sequence_chunks=chunks),
             batch=self._batch(micro_size=shape.micro_size),
             schedule=self._schedule(name=shape.schedule, chunks=shape.chunks),
             zero=self._zero(stage=layout.zero),
@@ -154,7 +155,7 @@ class SearchSpace:
     def not_searched(self, base: PretrainConfig, pinned: frozenset[str]) -> list[str]:
         """Return a phrase for each group of layouts outside this space. See `Layouts` for `base` and `pinned`."""
         phrases = []
-        if not {"schedule.name", "schedule.chunks"} & pinned and not base.schedule.file:
+        if not SCHEDULE_FIELDS & pinned and not base.schedule.file:
             if self.other_schedules:
                 phrases.append(
                     f"{', '.join(self.other_schedules)} except on the {PROMISING} most promising divisions of ranks"
@@ -184,7 +185,7 @@ class SearchSpace:
         lists, names = ("schedules", "zero_stages", "recompute", "sequence"), (*self.schedules, *self.other_schedules)
         problems = bound_problems(self)
         problems += [f"{each} is empty; set at least one value to try" for each in lists if not getattr(self, each)]
-        return problems + [problem for name in names for problem in _unknown("schedules", name)]
+        return problems + [each for name in names for each in _unknown("schedules", name)]
 
 
 class Layouts:
@@ -201,15 +202,15 @@ class Layouts:
     def __init__(self, base: PretrainConfig, devices: int, pinned: frozenset[str], space: SearchSpace) -> None:
         _check_request(base, devices, pinned, space)
         self.base, self.devices, self.space = base, devices, space
-        self._pinned = pinned | ({"schedule.name", "schedule.chunks"} if base.schedule.file else frozenset())
+        self._pinned = pinned | (SCHEDULE_FIELDS if base.schedule.file else frozenset())
         self._samples = math.gcd(base.batch.global_size, base.batch.ramp_start or base.batch.global_size)
         self._stages = base.model.num_layers + 2
-        others = () if {"schedule.name", "schedule.chunks"} & self._pinned else space.other_schedules
-        self.schedules = tuple(self._values("schedule.name", base.schedule.name, space.schedules))
+        others = () if SCHEDULE_FIELDS & self._pinned else space.other_schedules
+        self.schedules = self._values("schedule.name", base.schedule.name, space.schedules)
         self.other_schedules = tuple(name for name in others if name not in space.schedules)
-        pinned_method = cast(Recompute, base.recompute.method)  # _check_request has rejected auto
-        self._methods = tuple(self._values("recompute.method", pinned_method, space.recompute))
-        zeros = tuple(self._values("zero.stage", base.zero.stage, space.zero_stages))
+        pinned_method = cast(Recompute, base.recompute.method)  # auto was rejected above
+        self._methods = self._values("recompute.method", pinned_method, space.recompute)
+        zeros = self._values("zero.stage", base.zero.stage, space.zero_stages)
         states = {(zero, method): self._state_problems(zero, method) for method in self._methods for zero in zeros}
         if all(states.values()):  # the fields that no layout sets break a rule
             raise ConfigError(min(states.values(), key=len))
@@ -284,7 +285,7 @@ class Layouts:
             return on if parallel.sequence_chunks > 1 else (*(each for each in values if each == 0), *on)
         return values
 
-    def _values(self, path: str, pinned: Value, tried: Iterable[Value]) -> Iterable[Value]:
+    def _values(self, path: str, pinned: Value, tried: tuple[Value, ...]) -> tuple[Value, ...]:
         return (pinned,) if path in self._pinned else tried
 
     def _sizes(self, path: str, pinned: int, of: int, most: int | None) -> list[int]:
@@ -338,11 +339,11 @@ class Layouts:
     def _state_problems(self, zero: ZeroStage, recompute: Recompute) -> list[str]:
         """Return the rules of fields that this sharding and recomputation break on any mesh. A corpus is filled in,
         because it need not be named yet."""
-        base = self.base
-        data = replace(base.data, prefix=base.data.prefix or ("" if base.data.blend else "corpus"))
+        base, data = self.base, self.base.data
+        data = replace(data, prefix=data.prefix or ("" if data.blend else "corpus"))
         parallel = replace(base.parallel, tensor=1, context=1, pipeline=1, sequence=False, sequence_chunks=1)
-        state = {"zero": replace(base.zero, stage=zero), "recompute": replace(base.recompute, method=recompute)}
-        return replace(base, data=data, parallel=parallel, **state).problems()  # type: ignore[arg-type]
+        run = replace(base, data=data, parallel=parallel, zero=replace(base.zero, stage=zero))
+        return replace(run, recompute=replace(base.recompute, method=recompute)).problems()
 
 
 def divisors(number: int) -> list[int]:

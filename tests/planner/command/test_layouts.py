@@ -122,7 +122,7 @@ def test_compare_refuses_what_is_no_configuration(tmp_path):
     machine.write_text(written(load_hardware("h100")))
     flags = ["--hardware=h100", "--devices=4"]
     assert refusal("compare", str(machine), "gpt_tiny", *flags) == [
-        f"{machine} is a hardware file; write --hardware {machine}, and name a configuration"
+        f"{machine} is a hardware file; write --hardware {machine} and a configuration"
     ]
     assert refusal("compare", *flags) == ["FILE is missing; name one configuration for each layout to compare"]
 

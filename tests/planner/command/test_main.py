@@ -131,7 +131,7 @@ def test_wrong_input_is_refused_before_any_work(command, flags, words):
     [
         ("predict", "--hardware", "--hardware is missing; set it to a file or to one of a100-40"),
         ("predict", "--devices", "--devices is missing; set it, or set parallel.data and the other sizes"),
-        ("search", "--devices", "--devices is missing; set it to the number of devices that may be used"),
+        ("search", "--devices", "--devices is missing; set it to the number of devices to use"),
         ("search", "--batch.global_size", "--batch.global_size is missing; set it to the samples per step"),
     ],
 )

@@ -24,7 +24,6 @@ from megapipe.planner.fitting import (
     Prior,
     fit,
     fit_parameters,
-    fit_rows,
     fit_table,
     judge,
     prior_of,
@@ -225,7 +224,7 @@ def test_rows_of_a_file_are_fitted(tmp_path: Path) -> None:
     shared = replace(run, parallel=replace(run.parallel, tensor=2))
     assert (two.name, two.config, two.devices, two.step_seconds) == ("two", shared, 2, 0.5)
     with pytest.raises(ConfigError, match="2 rows given: 3 parameters"):
-        fit_rows(str(tmp_path / "rows.yaml"), load_hardware("h100"))
+        fit(read_rows(str(tmp_path / "rows.yaml")), load_hardware("h100"))
 
 
 @pytest.mark.parametrize(
