@@ -5,12 +5,14 @@ Attention takes one of two paths: fused kernels, or the unfused path, which keep
 backward.
 """
 
+import math
 from collections.abc import Iterator
 from functools import partial
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.spec.linear import (
+    all_tokens,
     column_exchanges,
     gathered_gradient,
     gradient,
@@ -40,7 +42,7 @@ from megapipe.spec.ops import (
 )
 from megapipe.spec.parameters import Init, ParameterSpec
 from megapipe.spec.peaks import attention_peaks
-from megapipe.spec.token_order import TokenOrder, Visibility, order_of, pieces, slice_pieces
+from megapipe.spec.token_order import Visibility, order_of, pieces, slice_pieces
 
 CAUSAL_SHARE = 0.5
 """Fraction of all pairs of tokens that a causal mask leaves visible, and that a fused kernel computes."""
@@ -58,19 +60,19 @@ def attention(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iter
     yield from latent_projections(shape, source) if latent else [_projection(shape, source)]
     core, result = _heads(shape)
     yield core
-    columns = model.num_heads * model.value_dim
-    output = matrix("attention.output.weight", (model.hidden_size, columns), 1, residual_std(model))
-    collectives = (*(row_exchanges if latent else gathered_gradient)(shape), *scales(shape))
-    yield linear_op("output", shape, with_bias(model, output), result, grad_output, collectives=collectives)
+    size = model.hidden_size, model.num_heads * model.value_dim
+    weights = with_bias(model, matrix("attention.output.weight", size, 1, residual_std(model)))
+    calls = (*(row_exchanges if latent else gathered_gradient)(shape), *scales(shape))
+    yield linear_op("output", shape, weights, result, grad_output, collectives=calls)
 
 
 def _projection(shape: MicrobatchShape, source: Value) -> Op:
     """Return the projection to queries, keys and values."""
-    model, hidden = shape.model, shape.model.hidden_size
+    model, calls = shape.model, pair_exchanges(shape)
     rows = (model.kv_heads, model.num_heads // model.kv_heads + 2, model.head_dim)
-    qkv = matrix("attention.qkv.weight", (*rows, hidden), 0, model.init_std)
-    grad_output = gradient("qkv", shape.tokens * (qkv.num_elements // hidden) * shape.width // shape.tensor)
-    return linear_op("qkv", shape, with_bias(model, qkv), source, grad_output, collectives=pair_exchanges(shape))
+    qkv = matrix("attention.qkv.weight", (*rows, model.hidden_size), 0, model.init_std)
+    output = gradient("qkv", shape.tokens * math.prod(rows) * shape.width // shape.tensor)
+    return linear_op("qkv", shape, with_bias(model, qkv), source, output, collectives=calls)
 
 
 def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
@@ -85,8 +87,8 @@ def latent_projections(shape: MicrobatchShape, source: Value) -> Iterator[Op]:
         normalised = Value("query latent norm", _own(shape, query_latent))
         yield _per_head(shape, "query_up", heads * model.head_dim, query_latent, normalised)
     yield from _latent(shape, source, "kv", latent + rotated, latent)
-    key_and_value = heads * (model.own_head_size + model.value_dim)
-    yield _per_head(shape, "kv_up", key_and_value, latent, Value("kv latent norm", _own(shape, latent)))
+    rows = heads * (model.own_head_size + model.value_dim)
+    yield _per_head(shape, "kv_up", rows, latent, Value("kv latent norm", _own(shape, latent)))
 
 
 def _own(shape: MicrobatchShape, channels: int) -> int:
@@ -129,11 +131,12 @@ def _shared_key(shape: MicrobatchShape, channels: int) -> tuple[Collective, ...]
     return over_tensor_ranks(shape, channels, all_reduce=(0, 1), all_gather=(1,), reduce_scatter=(0, 1))
 
 
-def _per_head(shape: MicrobatchShape, path: str, rows: int, channels: int, source: Value) -> Op:
+def _per_head(shape: MicrobatchShape, path: str, rows: int, columns: int, source: Value) -> Op:
     """Return the op of a matrix whose rows belong to heads, which tensor ranks shard."""
-    weight = matrix(f"attention.{path}.weight", (rows, channels), 0, shape.model.init_std)
-    grad_output = gradient(path, shape.tokens * rows * shape.width // shape.tensor)
-    return linear_op(path, shape, (weight,), source, grad_output, collectives=column_exchanges(shape, channels))
+    weight = matrix(f"attention.{path}.weight", (rows, columns), 0, shape.model.init_std)
+    output = gradient(path, shape.tokens * rows * shape.width // shape.tensor)
+    calls = column_exchanges(shape, columns)
+    return linear_op(path, shape, (weight,), source, output, collectives=calls)
 
 
 def operand_elements(model: ModelConfig, rows: int, *, unfused: bool, copied: bool) -> int:
@@ -153,55 +156,54 @@ def operand_elements(model: ModelConfig, rows: int, *, unfused: bool, copied: bo
 
 def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
     """Return the op of attention itself, and the tensor that the output projection reads."""
-    model, tensor, width = shape.model, shape.tensor, shape.width
+    model, tensor, width, tokens = shape.model, shape.tensor, shape.width, shape.tokens
     head_dim, heads, keys = model.head_dim, model.num_heads // tensor, model.kv_heads // tensor
-    changed = model.qk_norm or model.positions == "rotary"
     exchanged = shape.context > 1 and shape.context_attention == "all_to_all"
-    ring, chunks = _is_ring(shape), shape.num_chunks
+    ring, rotates = _is_ring(shape), model.positions == "rotary"
     copies = kv_copies(keys, model.num_heads // model.kv_heads, shape.context) if exchanged else 1
     by_group = (model.kv_heads, model.num_heads // model.kv_heads)
     init = Init("normal", model.init_std)
     sinks = (vector("attention.sinks.weight", by_group, 0, init),) if model.attention_sinks else ()
-    saves, collectives, needs = list(_masks(shape)), list[Collective](), tuple[Value, ...]()
+    saves, calls, needs = list(_masks(shape)), list[Collective](), tuple[Value, ...]()
     if model.qk_norm:
-        rows = shape.tokens * (heads + keys)
-        before = Value("heads before their norms", (rows + shape.tokens * keys) * head_dim * width)
+        rows = tokens * (heads + keys)
+        before = Value("heads before their norms", (rows + tokens * keys) * head_dim * width)
         whole = model.qk_norm_over == "projection"
-        statistics = Value("head norm statistics", (2 * shape.tokens if whole else rows) * FULL_BYTES)
-        saves.append(statistics)
+        kept = Value("head norm statistics", FULL_BYTES * (2 * tokens if whole else rows))
+        saves.append(kept)
         # Attention in pieces returns the gradients of keys and values in one tensor, and an exchange adds those of
         # queries to it. The norms get separate tensors only from a rotation, or from a sum over copies of keys.
-        joint = (exchanged or _in_pieces(shape)) and copies == 1 and model.positions != "rotary"
-        held = shape.tokens * keys if joint else 0
-        needs = before, statistics, gradient("normalised heads", (rows + held) * head_dim * width)
+        joint = (exchanged or _in_pieces(shape)) and copies == 1 and not rotates
+        held = rows + (tokens * keys if joint else 0)
+        needs = before, kept, gradient("normalised heads", held * head_dim * width)
         if tensor > 1 and whole:  # sums over the heads of all ranks, for queries and for keys
-            collectives.append(Collective("tensor", "all_reduce", shape.tokens, FULL_BYTES, 2, 2))
-        elif tensor > 1 and not shape.sequence_parallel:  # two weights that every rank applies to its own heads
-            collectives.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
-    result = Value("attention result", shape.tokens * heads * model.value_dim * width)
+            calls.append(Collective("tensor", "all_reduce", tokens, FULL_BYTES, 2, 2))
+        elif tensor > 1 and not shape.sequence_parallel:  # two weights for a rank's own heads
+            calls.append(Collective("tensor", "all_reduce", head_dim, width, 0, 2))
+    result = Value("attention result", tokens * heads * model.value_dim * width)
     if exchanged:
         copied = keys * copies
-        chunk, own_heads = shape.sequence_length // chunks, (heads // shape.context, copied // shape.context)
+        sizes = shape.sequence_length, heads // shape.context, copied // shape.context
         # Heads arrive rotated and normalised, so attention saves the same tensors as in a model without either.
-        saves += _attended(shape, shape.micro_size * chunks, chunk, *own_heads, changed=False, keeps_projected=False)
+        saves += _attended(shape, *sizes, changed=False, keeps_projected=False)
         if model.qk_norm:
             saves.append(before)
-        if not _is_unfused(shape):  # the fused backward reads the result from before the exchange
-            saves.append(Value("result of whole samples", shape.tokens * heads * head_dim * width))
+        if not _is_unfused(shape):  # the fused backward reads what was exchanged
+            saves.append(Value("result of whole samples", tokens * heads * head_dim * width))
         for channels in ((heads + 2 * copied) * head_dim, heads * model.value_dim):
-            collectives.append(Collective("context", "all_to_all", shape.tokens * channels, width, 1, 1))
+            calls.append(Collective("context", "all_to_all", tokens * channels, width, 1, 1))
     else:
-        whole_heads = shape.micro_size * chunks, shape.local_length // chunks, heads, keys
-        saves += _attended(shape, *whole_heads, changed=changed, keeps_projected=model.qk_norm)
+        sizes, changed = (shape.local_length, heads, keys), model.qk_norm or rotates
+        saves += _attended(shape, *sizes, changed=changed, keeps_projected=model.qk_norm)
         if model.value_dim < head_dim and not _is_unfused(shape):
-            saves.append(Value("widened attention result", shape.tokens * heads * head_dim * width))
+            saves.append(Value("widened attention result", tokens * heads * head_dim * width))
         if ring:
-            hops, block = shape.context - 1, 2 * shape.tokens * keys * head_dim
-            collectives.append(Collective("context", "send", block, width, hops, hops))
-            collectives.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
+            hops, block = shape.context - 1, 2 * tokens * keys * head_dim
+            calls.append(Collective("context", "send", block, width, hops, hops))
+            calls.append(Collective("context", "send", block, FULL_BYTES, 0, hops))
     channels = model.head_dim + model.value_dim
-    pairs = 2 * shape.micro_size * model.num_heads * shape.passing_length * _seen_keys(shape) * channels
-    handed = 2 * shape.tokens * keys * head_dim if shape.slice + 1 < len(shape.slices) else 0
+    pairs = 2 * all_tokens(shape) * model.num_heads * _seen_keys(shape) * channels
+    handed = 2 * tokens * keys * head_dim if shape.slice + 1 < len(shape.slices) else 0
     return Op(
         "attention",
         weights=(*_norm_weights(model), *sinks),
@@ -212,7 +214,7 @@ def _heads(shape: MicrobatchShape) -> tuple[Op, Value]:
         # Attention's two products have no weights: their backward is four products, all in the input half (Qi et al.
         # 2023, arXiv 2401.10241, table 1).
         flops=Flops(pairs, 2 * pairs),
-        collectives=tuple(collectives),
+        collectives=tuple(calls),
         kernels=lambda: (*_head_kernels(shape), *_core_kernels(shape)),
         uses=_attention_uses(shape),
         peaks=partial(attention_peaks, shape),
@@ -232,7 +234,6 @@ def _norm_weights(model: ModelConfig) -> Iterator[ParameterSpec]:
 
 def _attended(
     shape: MicrobatchShape,
-    micro_size: int,
     length: int,
     heads: int,
     keys: int,
@@ -241,33 +242,32 @@ def _attended(
     keeps_projected: bool,
 ) -> list[Value]:
     """Return the tensors that attention saves, without its result: query, key and value, as projected (all three in
-    one tensor) and as multiplied if that differs; and the log-sums, or the weights of the unfused path. heads, keys:
-    number of query heads and of kv heads on this rank. changed: queries and keys are normalised or rotated before the
-    product. keeps_projected: the projected tensor is saved for the norms.
+    one tensor) and as multiplied if that differs; and the log-sums, or the weights of the unfused path. length: tokens
+    of a sample. heads, keys: number of query heads and of kv heads on this rank. changed: queries and keys are
+    normalised or rotated before the product. keeps_projected: the projected tensor is saved for the norms.
 
     Making rows contiguous copies them: the unfused path copies rows by kv head, unless there is only one sample or one
     kv head; grouped queries are copied out of their groups.
     """
-    model, unfused = shape.model, _is_unfused(shape)
-    query, key = (micro_size * length * count * model.head_dim for count in (heads, keys))
-    keys_copied = unfused and micro_size > 1 and keys > 1
+    model, unfused, rows = shape.model, _is_unfused(shape), shape.micro_size * length * heads
+    query, key = (shape.micro_size * length * each * model.head_dim for each in (heads, keys))
+    keys_copied = unfused and shape.micro_size * shape.num_chunks > 1 and keys > 1
     queries_copied = keys_copied or (heads > keys and (unfused or keys > 1))
-    if shape.slices:  # queries by themselves; keys and values in one tensor that later slices read too
+    if shape.slices:  # queries apart; keys and values in one tensor that later slices read too
         elements = (query + 2 * key) * (1 + keeps_projected)
     elif model.kv_latent_size is not None and changed:
-        elements = operand_elements(model, micro_size * length * heads, unfused=unfused, copied=keys_copied)
+        elements = operand_elements(model, rows, unfused=unfused, copied=keys_copied)
     elif shape.repeats_keys:
         projected = 0 if (changed or keys > 1) and not keeps_projected else query + 2 * key
         elements = projected + query * (changed or queries_copied) + 2 * query
     else:
-        projected = query + 2 * key if keeps_projected or not keys_copied else 0
-        moved = query * (changed or queries_copied) + key * (changed or keys_copied) + key * keys_copied
-        elements = projected + moved
+        elements = query + 2 * key if keeps_projected or not keys_copied else 0
+        elements += query * (changed or queries_copied)
+        elements += key * ((changed or keys_copied) + keys_copied)
     product = Value("query, key and value", elements * shape.width)
-    rows = micro_size * length * heads
     if not unfused:
         return [product, Value("attention log-sums", rows * FULL_BYTES)]
-    weights, dropped = rows * length, bool(model.attention_dropout)
+    weights, dropped = rows * (length // shape.num_chunks), bool(model.attention_dropout)
     # A capped score's gradient is computed from its hyperbolic tangent.
     copies = 1 + dropped + (model.attention_softcap is not None)
     size = weights * shape.width * copies + weights * dropped * shape.stored_masks
@@ -300,12 +300,12 @@ def _masks(shape: MicrobatchShape) -> Iterator[Value]:
         if model.positions == "rotary":
             yield Value("rotary tables", 4 * shape.tokens * model.rotary_dim // 2 * FULL_BYTES)
         if not shape.document_blocks and not in_pieces:
-            pairs = shape.micro_size * shape.sequence_length**2 // shape.num_chunks
+            size = shape.micro_size * shape.sequence_length**2 // shape.num_chunks
             unfused = shape.attention == "unfused"
-            yield Value("mask", pairs * (1 if unfused else width), "attention" if unfused else None)
+            yield Value("mask", size, "attention") if unfused else Value("mask", size * width)
     if isinstance(model, BertModelConfig) and shape.attention == "sdpa" and not in_pieces:
-        hidden = _seen_keys(shape) < shape.sequence_length  # a window hides other keys from each query
-        yield Value("padding mask", shape.micro_size * shape.sequence_length ** (1 + hidden) * width)
+        axes = 1 + (_seen_keys(shape) < shape.sequence_length)  # a window hides other keys
+        yield Value("padding mask", shape.micro_size * shape.sequence_length**axes * width)
 
 
 def _head_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
@@ -336,11 +336,12 @@ def _core_kernels(shape: MicrobatchShape) -> Iterator[Kernel]:
                 yield kernel._replace(phase="recompute")
             yield kernel._replace(phase="backward_input", times=2.0)
         weights = batch * length * keys
+        size = weights * shape.width
         if model.attention_softcap is not None:
-            yield from passes("score cap", 4 * weights * shape.width, 5 * weights * shape.width, again=again)
-        yield from passes("softmax", 2 * weights * shape.width, 3 * weights * shape.width, again=again)
+            yield from passes("score cap", 4 * size, 5 * size, again=again)
+        yield from passes("softmax", 2 * size, 3 * size, again=again)
         if model.attention_dropout:
-            moved = 2 * weights * shape.width
+            moved = 2 * size
             yield from passes("attention dropout", moved, moved, again=again, mask=weights)
         return
     causal = model.is_causal and keys == shape.sequence_length // shape.num_chunks
@@ -377,17 +378,16 @@ def _num_pieces(shape: MicrobatchShape) -> int:
     """Return the number of pieces that attention has on this rank. Dropout is applied to the weights of each piece; a
     backward recomputes them, and applies it to their gradients too."""
     bert = isinstance(shape.model, BertModelConfig)
-    order: TokenOrder = order_of("ring", causal=not bert)
-    size, rank = shape.context, shape.context_rank
+    order, size, rank = order_of("ring", causal=not bert), shape.context, shape.context_rank
     if not _is_ring(shape):
         order, size, rank = "contiguous", 1, 0
-    visibility = Visibility(not bert, shape.model.sliding_window, masked=bert or shape.isolate_documents)
+    masked = bert or shape.isolate_documents
+    visibility = Visibility(not bert, shape.model.sliding_window, masked)
     if shape.slices:
-        queries = shape.slices[shape.slice]
-        return sum(len(slice_pieces(visibility, queries, keys)) for keys in shape.slices[: shape.slice + 1])
-    return sum(
-        len(pieces(visibility, order, rank, key_rank, size, shape.sequence_length // size)) for key_rank in range(size)
-    )
+        seen = shape.slices[: shape.slice + 1]
+        return sum(len(slice_pieces(visibility, seen[-1], keys)) for keys in seen)
+    length = shape.sequence_length // size
+    return sum(len(pieces(visibility, order, rank, key, size, length)) for key in range(size))
 
 
 def kv_copies(kv_heads: int, heads_each: int, context_size: int) -> int:

@@ -44,7 +44,7 @@ def gated_names(module: str, source: str) -> dict[str, str | Tensors]:
 
 
 _ATTENTION = "model.layers.{layer}.self_attn"
-QKV = Tensors((f"{_ATTENTION}.q_proj", f"{_ATTENTION}.k_proj", f"{_ATTENTION}.v_proj"), ("query_key_value",))
+QKV = Tensors(tuple(f"{_ATTENTION}.{part}_proj" for part in "qkv"), ("query_key_value",))
 NAMES: Mapping[str, str | Tensors] = {
     "embedding.word": "model.embed_tokens",
     "blocks.attention_norm": "model.layers.{layer}.input_layernorm",
@@ -61,7 +61,7 @@ NAMES: Mapping[str, str | Tensors] = {
 _ROPE_KEYS = {key for kind in ROPE_SCALING.values() for key in kind} | {
     "rope_type", "type", "rope_theta", "partial_rotary_factor"
 }  # fmt: skip
-_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+_OPTIONAL = keys("attention_factor beta_fast beta_slow truncate mscale mscale_all_dim")
 Fields = dict[str, Any]
 
 
@@ -95,7 +95,7 @@ def described_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def all_rotated(fields: Fields) -> Fields:
     """Return the fields of rotary positions. Raises FamilyError if a part of the channels does not rotate."""
     if fields["rotary_fraction"] != 1:
-        raise FamilyError("partial_rotary_factor is not 1, which transformers ignores in models of this type")
+        raise FamilyError("partial_rotary_factor is not 1, which transformers ignores here")
     return fields
 
 
@@ -105,38 +105,39 @@ def stretched(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Fields:
     unknown = [key for key in rope if key not in _ROPE_KEYS and rope[key] is not None]
     if unknown:
         raise FamilyError(f"the rotary parameters have {unknown[0]!r}, which the model configuration cannot express")
-    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    share = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
     theta = rope.get("rope_theta", config.get("rope_theta", 10000.0))
-    fields: Fields = {"rope_theta": theta, "rotary_fraction": 1.0 if fraction is None else fraction}
+    fields: Fields = {"rope_theta": theta, "rotary_fraction": 1.0 if share is None else share}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return {**fields, "rope_scaling.kind": "none"}
     kind = known_word({name: name for name in ROPE_SCALING if name != "none"}, kind)
+    names, key = ROPE_SCALING[kind], "original_max_position_embeddings"
     longest = config["max_position_embeddings"]
-    first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
-    values = {**rope, "original_max_position_embeddings": first}
-    if kind in ("longrope", "yarn") and rope.get("factor") is None:
-        values["factor"] = longest / first
-    scaling = {f"rope_scaling.{field}": values.get(key) for key, field in ROPE_SCALING[kind].items()}
-    missing = [key for key in ROPE_SCALING[kind] if key not in _OPTIONAL and values.get(key) is None]
+    first = config.get(key) or rope.get(key) or longest
+    given = {**{name: value for name, value in rope.items() if value is not None}, key: first}
+    if kind in ("longrope", "yarn") and "factor" not in given:
+        given["factor"] = longest / first
+    missing = [each for each in names if each not in _OPTIONAL | given.keys()]
     if missing:
         raise FamilyError(f"the rotary parameters of kind {kind} lack {missing[0]!r}")
+    scaling = {f"rope_scaling.{names[each]}": given[each] for each in names if each in given}
     if kind == "dynamic":
         scaling["rope_scaling.original_length"] = longest
-    set_fields = {name: value for name, value in scaling.items() if value is not None}
-    return {**fields, "rope_scaling.kind": kind, **set_fields}
+    return {**fields, "rope_scaling.kind": kind, **scaling}
 
 
 def rope_scaling(model: ModelConfig) -> Fields | None:
     """Return transformers' description of a model's RoPE scaling; None if the model has no scaling."""
-    scaling = model.rope_scaling
+    scaling, names = model.rope_scaling, ROPE_SCALING[model.rope_scaling.kind]
     if scaling.kind == "none":
         return None
-    values = {key: getattr(scaling, field) for key, field in ROPE_SCALING[scaling.kind].items()}
+    values = {key: getattr(scaling, field) for key, field in names.items()}
     if scaling.kind == "longrope" and scaling.factor == model.max_positions / scaling.original_length:
         del values["factor"]  # transformers computes this ratio
-    usual = {key: getattr(RopeScaling(), ROPE_SCALING[scaling.kind][key]) for key in _OPTIONAL & values.keys()}
-    return {"rope_type": scaling.kind, **{key: each for key, each in values.items() if usual.get(key, ...) != each}}
+    usual = {key: getattr(RopeScaling(), names[key]) for key in _OPTIONAL & values.keys()}
+    unusual = {key: each for key, each in values.items() if usual.get(key, ...) != each}
+    return {"rope_type": scaling.kind, **unusual}
 
 
 def _rotary_fraction(model: ModelConfig) -> Any:
@@ -160,13 +161,13 @@ def layer_fields(kinds: Sequence[str], fields: Mapping[str, Fields]) -> Fields:
     model."""
     if len(set(kinds)) == 1 or not any(fields.get(kind) for kind in kinds):
         model_fields = dict(fields.get(kinds[0], {}))
-        if "rope_scaling" in model_fields:  # all of its fields, because no field of another kind of layer may remain
+        if "rope_scaling" in model_fields:  # all fields, so that none of another kind remains
             scaling = vars(RopeScaling(**model_fields.pop("rope_scaling")))
             model_fields |= {f"rope_scaling.{name}": each for name, each in scaling.items()}
         return model_fields
     pattern = [kind if fields.get(kind) else "base" for kind in kinds]
     return {
-        "layer_kinds": {kind: dict(fields[kind]) for kind in dict.fromkeys(pattern) if kind != "base"},
+        "layer_kinds": {kind: dict(fields[kind]) for kind in pattern if kind != "base"},
         "layer_pattern": tuple(pattern[: _period(pattern)]),
     }
 
@@ -191,7 +192,7 @@ def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding
         kinds = listed_layers(config, default)
         window = window_fields(config)["sliding_window"]
         if SLIDING in kinds and not window:
-            raise FamilyError(f"layer_types has {SLIDING!r}, but sliding_window is {window}; set one of them right")
+            raise FamilyError(f"layer_types has {SLIDING!r}, but sliding_window is {window}")
         return layer_fields(
             ["local" if kind == SLIDING else FULL for kind in kinds],
             {"local": {"sliding_window": window, **sliding}},
@@ -206,8 +207,8 @@ def listed_layers(config: Mapping[str, Any], default: Callable[[Mapping[str, Any
     kinds, number = config.get("layer_types") or default(config), config["num_hidden_layers"]
     unknown = set(kinds) - {SLIDING, FULL}
     if unknown or len(kinds) < number:
-        problem = f"has {min(unknown)!r}" if unknown else f"has {len(kinds)} entries for {number} layers"
-        raise FamilyError(f"layer_types {problem}; it has one of {SLIDING} and {FULL} for each layer")
+        wrong = repr(min(unknown)) if unknown else f"{len(kinds)} entries for {number} layers"
+        raise FamilyError(f"layer_types has {wrong}; each layer needs {SLIDING} or {FULL}")
     return list(kinds[:number])
 
 
@@ -224,21 +225,19 @@ def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> t
     """
     rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
     if set(rope) != {FULL, SLIDING}:
-        raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it must have {FULL} and {SLIDING}")
-    untruncated = next((kind for kind, each in rope.items() if each.get("truncate") is False), None)
-    if untruncated is not None:
+        raise FamilyError(f"rope_parameters has {sorted(rope)}; it needs {FULL} and {SLIDING}")
+    untruncated = [kind for kind, each in rope.items() if each.get("truncate") is False]
+    if untruncated:
         raise FamilyError(
-            f"truncate is false in the rotary parameters of {untruncated}, which transformers ignores in models whose "
-            "types of layers have rotary parameters of their own"
+            f"truncate is false in rope_parameters of {untruncated[0]}, which transformers "
+            "ignores in models of this type; remove it"
         )
-    model, windowed = (
-        all_rotated(stretched({**older, **rope[kind]}, config)) for kind, older in ((FULL, whole), (SLIDING, local))
-    )
-    prefix = "rope_scaling."
-    scaling = {name.removeprefix(prefix): each for name, each in windowed.items() if name.startswith(prefix)}
+    model = all_rotated(stretched({**whole, **rope[FULL]}, config))
+    windowed = all_rotated(stretched({**local, **rope[SLIDING]}, config))
     window_fields: Fields = {"rope_theta": windowed["rope_theta"]}
-    if scaling != {name.removeprefix(prefix): each for name, each in model.items() if name.startswith(prefix)}:
-        window_fields["rope_scaling"] = scaling
+    if windowed != model | window_fields:
+        named = ((name.partition(".")[2], value) for name, value in windowed.items())
+        window_fields["rope_scaling"] = {field: value for field, value in named if field}
     return model, window_fields
 
 
@@ -275,7 +274,7 @@ def layer_types(model: ModelConfig) -> list[str]:
 
 def window_of(model: ModelConfig) -> int | None:
     """Return the window of the blocks that have one."""
-    return next((each.sliding_window for each in blocks(model) if each.sliding_window is not None), None)
+    return next(filter(None, (each.sliding_window for each in blocks(model))), None)
 
 
 WINDOWS: dict[str, Any] = {"layer_types": layer_types, "sliding_window": window_of}
@@ -315,8 +314,8 @@ def bias_fields(config: Mapping[str, Any]) -> Fields:
     return {"bias": "mlp" if mlp else "none"}
 
 
-ATTENTION_BIAS: dict[str, Any] = {"attention_bias": lambda model: model.has_bias("attention.output")}
-BIASES: dict[str, Any] = {**ATTENTION_BIAS, "mlp_bias": lambda model: model.has_bias("mlp.up")}
+ATTENTION_BIAS: Fields = {"attention_bias": lambda model: model.has_bias("attention.output")}
+BIASES: Fields = {**ATTENTION_BIAS, "mlp_bias": lambda model: model.has_bias("mlp.up")}
 """Keys to write for models with biases."""
 
 
@@ -348,8 +347,8 @@ def decoder(
         },
         "needs": {"normalization": "rms_norm", "positions": "rotary", "bias": "none"},
         "reads": keys(
-            "max_position_embeddings original_max_position_embeddings rope_parameters rope_scaling rope_theta "
-            "partial_rotary_factor"
+            "max_position_embeddings original_max_position_embeddings rope_parameters "
+            "rope_scaling rope_theta partial_rotary_factor"
         ),
         "writes": {
             "architectures": [architecture],

@@ -55,7 +55,7 @@ def encoder(
     def architectures(model: ModelConfig) -> list[str]:
         return [name + ("ForPreTraining" if vars(model)["sentence_head"] else "ForMaskedLM")]
 
-    attention = tuple(f"{body}{_LAYER}.attention.self.{part}" for part in ("query", "key", "value"))
+    qkv = tuple(f"{body}{_LAYER}.attention.self.{part}" for part in ("query", "key", "value"))
     entries: dict[str, Any] = {
         "fields": {
             **SIZES,
@@ -86,7 +86,7 @@ def encoder(
         },
         "tensors": {
             **{path: f"{body}{each}" for path, each in (_BODY | norms).items()},
-            "blocks.attention.qkv": Tensors(attention, ("query_key_value",)),
+            "blocks.attention.qkv": Tensors(qkv, ("query_key_value",)),
             **head,
         },
     }

@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
+from itertools import cycle, islice
 from typing import Any, Literal, NamedTuple
 
 from megapipe.config import nearest
@@ -81,24 +82,25 @@ def keys(names: str) -> frozenset[str]:
 
 _WITHOUT_EFFECT = keys(
     # Origin of the file, and transformers' representation of the model.
-    "transformers_version architectures model_type auto_map _name_or_path dtype torch_dtype torchscript "
-    "use_bfloat16 "
-    "attn_implementation _attn_implementation _attn_implementation_autoset _commit_hash _flash_attn_2_enabled "
-    "experts_implementation _experts_implementation "
+    "transformers_version architectures model_type auto_map _name_or_path dtype torch_dtype "
+    "torchscript use_bfloat16 _commit_hash attn_implementation _attn_implementation "
+    "_attn_implementation_autoset _flash_attn_2_enabled experts_implementation "
+    "_experts_implementation "
     # Results of a forward pass other than logits, and how they are computed.
-    "output_hidden_states output_attentions return_dict use_cache chunk_size_feed_forward gradient_checkpointing "
-    "tie_last_hidden_states tf_legacy_loss "
+    "output_hidden_states output_attentions return_dict use_cache chunk_size_feed_forward "
+    "gradient_checkpointing tie_last_hidden_states tf_legacy_loss "
     # Heads for other tasks, and their labels.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params classifier_dropout "
     # Training only: dropout, initial weights.
     "initializer_range "
     # Tokens and generation, which the tokenizer and generation_config.json define.
-    "tokenizer_class prefix bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id "
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k "
-    "top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size "
-    "bad_words_ids num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
-    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty suppress_tokens "
-    "begin_suppress_tokens cross_attention_hidden_size tie_encoder_decoder "
+    "tokenizer_class prefix bos_token_id eos_token_id pad_token_id sep_token_id "
+    "decoder_start_token_id max_length min_length do_sample early_stopping num_beams "
+    "num_beam_groups diversity_penalty temperature top_k top_p typical_p repetition_penalty "
+    "length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
+    "num_return_sequences output_scores return_dict_in_generate forced_bos_token_id "
+    "forced_eos_token_id remove_invalid_values exponential_decay_length_penalty "
+    "suppress_tokens begin_suppress_tokens cross_attention_hidden_size tie_encoder_decoder "
     # Written by tools for fine-tuning.
     "unsloth_fixed unsloth_version neftune_noise_alpha"
 )
@@ -114,13 +116,13 @@ _QUANTIZED = {
 """Number format of weights, as quantization_config names it -> transformers' class that can convert such weights to
 other formats."""
 _OF_A_RUN = keys(
-    "max_positions embedding_dropout attention_dropout hidden_dropout init_std scale_residual_init attention family "
-    "mtp_layers mtp_loss_weight"
+    "max_positions embedding_dropout attention_dropout hidden_dropout init_std "
+    "scale_residual_init attention family mtp_layers mtp_loss_weight"
 )
 """Fields that do not affect logits, so that any value fits any family."""
 _SIZES = keys(
-    "vocabulary_size num_layers hidden_size num_heads num_kv_heads head_size ffn_hidden_size norm_epsilon activation "
-    "tie_embeddings"
+    "vocabulary_size num_layers hidden_size num_heads num_kv_heads head_size "
+    "ffn_hidden_size norm_epsilon activation tie_embeddings"
 )
 """Fields that every family sets."""
 _ORIGINAL = {"original_max_position_embeddings": "original_length"}
@@ -247,7 +249,8 @@ class Family:
         config = self._checked({_TIED: self.output not in tensors, **self.defaults, **config})
         values = {name: config[key] for key, name in self.fields.items()}
         self._check_bounds(config)
-        values["activation"] = known_word(self.words, config[self.activation], f"{self.activation} ")
+        key = self.activation
+        values["activation"] = known_word(self.words, config[key], f"{key} ")
         heads = values["num_heads"]
         values["num_kv_heads"] = values.get("num_kv_heads") or heads
         values["head_size"] = values.get("head_size") or values["hidden_size"] // heads
@@ -256,9 +259,9 @@ class Family:
         values = {**_defaults(self.kind), **self.needs, **values}
         for more in self.more:
             values |= more(config)
-        imaginary = next((name for name, value in values.items() if isinstance(value, complex)), None)
-        if imaginary is not None:
-            raise FamilyError(f"model.{imaginary} would be the root of a negative number; make its sizes positive")
+        for name, value in values.items():
+            if isinstance(value, complex):
+                raise FamilyError(f"model.{name} would be the root of a negative number")
         return values
 
     def _check_bounds(self, config: Mapping[str, Any]) -> None:
@@ -303,59 +306,58 @@ class Family:
                 # In Python, 0 equals False; in JSON, it does not.
                 if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in fixed[key]):
                     raise FamilyError(
-                        f"{key} is {_shown(value)}, which the model configuration cannot express; it can be "
-                        f"{' or '.join(map(_shown, fixed[key]))}"
+                        f"{key} is {_shown(value)}, which the model configuration cannot "
+                        f"express; it can be {' or '.join(map(_shown, fixed[key]))}"
                     )
             elif key not in accepted and value is not None:
                 if key == "quantization_config":
                     raise FamilyError(f"{key} is {_shown(value)}: {_how_to_convert(value)}")
                 raise FamilyError(
-                    f"{key} is {_shown(value)}, which is not known for {self.model_type} and may change what the "
-                    "model computes; remove the key if you know that it does not"
+                    f"{key} is {_shown(value)}, which is not known for {self.model_type} and "
+                    "may change what the model computes; remove the key if it does not"
                 )
         return config
 
     def places(self, model: ModelConfig) -> Iterator[ParameterPlace]:
         """Yield the place of every parameter of a model. Raises FamilyError for a parameter that has no place."""
-        specs: dict[str, tuple[LayerSpec, ParameterSpec]] = {}
+        specs: dict[str, tuple[LayerSpec, str, ParameterSpec]] = {}
         for layer in model_layers(model):
-            for spec in layer.parameters.values():
-                specs.setdefault(spec.name, (layer, spec))
-        for layer, spec in specs.values():
+            for path, spec in layer.parameters.items():
+                specs.setdefault(spec.name, (layer, path, spec))
+        for layer, path, spec in specs.values():
             config = model.of_kind(layer.variant)
-            path, index, in_block = spec.name.removeprefix(f"{layer.name}."), layer.index, layer.kind == "block"
+            index, in_block = layer.index, layer.kind == "block"
             further = re.fullmatch(r"mtp\.([0-9]+)\.(block\.)?(.*)\.(\w+)", path)
             if further is not None:
                 if not self.mtp:
                     continue
                 depth, block, module, leaf = further.groups()
                 index, in_block, path = model.num_layers + int(depth), block is not None, f"{module}.{leaf}"
-            roots = ("experts.", "blocks.")[config.num_experts is None :] if in_block else ("",)
-            candidates = [f"{root}{path}" if root else spec.name for root in roots]
+            roots = ("experts.", "blocks.")[config.num_experts is None :]
+            candidates = [root + path for root in roots] if in_block else [spec.name]
             listed = (name for name in candidates if {name, name.rpartition(".")[0]} & self.tensors.keys())
             if further is not None and not in_block:
-                tensors = Tensors((f"{self.mtp[module]}.{leaf}",))
+                names, steps = Tensors((f"{self.mtp[module]}.{leaf}",))
             else:
-                tensors = self._tensors(next(listed, candidates[-1]), spec)
-            experts = range(config.num_experts or 0) if any("{expert}" in name for name in tensors.names) else (0,)
-            names = tuple(name.format(layer=index, expert=each) for each in experts for name in tensors.names)
-            yield ParameterPlace(spec, config, names, tensors.steps)
+                names, steps = self._tensors(next(listed, candidates[-1]), spec)
+            experts = range(config.num_experts or 0) if "{expert}" in "".join(names) else (0,)
+            names = tuple(name.format(layer=index, expert=each) for each in experts for name in names)
+            yield ParameterPlace(spec, config, names, steps)
 
     def _tensors(self, path: str, spec: ParameterSpec | None = None) -> Tensors:
         """Return the tensors that hold a parameter, by their full names. path: of the parameter, without a block's
         number."""
-        module, _, leaf = path.rpartition(".")
-        parameter_tensors, module_tensors = self.tensors.get(path), self.tensors.get(module)
-        if parameter_tensors is not None:
-            return Tensors((parameter_tensors,)) if isinstance(parameter_tensors, str) else parameter_tensors
-        if module_tensors is None:
+        module, dot, leaf = path.rpartition(".")
+        module, end = (path, "") if path in self.tensors else (module, dot + leaf)
+        tensors = self.tensors.get(module)
+        if tensors is None:
             assert spec is not None, f"{self.model_type} has no {path}"
             raise FamilyError(
-                f"{self.model_type} weights have no tensor for {spec.name} of shape {spec.shape}; check positions, "
-                "normalization, activation, qk_norm, num_experts and expert_balance_rate of the model"
+                f"{self.model_type} weights have no tensor for {spec.name} of shape "
+                f"{spec.shape}; check its positions, norms, activation and experts"
             )
-        names, steps = Tensors((module_tensors,)) if isinstance(module_tensors, str) else module_tensors
-        return Tensors(tuple(f"{name}.{leaf}" for name in names), steps)
+        names, steps = Tensors((tensors,)) if isinstance(tensors, str) else tensors
+        return Tensors(tuple(name + end for name in names), steps)
 
     def canonical_names(self, stored: Collection[str]) -> dict[str, str]:
         """Map each stored tensor to its name in transformers' model with a head.
@@ -368,12 +370,12 @@ class Family:
         for name in stored:
             canonical = name
             for old, new in self.old_ends.items():
-                canonical = canonical.removesuffix(old) + new if canonical.endswith(old) else canonical
+                canonical = re.sub(re.escape(old) + "$", new, canonical)
             canonical = self.body + canonical if bare and not canonical.startswith(self.heads) else canonical
             if canonical in origins:
                 raise FamilyError(
-                    f"the weights contain both {origins[canonical]!r} and {name!r}, two names of the same tensor; "
-                    "remove the wrong one"
+                    f"the weights contain both {origins[canonical]!r} and {name!r}, two names "
+                    "of the same tensor; remove the wrong one"
                 )
             names[name] = canonical
             origins[canonical] = name
@@ -387,10 +389,10 @@ class Family:
         not have."""
         if name == self.output:
             return model.tie_embeddings
-        layer = re.fullmatch(rf"{re.escape(self.body)}layers\.([0-9]+)\..*", name) if self.more_layers else None
-        if layer is not None and int(layer[1]) >= model.num_layers:
+        layer = re.match(rf"{re.escape(self.body)}layers\.([0-9]+)\.", name)
+        if self.more_layers and layer is not None and int(layer[1]) >= model.num_layers:
             return True
-        absent = (prefixes for flag, prefixes in self.optional.items() if not vars(model)[flag])
+        absent = (starts for flag, starts in self.optional.items() if not vars(model)[flag])
         return name in self.repeats or name.endswith(self.buffers) or any(map(name.startswith, absent))
 
 
@@ -403,7 +405,7 @@ def families(kind: str | None = None) -> dict[str, Family]:
     for module in pkgutil.iter_modules(package.__path__):
         import_module(f"{BUILT_IN}.{module.name}")
     _package_errors()
-    return {name: _FAMILIES[name] for name in sorted(_FAMILIES) if kind in (None, _FAMILIES[name].kind)}
+    return {key: each for key, each in sorted(_FAMILIES.items()) if kind in (None, each.kind)}
 
 
 @cache
@@ -428,8 +430,8 @@ def _package_errors() -> dict[str, str]:
             _FAMILIES.update(before)
             package = each.dist.name if each.dist is not None else each.value
             errors[each.name] = (
-                f"model_type {each.name!r} of the package {package} cannot be used: {each.value} {problem}; fix or "
-                "uninstall the package"
+                f"model_type {each.name!r} of the package {package} cannot be used: "
+                f"{each.value} {problem}; fix or uninstall the package"
             )
     return errors
 
@@ -453,10 +455,11 @@ def family_problems(model: ModelConfig) -> list[str]:
         return []
     family = families().get(model.family)
     if family is not None and family.kind != model.kind:
-        hint = ", leave out options that only BERT runs have, such as data.pairs" if model.kind == "bert" else ""
+        hint = ", leave out options of BERT like data.pairs" if model.kind == "bert" else ""
         return [
-            f"model.family is {model.family!r}, a family of {family.kind.upper()} models, but this run is a "
-            f"{model.kind.upper()}; train with --kind {family.kind}{hint}, or choose a model of the other kind"
+            f"model.family is {model.family!r}, a family of {family.kind.upper()} models, but "
+            f"this run is a {model.kind.upper()}; train with --kind {family.kind}{hint}, or "
+            "choose a model of the other kind"
         ]
     try:
         family_of(model.family, model.kind)
@@ -474,8 +477,8 @@ def exporting_family(model: ModelConfig) -> tuple[Family, list[str]]:
     if model.family:
         family = family_of(model.family, model.kind)
         return family, _export_problems(model, family)
-    compared = [(family, _export_problems(model, family)) for family in families(model.kind).values()]
-    return min(compared, key=lambda pair: (_UNREADABLE in pair[1], len(pair[1]), pair[0].order))
+    pairs = [(each, _export_problems(model, each)) for each in families(model.kind).values()]
+    return min(pairs, key=lambda pair: (_UNREADABLE in pair[1], len(pair[1]), pair[0].order))
 
 
 _UNREADABLE = "its family has no configuration like this"
@@ -496,7 +499,7 @@ def model_values(model: ModelConfig) -> dict[str, Any]:
     sizes = {"num_kv_heads": model.kv_heads, "head_size": model.own_head_size, "ffn_hidden_size": model.ffn_size}
     if model.kv_latent_size is not None:
         sizes["value_head_size"] = model.value_dim
-    scaling = {f"rope_scaling.{name}": value for name, value in vars(model.rope_scaling).items()}
+    scaling = {f"rope_scaling.{name}": each for name, each in vars(model.rope_scaling).items()}
     values = {**vars(model), **sizes, **scaling}
     del values["rope_scaling"]
     return values
@@ -529,7 +532,7 @@ def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     if values["attention_scale"] == model.head_dim**-0.5:
         values["attention_scale"] = None  # the usual one
     kinds, pattern = values.pop("layer_kinds"), values["layer_pattern"]
-    layers = [dict(kinds.get(pattern[i % len(pattern)], {})) for i in range(model.num_layers if pattern else 0)]
+    layers = [dict(kinds.get(kind, {})) for kind in islice(cycle(pattern), model.num_layers)]
     if values.get("embedding_norm") == (values["norm_position"] == "post"):
         values["embedding_norm"] = None  # the usual one
     if isinstance(model, BertModelConfig) and values["transform_activation"] == model.usual_transform_activation:
@@ -538,7 +541,7 @@ def _comparable(fields: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]
     for each in (values, *layers):
         window = each.get("sliding_window")
         if window is not None and window >= model.max_positions:
-            each["sliding_window"] = None  # a window that is as long as the longest sequence hides nothing
+            each["sliding_window"] = None  # a window of the longest sequence hides nothing
     values["layer_pattern"] = layers if any(layers) else []
     return values
 
@@ -552,8 +555,8 @@ def _without_effect(name: str, actual: Mapping[str, Any], wanted: Mapping[str, A
     if name.startswith("rope_") and name != "rope_scaling.kind":
         stretched = {actual["rope_scaling.kind"], wanted["rope_scaling.kind"]}
         short = name.removeprefix("rope_scaling.")
-        unused = all(short != "factor" and short not in ROPE_SCALING[kind].values() for kind in stretched)
-        return not rotates or (name != "rope_theta" and unused)
+        used = any(short in ROPE_SCALING[kind].values() for kind in stretched)
+        return not rotates or (short not in ("rope_theta", "factor") and not used)
     if name == "rotary_fraction":
         return not rotates
     return False
@@ -566,8 +569,8 @@ def _how_to_convert(quantization: Any) -> str:
         return "its weights are quantized; use the model that they were made from"
     return (
         f"its weights are in {method}; write them in bf16 to another folder with transformers: "
-        f"from_pretrained(FOLDER, dtype='bfloat16', quantization_config={_QUANTIZED[method]}(dequantize=True)), then "
-        "save_pretrained(OTHER)"
+        "from_pretrained(FOLDER, dtype='bfloat16', "
+        f"quantization_config={_QUANTIZED[method]}(dequantize=True)), then save_pretrained(OTHER)"
     )
 
 

@@ -20,7 +20,6 @@ from megapipe.spec.linear import (
 )
 from megapipe.spec.ops import (
     FULL_BYTES,
-    BackwardPeak,
     Collective,
     GroupName,
     Kernel,
@@ -28,6 +27,7 @@ from megapipe.spec.ops import (
     KernelUse,
     MicrobatchShape,
     Op,
+    Peaks,
     Value,
     linear_flops,
     linear_kernels,
@@ -62,9 +62,9 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
     """Yield the ops of one depth of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). Embedding and
     output matrix are those of the model. hidden: normalised hidden states of the previous depth."""
     prefix = f"mtp.{depth}."
-    model, stream = shape.model, shape.own_stream
+    model, stream, size = shape.model, shape.own_stream, shape.model.hidden_size
     words = table(model, "word.weight", model.vocabulary_size, padded=True)
-    projection = matrix("projection.weight", (model.hidden_size, 2 * model.hidden_size), None, model.init_std)
+    projection = matrix("projection.weight", (size, 2 * size), None, model.init_std)
     joined, normalised = Value("joined", 2 * stream), Value("normalised", stream)
     # The first depth reads the micro-batch's own labels as tokens; other labels are copies, each shifted by one more.
     tokens, labels = (
@@ -87,13 +87,9 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
         )
     )
     rows = shape.tokens // shape.shards
-    join = linear_op(
-        "projection", replace(shape, fp8=False), (projection,), joined, gradient("projection", stream), rows=rows
-    )
-    block = [
-        each._replace(weights=tuple(replace(spec, name=f"block.{spec.name}") for spec in each.weights))
-        for each in block_ops(shape)
-    ]
+    plain, grad_output = replace(shape, fp8=False), gradient("projection", stream)
+    join = linear_op("projection", plain, (projection,), joined, grad_output, rows=rows)
+    block = [each._replace(weights=_with_prefix("block.", each)) for each in block_ops(shape)]
     scale = Value("scale of further losses", FULL_BYTES)
     output = _output(shape, normalised, scale)
     weights = Value("weights of tokens", shape.tokens * FULL_BYTES)
@@ -111,7 +107,7 @@ def _prediction_ops(shape: MicrobatchShape, depth: int, hidden: Value) -> Iterat
         yield _renamed(op, prefix, (hidden, scale, tokens, labels))
 
 
-def _held_more(op: Op, more: int) -> tuple[BackwardPeak, ...]:
+def _held_more(op: Op, more: int) -> Peaks:
     """Return an op's peaks plus `more` bytes: those held before the op's backward but not before its layer's
     backward."""
     return tuple(each._replace(bytes=each.bytes + more) for each in op.peaks())
@@ -139,6 +135,10 @@ def _kernels_and_reruns(op: Op) -> tuple[Kernel, ...]:
     return *kernels, *(each._replace(phase="recompute") for each in kernels if each.phase == "forward")
 
 
+def _with_prefix(prefix: str, op: Op) -> tuple[ParameterSpec, ...]:
+    return tuple(replace(spec, name=prefix + spec.name) for spec in op.weights)
+
+
 def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
     """Return an op with a prefix to the names of its weights and values. same: values that keep their names."""
 
@@ -150,7 +150,7 @@ def _renamed(op: Op, prefix: str, same: tuple[Value, ...]) -> Op:
 
     return op._replace(
         name=prefix + op.name,
-        weights=tuple(replace(spec, name=prefix + spec.name) for spec in op.weights),
+        weights=_with_prefix(prefix, op),
         saves=named(op.saves),
         weight_needs=named(op.weight_needs),
         copies=named(op.copies),
@@ -193,7 +193,7 @@ def shared_output_ops(shape: MicrobatchShape) -> Iterator[Op]:
     elements, own_bytes = shape.tokens * shape.model.hidden_size, LOSS_STATISTICS * shape.tokens * FULL_BYTES
     statistics = Value("statistics", own_bytes), Value("statistics of all ranks", own_bytes * shape.tensor)
     (use,) = output.uses
-    product = [Value("product of the softmax", elements * shape.width)] if shape.splits_loss else []
+    product = [Value("product of the softmax", shape.stream)] if shape.splits_loss else []
     yield output._replace(
         saves=(*output.saves, *statistics, *product),
         weight_needs=(*output.weight_needs, *statistics),
@@ -241,14 +241,14 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         weight_needs=(activated, statistics, gradient("transform norm", wide)),
         uses=(KernelUse(model.norm_kind.op, inner),),
     )
-    collectives = _loss_collectives(shape, rows)
+    calls = _loss_collectives(shape, rows)
     if tensor > 1:
-        collectives += (Collective("tensor", "all_reduce", rows * inner, width, 0, 1),)
+        calls += (Collective("tensor", "all_reduce", rows * inner, width, 0, 1),)
         if shape.sequence_parallel:
-            collectives += (Collective("tensor", "all_gather", shape.tokens * hidden, width, 1),)
-    columns = _columns(shape)
-    output_bias = replace(vector("output.bias", (model.vocabulary_size,), 0, ZEROS), padded=True)
-    logits = 0 if shape.recompute_logits else rows * min(columns, model.vocabulary_size) * width
+            calls += (Collective("tensor", "all_gather", shape.tokens * hidden, width, 1),)
+    columns, vocabulary = _columns(shape), model.vocabulary_size
+    output_bias = replace(vector("output.bias", (vocabulary,), 0, ZEROS), padded=True)
+    logits = 0 if shape.recompute_logits else rows * min(columns, vocabulary) * width
     yield Op(
         "output",
         weights=(output_bias, *_output_weights(narrow)),
@@ -256,7 +256,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         saves=(normalised, Value("logits", logits)),
         weight_needs=(normalised, gradient("logits", rows * columns * width)),
         flops=linear_flops(every_row, _output_elements(narrow.model), shape.recompute_logits),
-        collectives=collectives,
+        collectives=calls,
         kernels=partial(_output_kernels, narrow),
         uses=(_loss_use(narrow, rows),),
         peaks=partial(output_peaks, narrow, columns),
@@ -267,17 +267,17 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
 
 def _sentence_ops(shape: MicrobatchShape, states: Value) -> Iterator[Op]:
     """Yield the pooler of first tokens and the classifier of sentence pairs."""
-    model, micro, width = shape.model, shape.micro_size, shape.width
-    pooled = micro * model.hidden_size * width
+    model, micro, hidden = shape.model, shape.micro_size, shape.model.hidden_size
+    pooled = micro * hidden * shape.width
     # The first token of one sample is a view of its hidden states.
     first, pooled_tanh = states if micro == 1 else Value("first tokens", pooled), Value("pooled", pooled)
-    pooler = matrix("pooler.weight", (model.hidden_size, model.hidden_size), None, model.init_std)
-    sentence = matrix("sentence.weight", (SENTENCE_CLASSES, model.hidden_size), None, model.init_std)
+    pooler = matrix("pooler.weight", (hidden, hidden), None, model.init_std)
+    sentence = matrix("sentence.weight", (SENTENCE_CLASSES, hidden), None, model.init_std)
     scores = micro * SENTENCE_CLASSES
     loss = Value("pair loss", (scores + 1) * FULL_BYTES)
     for spec, source, grad_output, saves in (
         (pooler, first, gradient("pooler", pooled), ()),
-        (sentence, pooled_tanh, gradient("sentence", scores * width), (loss,)),
+        (sentence, pooled_tanh, gradient("sentence", scores * shape.width), (loss,)),
     ):
         path = spec.name.removesuffix(".weight")
         weights = spec, vector(f"{path}.bias", spec.shape[:1], None, ZEROS)

@@ -28,8 +28,8 @@ def model_layers(model: ModelConfig) -> tuple[LayerSpec, ...]:
     if model.shares_blocks:
         shared = {path: replace(spec, one_accumulator=True) for path, spec in blocks[0].parameters.items()}
         blocks = [replace(block, parameters=shared) for block in blocks]
-    variant = model.kind_of_head
-    head = _layer("head", "head", 0, _head_ops(MicrobatchShape(model.of_kind(variant))), variant)
+    kind = model.kind_of_head
+    head = _layer("head", "head", 0, _head_ops(MicrobatchShape(model.of_kind(kind))), kind)
     if model.tie_embeddings:
         head.parameters["output.weight"] = embedding.parameters["word.weight"]
     for depth in range(model.mtp_layers):
@@ -75,7 +75,7 @@ def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
 
 
 def _head_ops(shape: MicrobatchShape) -> Iterable[Op]:
-    return bert_head_ops(shape) if isinstance(shape.model, BertModelConfig) else gpt_head_ops(shape)
+    return (bert_head_ops if isinstance(shape.model, BertModelConfig) else gpt_head_ops)(shape)
 
 
 def layer_flops(
@@ -120,10 +120,10 @@ def active_parameters(model: ModelConfig, layers: Sequence[LayerSpec]) -> int:
     once."""
     used = {}
     for layer in layers:
-        layer_model = model.of_kind(layer.variant)
+        own = model.of_kind(layer.variant)
         for spec in layer.parameters.values():
             of_experts = spec.state_unit == "experts"
-            active = spec.num_elements // (layer_model.num_experts or 1) * layer_model.experts_per_token
+            active = spec.num_elements // (own.num_experts or 1) * own.experts_per_token
             used[spec.name] = active if of_experts else spec.num_elements
     return sum(used.values())
 

@@ -8,11 +8,11 @@ from functools import lru_cache, partial
 from megapipe.config.model import ModelConfig, NormKind
 from megapipe.spec.ops import (
     FULL_BYTES,
-    BackwardPeak,
     Collective,
     Kernel,
     MicrobatchShape,
     Op,
+    Peaks,
     Value,
     linear_flops,
     linear_kernels,
@@ -59,7 +59,7 @@ def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> P
 
 def residual_std(model: ModelConfig) -> float:
     """Return the initial deviation of matrices that write to the residual stream (GPT-2 report, section 2.3)."""
-    return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
+    return model.init_std / math.sqrt(2 * model.num_layers if model.scale_residual_init else 1)
 
 
 def with_bias(model: ModelConfig, weight: ParameterSpec) -> tuple[ParameterSpec, ...]:
@@ -70,7 +70,7 @@ def with_bias(model: ModelConfig, weight: ParameterSpec) -> tuple[ParameterSpec,
     axis = None if weight.partition_axis == inputs else weight.partition_axis
     path = weight.name.removesuffix("weight") + "bias"
     bias = vector(path, weight.shape[: len(outputs)], axis, ZEROS)
-    return weight, bias if weight.state_unit == "layer" else replace(bias, state_unit=weight.state_unit)
+    return weight, replace(bias, state_unit=weight.state_unit)
 
 
 OUTPUT_GRADIENT = "gradient of the layer's output"
@@ -108,11 +108,12 @@ def over_tensor_ranks(
     """
     if shape.tensor == 1:
         return ()
-    elements = shape.tokens * channels
     if not shape.sequence_parallel:
-        return (Collective("tensor", "all_reduce", elements, shape.width, *all_reduce),) if all_reduce else ()
-    exchanges = ((name, elements // chunks, shape.width, *calls) for name, calls in sharded.items())
-    return tuple(Collective("tensor", *each) for each in exchanges)  # type: ignore[arg-type]  # names of operations
+        sharded, chunks = {"all_reduce": all_reduce} if all_reduce else {}, 1
+    elements = shape.tokens * channels // chunks
+    exchanges = ((name, elements, shape.width, *calls) for name, calls in sharded.items())
+    # The names are those of operations.
+    return tuple(Collective("tensor", *each) for each in exchanges)  # type: ignore[arg-type]
 
 
 def entering(shape: MicrobatchShape, chunks: int) -> tuple[Collective, ...]:
@@ -176,7 +177,7 @@ def linear_op(
     gathered: bool = False,
     more_saves: tuple[Value, ...] = (),
     collectives: tuple[Collective, ...] = (),
-    peaks: Callable[[], tuple[BackwardPeak, ...]] = tuple,
+    peaks: Callable[[], Peaks] = tuple,
 ) -> Op:
     """Return the op of a linear layer. weights: its matrix, and its bias if it has one. source: its input.
     grad_output: gradient of its output. rows: of its products on this rank, by default the tokens on its tensor ranks.
@@ -191,12 +192,12 @@ def linear_op(
         weight_needs=(source, grad_output),
         flops=linear_flops(all_tokens(shape) if all_rows is None else all_rows, weight.num_elements),
         collectives=collectives,
-        kernels=partial(linear_products, shape, weight, shape.tokens if rows is None else rows),
+        kernels=partial(products, shape, weight, shape.tokens if rows is None else rows),
         peaks=peaks,
     )
 
 
-def linear_products(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:
+def products(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:
     """Return the products of a linear layer's shard with `rows` rows."""
     local = spec.local_shape(shape.tensor, shape.alignment)
     return linear_kernels(

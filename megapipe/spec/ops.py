@@ -218,6 +218,9 @@ class BackwardPeak(NamedTuple):
     bytes: int
 
 
+Peaks = tuple[BackwardPeak, ...]
+
+
 class Flops(NamedTuple):
     """FLOPs of one micro-batch, over all tensor and context ranks together, from matrix products alone.
 
@@ -275,7 +278,7 @@ class Op(NamedTuple):
     collectives: tuple[Collective, ...] = ()
     kernels: Callable[[], tuple[Kernel, ...]] = tuple
     uses: tuple[KernelUse, ...] = ()
-    peaks: Callable[[], tuple[BackwardPeak, ...]] = tuple
+    peaks: Callable[[], Peaks] = tuple
 
 
 class Exchange(NamedTuple):

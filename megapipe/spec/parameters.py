@@ -89,8 +89,8 @@ class ParameterSpec:
             share = -(-share // alignment) * alignment
         elif length % tensor_size:
             raise ValueError(
-                f"{self.name}: axis {axis} of shape {self.shape} is not divisible by {tensor_size} tensor ranks; "
-                "choose a tensor size that divides it"
+                f"{self.name}: axis {axis} of shape {self.shape} is not divisible by "
+                f"{tensor_size} tensor ranks; choose a tensor size that divides it"
             )
         else:
             share = length // tensor_size

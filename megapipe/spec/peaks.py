@@ -11,7 +11,15 @@ from math import prod
 from typing import NamedTuple
 
 from megapipe.spec.linear import chunk_rows
-from megapipe.spec.ops import FULL_BYTES, BackwardPeak, BackwardPhase, MicrobatchShape, Op, weight_half_bytes
+from megapipe.spec.ops import (
+    FULL_BYTES,
+    BackwardPeak,
+    BackwardPhase,
+    MicrobatchShape,
+    Op,
+    Peaks,
+    weight_half_bytes,
+)
 from megapipe.spec.parameters import ParameterSpec
 
 
@@ -43,14 +51,14 @@ def _weight_halves(ops: Sequence[Op], shape: MicrobatchShape) -> Iterator[Backwa
         yield BackwardPeak("weight half", max(needed) - freed)
 
 
-def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tuple[BackwardPeak, ...]:
+def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> Peaks:
     """Return the peaks of an embedding's lookup. Rows of a table's gradient are summed in fp32. Tensor ranks copy
     the output's gradient, to mask the rows of tokens that other ranks hold."""
     largest = max(_elements(shape, spec) for spec in tables)
     masked = shape.tensor > 1 and any(spec.padded for spec in tables)
     needed = FULL_BYTES * largest + (shape.stream if masked else 0)
     if shape.width != FULL_BYTES:
-        needed += max(shape.tokens * shape.model.hidden_size * FULL_BYTES, shape.width * largest)
+        needed += max(shape.stream // shape.width * FULL_BYTES, shape.width * largest)
     gathered = _gathered(shape)
     copied = gathered if shape.micro_size > 1 else 0
     return (
@@ -60,13 +68,13 @@ def table_peaks(shape: MicrobatchShape, tables: Iterable[ParameterSpec]) -> tupl
     )
 
 
-def projection_peaks(shape: MicrobatchShape, weight: ParameterSpec) -> tuple[BackwardPeak, ...]:
+def projection_peaks(shape: MicrobatchShape, weight: ParameterSpec) -> Peaks:
     """Return the peaks of the projection of the embeddings: the gradients of its input and of its matrix."""
     source, matrix = shape.of_embedding.own_stream, _gradient(shape, _elements(shape, weight))
     return BackwardPeak("backward", source + matrix), BackwardPeak("input half", source)
 
 
-def output_peaks(shape: MicrobatchShape, columns: int) -> tuple[BackwardPeak, ...]:
+def output_peaks(shape: MicrobatchShape, columns: int) -> Peaks:
     """Return the peaks of a head's output matrix: the gradients of the last hidden states and of the matrix,
     computed from the logits' gradient. columns: number of columns of the logits on this rank."""
     rows, elements = shape.rows, columns * shape.model.hidden_size
@@ -128,7 +136,7 @@ def _feed_forward(shape: MicrobatchShape, *, whole: bool, shared: bool = False) 
     )
 
 
-def down_peaks(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[BackwardPeak, ...]:
+def down_peaks(shape: MicrobatchShape, spec: ParameterSpec, *, shared: bool = False) -> Peaks:
     """Return the peaks of an MLP's second matrix. A product's output gradient is freed before its weight's gradient
     is cast, unless it is the gradient of the residual stream."""
     model = shape.model
@@ -136,44 +144,44 @@ def down_peaks(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = 
     keeps = experts or model.changes_updates or (shared and model.shared_expert_gate)
 
     def of(whole: bool) -> int:
-        sizes = _feed_forward(shape, whole=whole, shared=shared)
-        elements = _elements(shape, weight) if whole else 0
-        product = sizes.hidden * keeps + _gathered(shape) + sizes.recomputed + elements * shape.width
-        return sizes.inner + max(product, _gradient(shape, elements)) - sizes.freed + sizes.shared_gradient
+        mlp = _feed_forward(shape, whole=whole, shared=shared)
+        elements = _elements(shape, spec) if whole else 0
+        product = mlp.hidden * keeps + _gathered(shape) + mlp.recomputed + elements * shape.width
+        return mlp.inner + max(product, _gradient(shape, elements)) - mlp.freed + mlp.shared_gradient
 
     return _both(of)
 
 
-def activation_peaks(shape: MicrobatchShape, *, shared: bool = False) -> tuple[BackwardPeak, ...]:
+def activation_peaks(shape: MicrobatchShape, *, shared: bool = False) -> Peaks:
     """Return the peaks of an MLP's activation: the gradients of its result and of its input."""
 
     def of(whole: bool) -> int:
-        sizes = _feed_forward(shape, whole=whole, shared=shared)
-        return sizes.inner + sizes.outer - sizes.activated - sizes.freed + sizes.shared_gradient
+        mlp = _feed_forward(shape, whole=whole, shared=shared)
+        return mlp.inner + mlp.outer - mlp.activated - mlp.freed + mlp.shared_gradient
 
     return _both(of)
 
 
-def up_peaks(shape: MicrobatchShape, weight: ParameterSpec, *, shared: bool = False) -> tuple[BackwardPeak, ...]:
+def up_peaks(shape: MicrobatchShape, spec: ParameterSpec, *, shared: bool = False) -> Peaks:
     """Return the peaks of an MLP's first matrix."""
 
     def of(whole: bool) -> int:
-        sizes = _feed_forward(shape, whole=whole, shared=shared)
-        elements = _elements(shape, weight) if whole else 0
-        product = sizes.outer + 2 * _gathered(shape) + elements * shape.width
-        held = sizes.shared_gradient - sizes.activated - sizes.outer - sizes.freed
-        return sizes.hidden + max(product, _gradient(shape, elements)) + held
+        mlp = _feed_forward(shape, whole=whole, shared=shared)
+        elements = _elements(shape, spec) if whole else 0
+        product = mlp.outer + 2 * _gathered(shape) + elements * shape.width
+        held = mlp.shared_gradient - mlp.activated - mlp.outer - mlp.freed
+        return mlp.hidden + max(product, _gradient(shape, elements)) + held
 
     return _both(of)
 
 
-def gate_peaks(shape: MicrobatchShape) -> tuple[BackwardPeak, ...]:
+def gate_peaks(shape: MicrobatchShape) -> Peaks:
     """Return the peaks of a shared expert's gate: the gradients of the result and of the gate, the latter before its
     sum."""
     return _both(lambda whole: 2 * shape.own_stream)
 
 
-def attention_peaks(shape: MicrobatchShape) -> tuple[BackwardPeak, ...]:
+def attention_peaks(shape: MicrobatchShape) -> Peaks:
     """Return the peaks of attention without a fused kernel: the weights and the gradient of the values if weights
     are recomputed, and the gradients of the weights before and after the softmax. Its backward follows that of the
     MLP, which has freed its saved tensors."""
@@ -189,13 +197,13 @@ def attention_peaks(shape: MicrobatchShape) -> tuple[BackwardPeak, ...]:
         needed = 2 * (weights - shape.stream // shape.shards)
 
     def of(whole: bool) -> int:
-        sizes = _feed_forward(shape, whole=whole)
-        return needed - sizes.activated - sizes.outer - sizes.freed
+        mlp = _feed_forward(shape, whole=whole)
+        return needed - mlp.activated - mlp.outer - mlp.freed
 
     return _both(of)
 
 
-def _both(of: Callable[[bool], int]) -> tuple[BackwardPeak, ...]:
+def _both(of: Callable[[bool], int]) -> Peaks:
     """Return the peaks of a whole backward and of the input half. of: returns the bytes; its argument is whether the
     backward is whole."""
     return BackwardPeak("backward", of(True)), BackwardPeak("input half", of(False))

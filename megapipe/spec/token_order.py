@@ -5,7 +5,8 @@ and pairs an early with a late one, so that all ranks have the same work (Llama 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 import numpy as np
@@ -55,11 +56,11 @@ class Share:
         parts = chunks_per_rank(self.order) * self.size
         if length % parts:
             raise ValueError(
-                f"a sample of {length} tokens cannot be divided into {parts} equal chunks for {self.size} context "
-                f"ranks; use a multiple of {parts} tokens"
+                f"a sample of {length} tokens cannot be divided into {parts} equal chunks for "
+                f"{self.size} context ranks; use a multiple of {parts} tokens"
             )
         chunk, chunks = length // parts, chunks_of(self.order, self.rank, self.size)
-        return np.concatenate([np.arange(each * chunk, (each + 1) * chunk, dtype=np.int64) for each in chunks])
+        return (chunk * np.array(chunks)[:, None] + np.arange(chunk)).ravel()
 
 
 @dataclass(frozen=True)
@@ -102,15 +103,18 @@ def pieces(
     Chunks that the causal mask or the window hides are left out, and neighbouring rectangles joined.
     """
     chunk = num_local // chunks_per_rank(order)
+
+    def places(number: int) -> range:
+        return range(number * chunk, (number + 1) * chunk)
+
     if query_rank == key_rank and visibility.causal and not _cuts(visibility, size * num_local):
         return [Piece(range(num_local), range(num_local), "causal")]
     chunk_pieces: list[Piece] = []
     for row, query in enumerate(chunks_of(order, query_rank, size)):
         for column, key in enumerate(chunks_of(order, key_rank, size)):
-            kind = _kind(visibility, *(range(place * chunk, (place + 1) * chunk) for place in (query, key)))
+            kind = _kind(visibility, places(query), places(key))
             if kind is not None:
-                rows, columns = (range(place * chunk, (place + 1) * chunk) for place in (row, column))
-                chunk_pieces.append(Piece(rows, columns, kind))
+                chunk_pieces.append(Piece(places(row), places(column), kind))
     return [strip for piece in _joined(chunk_pieces) for strip in _strips(piece)]
 
 
@@ -130,7 +134,7 @@ def _cuts(visibility: Visibility, length: int) -> bool:
 
 def _kind(visibility: Visibility, queries: range, keys: range) -> PieceKind | None:
     """Return how a chunk of queries sees a chunk of keys, which may be the same one; None if it sees no key."""
-    window, first, last = visibility.window, *sorted((queries, keys), key=lambda places: places.start)
+    window, first, last = visibility.window, *sorted((queries, keys), key=attrgetter("start"))
     if visibility.causal and keys.start > queries.start:
         return None
     if window is not None and last.start - (first.stop - 1) >= window:
@@ -150,9 +154,9 @@ def _joined(chunk_pieces: Sequence[Piece]) -> list[Piece]:
         if last is None or last.kind != piece.kind or piece.kind == "causal":
             joined.append(piece)
         elif last.queries == piece.queries and last.keys.stop == piece.keys.start:
-            joined[-1] = Piece(piece.queries, range(last.keys.start, piece.keys.stop), piece.kind)
+            joined[-1] = replace(piece, keys=range(last.keys.start, piece.keys.stop))
         elif last.keys == piece.keys and last.queries.stop == piece.queries.start:
-            joined[-1] = Piece(range(last.queries.start, piece.queries.stop), piece.keys, piece.kind)
+            joined[-1] = replace(piece, queries=range(last.queries.start, piece.queries.stop))
         else:
             joined.append(piece)
     return joined

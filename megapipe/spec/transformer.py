@@ -36,12 +36,12 @@ from megapipe.spec.linear import (
 )
 from megapipe.spec.ops import (
     FULL_BYTES,
-    BackwardPeak,
     Collective,
     Kernel,
     KernelUse,
     MicrobatchShape,
     Op,
+    Peaks,
     Value,
     linear_flops,
     linear_kernels,
@@ -65,15 +65,15 @@ INDEX_BYTES = 8
 
 def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
     """Yield the ops of one block: attention and MLP, or experts, with their norms and residual sums."""
-    model, position = shape.model, shape.model.norm_position
+    model, position, stream = shape.model, shape.model.norm_position, shape.own_stream
     layer_input, after_attention, after_mlp = (
-        Value(name, shape.own_stream) for name in ("input", "attention residual", "mlp residual")
+        Value(name, stream) for name in ("input", "attention residual", "mlp residual")
     )
     # Each norm's input, and its result, which the following matrix product reads.
     first_input = after_attention if position == "post" else layer_input
     second_input = {"post": after_mlp}.get(position, layer_input if model.parallel_residual else after_attention)
     first, second = (
-        Value(name, shape.own_stream, "norms", (source,))
+        Value(name, stream, "norms", (source,))
         for name, source in (("attention norm", first_input), ("mlp norm", second_input))
     )
     reads = {"post": (layer_input, first), "output": (layer_input, after_attention)}.get(position, (first, second))
@@ -83,7 +83,7 @@ def block_ops(shape: MicrobatchShape) -> Iterator[Op]:
         yield norm(shape, "attention_norm", first_input, part="norms")
     # A residual sum passes on the gradient of the block's output itself only if nothing else reads the sum.
     attention_gradient, mlp_gradient = (
-        gradient(name, shape.own_stream) if changed else Value(OUTPUT_GRADIENT, shape.own_stream)
+        gradient(name, stream) if changed else Value(OUTPUT_GRADIENT, stream)
         for name, changed in (
             ("attention output", model.changes_updates or not model.parallel_residual),
             ("down", model.changes_updates or position == "post"),
@@ -113,9 +113,7 @@ def _output_norm(shape: MicrobatchShape, half: Literal["attention", "mlp"]) -> I
     yield op
 
 
-def norm(
-    shape: MicrobatchShape, path: str, source: Value, *, part: RecomputedPart | None = None, kernels: bool = True
-) -> Op:
+def norm(shape: MicrobatchShape, path: str, source: Value, *, part: RecomputedPart | None = None) -> Op:
     """Return a norm of the residual stream. Its kernel reads and writes the stream once; the backward reads the input
     and two gradients and writes one. part: the part of a block whose recomputation calls the kernel again. It is None
     for the last norm of a block with norms after the residual sums: the block's backward does not need its result."""
@@ -129,20 +127,21 @@ def norm(
         weights=weights,
         saves=(source, statistics),
         weight_needs=(source, statistics, gradient(path, stream)),
-        copies=(Value(f"{path} weights", copied),) if part is not None and part in shape.recompute else (),
-        kernels=partial(passes, path, 2 * stream, 4 * stream, again=again) if kernels else tuple,
+        copies=(Value(f"{path} weights", copied),) if part in shape.recompute else (),
+        kernels=partial(passes, path, 2 * stream, 4 * stream, again=again),
         uses=(KernelUse(model.norm_kind.op, model.hidden_size, part=part),),
     )
 
 
 def residual(shape: MicrobatchShape, name: str) -> Op:
     """Return a residual sum with its dropout: one kernel that reads two tensors and writes one."""
-    elements = shape.own_stream // shape.width if shape.model.hidden_dropout else 0
+    model, stream = shape.model, shape.own_stream
+    elements = stream // shape.width if model.hidden_dropout else 0
     return Op(
         name,
         saves=(Value(f"{name} mask", elements * shape.stored_masks),),
-        kernels=partial(passes, name, 3 * shape.own_stream, 2 * shape.own_stream, mask=elements),
-        uses=(KernelUse("bias_dropout_residual", shape.model.hidden_size),) if elements else (),
+        kernels=partial(passes, name, 3 * stream, 2 * stream, mask=elements),
+        uses=(KernelUse("bias_dropout_residual", model.hidden_size),) if elements else (),
     )
 
 
@@ -209,8 +208,9 @@ def experts(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterat
     number, gate = model.num_experts or 1, 1 + model.activation_kind.gated
     inner_shape = (number, 2, ffn) if model.activation_kind.gated else (number, ffn)
     router = matrix(ROUTER, (number, hidden), None, model.init_std)
-    up = replace(matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std), state_unit="experts")
-    down = replace(matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model)), state_unit="experts")
+    up = matrix("mlp.up.weight", (*inner_shape, hidden), 0, model.init_std)
+    down = matrix("mlp.down.weight", (number, hidden, ffn), 0, residual_std(model))
+    up, down = (replace(each, state_unit="experts") for each in (up, down))
     biases = (*with_bias(model, up)[1:], *with_bias(model, down)[1:])
     scored = (vector("mlp.router.score_bias", (number,), None, ZEROS),) if model.router_bias else ()
     balance = replace(vector("mlp.router.bias", (number,), None, ZEROS), balance_rate=model.expert_balance_rate)
@@ -238,10 +238,10 @@ def experts(shape: MicrobatchShape, source: Value, grad_output: Value) -> Iterat
         ),
         kernels=partial(_row_kernels, shape),
     )
-    yield _expert_op("up", shape, (up,), picked, outer.bytes, partial(up_peaks, shape, up))
+    yield _expert_op("up", shape, (up,), picked, outer.bytes, up_peaks)
     yield _activation(shape, outer, choices * ffn * width // shape.tensor, ffn, biased=False)
     weights = (down, *biases, *((balance,) if model.balances_experts else ()))
-    yield _expert_op("down", shape, weights, activated, picked.bytes, partial(down_peaks, shape, down))
+    yield _expert_op("down", shape, weights, activated, picked.bytes, down_peaks)
     yield Op("combine", saves=(Value("results of rows", picked.bytes), Value("weights of rows", rows * width)))
     if model.shared_expert_size is not None:
         apart = model.shared_expert_gate or grad_output.name != OUTPUT_GRADIENT
@@ -296,9 +296,10 @@ def _expert_op(
     weights: tuple[ParameterSpec, ...],
     source: Value,
     output: int,
-    peaks: Callable[[], tuple[BackwardPeak, ...]],
+    peaks: Callable[[MicrobatchShape, ParameterSpec], Peaks],
 ) -> Op:
-    """Return the op of a matrix of all experts. weights: the matrix, then others. output: bytes of its output."""
+    """Return the op of a matrix of all experts. weights: the matrix, then others. output: bytes of its output. peaks:
+    returns its peaks."""
     used = weights[0].num_elements // (shape.model.num_experts or 1) * shape.model.experts_per_token
     return Op(
         name,
@@ -307,7 +308,7 @@ def _expert_op(
         weight_needs=(source, gradient(name, output)),
         flops=linear_flops(all_tokens(shape), used),
         kernels=partial(_expert_products, shape, weights[0]),
-        peaks=peaks,
+        peaks=partial(peaks, shape, weights[0]),
     )
 
 
@@ -328,10 +329,10 @@ def _expert_products(shape: MicrobatchShape, spec: ParameterSpec) -> tuple[Kerne
 
 def _row_kernels(shape: MicrobatchShape) -> tuple[Kernel, ...]:
     """Return the passes over memory in which rows of experts are picked, weighted and summed."""
-    row = shape.model.hidden_size * shape.width
-    own_rows, all_rows = shape.expert_rows * row, shape.tokens * shape.model.experts_per_token * row
-    picked, summed = 2 * own_rows, 2 * own_rows + 3 * all_rows + shape.tokens * row
-    return passes("rows of experts", picked + 2 * own_rows + summed, picked + 4 * own_rows + summed)
+    # Picking, weighting and summing each read and write the rank's own rows.
+    own_rows = shape.expert_rows * shape.model.hidden_size * shape.width
+    summed = (3 * shape.model.experts_per_token + 1) * shape.stream
+    return passes("rows of experts", 6 * own_rows + summed, 8 * own_rows + summed)
 
 
 def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
@@ -373,7 +374,7 @@ def embedding_ops(shape: MicrobatchShape) -> Iterator[Op]:
         peaks=partial(table_peaks, shape, tables),
     )
     if normalized:
-        yield norm(shape, "norm", Value("sum", stream), kernels=False)
+        yield norm(shape, "norm", Value("sum", stream))._replace(kernels=tuple)
     if projected:
         yield _projection(whole)
 
@@ -385,7 +386,7 @@ def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
     model, stream = shape.model, shape.own_stream
     learned, normalized = model.positions == "learned", model.normalizes_embeddings
     changed = normalized or model.embedding_dropout > 0
-    tables = [table(model, "position.weight", model.max_positions, padded=False)] if learned else []
+    tables = [table(model, "position.weight", model.max_positions, padded=False)] * learned
     read = [gradient("positions", stream // shape.micro_size)]
     if shape.isolate_documents:
         read = [Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream)]
@@ -402,7 +403,7 @@ def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
         peaks=partial(table_peaks, shape, tables) if tables else tuple,
     )
     if normalized:
-        yield norm(shape, "norm", Value("sum", stream), kernels=False)
+        yield norm(shape, "norm", Value("sum", stream))._replace(kernels=tuple)
 
 
 def shared_word_ops(shape: MicrobatchShape) -> Iterator[Op]:

@@ -22,8 +22,8 @@ _BERT: dict[str, Any] = {
     "repeats": {"cls.predictions.decoder.bias": "cls.predictions.bias"},
     "optional": {"sentence_head": ("bert.pooler.", "cls.seq_relationship.")},
     "ignored": keys(
-        "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head "
-        "pooler_type"
+        "directionality pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers "
+        "pooler_size_per_head pooler_type"
     ),
 }
 encoder("bert", "Bert", norms=POST_NORMS, **_BERT)

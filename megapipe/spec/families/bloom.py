@@ -14,7 +14,7 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the width of the MLP, which has no key. Raises FamilyError if heads do not divide the hidden states."""
     hidden, heads = config["hidden_size"], config["n_head"]
     if hidden % heads:
-        raise FamilyError(f"hidden_size is {hidden}, which n_head {heads} does not divide; set one of them right")
+        raise FamilyError(f"hidden_size is {hidden}; it must be a multiple of n_head {heads}")
     return {"ffn_hidden_size": 4 * hidden, "head_size": hidden // heads}
 
 
@@ -22,8 +22,8 @@ def _exact(config: Mapping[str, Any]) -> dict[str, Any]:
     """Raise FamilyError for slow_but_exact with pretraining_tp above 1, where transformers leaves out biases."""
     if config["slow_but_exact"] and config["pretraining_tp"] != 1:
         raise FamilyError(
-            f"slow_but_exact is true with pretraining_tp {config['pretraining_tp']}, where transformers leaves out "
-            "biases; set slow_but_exact to false"
+            f"slow_but_exact is true with pretraining_tp {config['pretraining_tp']}, where "
+            "transformers leaves out biases; set slow_but_exact to false"
         )
     return {}
 
@@ -58,8 +58,8 @@ Family(
     # The last lines are keys of the published files that transformers does not read.
     ignored=keys(
         "is_decoder "
-        "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 masked_softmax_fusion bias_dropout_fusion "
-        "offset_alibi n_inner unk_token_id"
+        "skip_bias_add skip_bias_add_qkv attention_softmax_in_fp32 masked_softmax_fusion "
+        "bias_dropout_fusion offset_alibi n_inner unk_token_id"
     ),
     defaults={
         "activation_function": "gelu_tanh",

@@ -44,18 +44,18 @@ _EXPERT_NAMES: dict[str, str | Tensors] = {
 
 def _rotary_fields(config: Mapping[str, Any]) -> Fields:
     """Return the fields of rotary positions, and the scale of scores that YaRN's mscale_all_dim changes."""
-    rope, rotated = described_rope(config), config["qk_rope_head_dim"]
-    for key, size in (("head_dim", rotated), ("qk_head_dim", config["qk_nope_head_dim"] + rotated)):
+    unrotated, rotated = config["qk_nope_head_dim"], config["qk_rope_head_dim"]
+    for key, size in (("head_dim", rotated), ("qk_head_dim", unrotated + rotated)):
         if config.get(key) not in (None, size):
             raise FamilyError(f"{key} is {config[key]!r}; in models of this type it is {size}")
     fields = rotary_fields(config)
-    weight = rope.get("mscale_all_dim")
+    weight = described_rope(config).get("mscale_all_dim")
     if fields["rope_scaling.kind"] == "none" or not weight:
         return fields
     if "rope_scaling.factor" not in fields:
         raise FamilyError("the rotary parameters have mscale_all_dim but lack 'factor'")
     grown = yarn_growth(fields["rope_scaling.factor"], weight)
-    plain: float = (config["qk_nope_head_dim"] + rotated) ** -0.5
+    plain: float = (unrotated + rotated) ** -0.5
     return {**fields, "attention_scale": plain * grown * grown}
 
 
@@ -108,14 +108,15 @@ def _deepseek(model_type: str, architecture: str, *more: Any, **changes: Any) ->
             "routed_scaling_factor": "router_scale",
         },
         "reads": keys(
-            "attention_bias head_dim qk_head_dim first_k_dense_replace n_shared_experts intermediate_size "
-            "n_group topk_group"
+            "attention_bias head_dim qk_head_dim first_k_dense_replace n_shared_experts "
+            "intermediate_size n_group topk_group"
         ),
         "writes": {
             **ATTENTION_BIAS,
             "head_dim": "rotary_head_size",
             "first_k_dense_replace": _num_dense,
-            "n_shared_experts": lambda model: max(1, num_shared(model)),  # also of a model without experts
+            # At least 1, also for a model without experts.
+            "n_shared_experts": lambda model: max(1, num_shared(model)),
             "intermediate_size": dense_size,
         },
         "ignored": ROUTER_OUTPUT | keys("ep_size aux_loss_alpha seq_aux"),

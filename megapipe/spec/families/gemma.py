@@ -95,11 +95,11 @@ _gemma(
 
 def _gemma3_layers(config: Mapping[str, Any]) -> Fields:
     older = {"rope_theta": config["rope_theta"], **(config.get("rope_scaling") or {})}
-    whole, window_fields = ropes_of_kinds(config, older, {"rope_theta": config["rope_local_base_freq"]})
+    full, local = ropes_of_kinds(config, older, {"rope_theta": config["rope_local_base_freq"]})
     every = config["sliding_window_pattern"]
     numbers = range(1, config["num_hidden_layers"] + 1)
     types = [SLIDING if number % every else FULL for number in numbers]
-    return {**whole, **windowed_layers(lambda _: types, **window_fields)(config)}
+    return {**full, **windowed_layers(lambda _: types, **local)(config)}
 
 
 _gemma(

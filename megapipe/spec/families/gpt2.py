@@ -5,20 +5,20 @@ from typing import Any
 
 from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import TIED, UNGATED, Fields, blocks, layer_fields
-from megapipe.spec.family import Family, Tensors, keys
+from megapipe.spec.family import Family, Step, Tensors, keys
 
 _BLOCK = "transformer.h.{layer}"
 
 
-def _matrix(name: str, *steps: str) -> Tensors:
-    return Tensors((f"{_BLOCK}.{name}",), ("transposed", *steps))  # type: ignore[arg-type]  # names of steps
+def _matrix(name: str, *steps: Step) -> Tensors:
+    return Tensors((f"{_BLOCK}.{name}",), ("transposed", *steps))
 
 
 def _scales(config: Mapping[str, Any]) -> Fields:
     """Return the scale of scores: the usual one or 1, which each block may divide by its number, counted from 1."""
     first = (config["n_embd"] // config["n_head"]) ** -0.5 if config["scale_attn_weights"] else 1.0
     numbers = range(1, config["n_layer"] + 1) if config["scale_attn_by_inverse_layer_idx"] else (1,)
-    scales = {f"divided_by_{number}": {"attention_scale": first / number} for number in numbers}
+    scales = {f"divided_by_{each}": {"attention_scale": first / each} for each in numbers}
     return layer_fields(list(scales), scales)
 
 
@@ -55,8 +55,8 @@ Family(
         "initializer_range": "init_std",
     },
     ignored=keys(
-        "summary_type summary_use_proj summary_activation "
-        "summary_proj_to_labels summary_first_dropout reorder_and_upcast_attn is_decoder output_past "
+        "summary_type summary_use_proj summary_activation summary_proj_to_labels "
+        "summary_first_dropout reorder_and_upcast_attn is_decoder output_past "
         "predict_special_tokens"
     ),
     defaults={

@@ -11,9 +11,9 @@ _LAYER = "model.layers.{layer}"
 
 def _rotary_fields(config: Mapping[str, Any]) -> Fields:
     fields = stretched(described_rope(config), config)
-    if fields["rope_scaling.kind"] not in ("none", "longrope"):
-        kind = fields["rope_scaling.kind"]
-        raise FamilyError(f"the rotary parameters are of kind {kind}; models of this type have only longrope")
+    kind = fields["rope_scaling.kind"]
+    if kind not in ("none", "longrope"):
+        raise FamilyError(f"the rotary parameters are of kind {kind}; they must be longrope")
     return fields
 
 

@@ -39,7 +39,8 @@ def _layers(default: Callable[[Mapping[str, Any]], list[str]]) -> Callable[[Mapp
         window = window_fields(config)["sliding_window"] if config["use_sliding_window"] else None
         types = listed_layers(config, default)
         if SLIDING in types and not window:
-            raise FamilyError(f"layer_types has {SLIDING!r}, but use_sliding_window or sliding_window is not set")
+            missing = "use_sliding_window or sliding_window"
+            raise FamilyError(f"layer_types has {SLIDING!r}, but {missing} is not set")
         dense: Fields = {"num_experts": None, "ffn_hidden_size": config["intermediate_size"]}
         local: Fields = {"sliding_window": window}
         kinds = {"base": {}, "dense": dense, "local": local, "dense_local": dense | local}

@@ -20,8 +20,8 @@ def _positions(config: Mapping[str, Any]) -> dict[str, Any]:
     padding, rows = config["pad_token_id"], config["max_position_embeddings"]
     if type(padding) is not int or type(rows) is not int or not 0 <= padding < rows - 1:
         raise FamilyError(
-            f"pad_token_id is {padding!r}, but positions count from the row after it in a table of "
-            f"max_position_embeddings {rows!r} rows; it must be a smaller number"
+            f"pad_token_id is {padding!r}, but positions count from the row after it in a "
+            f"table of max_position_embeddings {rows!r} rows; it must be a smaller number"
         )
     return {"first_position": padding + 1, "max_positions": rows - padding - 1}
 

@@ -28,7 +28,7 @@ def _layers(config: Mapping[str, Any]) -> Fields:
     default = [SLIDING if window and not each else FULL for each in rotated]
     types = config["layer_types"] or default
     if min(len(rotated), len(types)) < number:
-        raise FamilyError(f"no_rope_layers or layer_types has fewer entries than the {number} layers")
+        raise FamilyError(f"no_rope_layers or layer_types has fewer than {number} entries")
     if SLIDING in types and not window:
         raise FamilyError(f"layer_types has {SLIDING!r}, but use_sliding_window is false")
     fields: dict[str, Fields] = {
