@@ -1,6 +1,6 @@
 """Configuration that BERT runs add to GPT runs: model options, sentence pairs and masking."""
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, Self
 
 from megapipe.config.field_types import Bound, Fraction, NaturalInt, PositiveFloat, PositiveInt, Size, TokenCount
@@ -75,30 +75,25 @@ class BertModelConfig(ModelConfig):
         problems = super().problems()
         if self.shared_blocks and self.layer_pattern:
             problems.append(
-                "model.shared_blocks is true with model.layer_pattern; blocks that share weights are alike: leave "
-                "model.layer_pattern out, or set model.shared_blocks to false"
+                "model.shared_blocks is true with model.layer_pattern; shared blocks are "
+                "alike: leave model.layer_pattern out, or set model.shared_blocks to false"
             )
         if self.shared_blocks and self.num_experts is not None:
             problems.append(
-                f"model.shared_blocks is true with model.num_experts {self.num_experts}; each block balances experts "
-                "of its own: set model.num_experts to null, or model.shared_blocks to false"
+                f"model.shared_blocks is true with model.num_experts {self.num_experts}; "
+                "experts are not shared: set it to null, or model.shared_blocks to false"
             )
         problems += [
-            f"model.{name} is {getattr(self, name)}, but the head of a BERT has none: set it to "
-            f"{'null' if neutral is None else neutral}"
-            for name, neutral in (("logit_scale", 1.0), ("logit_softcap", None))
-            if getattr(self, name) != neutral
-        ]
-        if self.mtp_layers:
-            problems.append(
-                f"model.mtp_layers is {self.mtp_layers}; only a GPT predicts further tokens: set model.mtp_layers to 0"
+            f"model.{name} is {getattr(self, name)}{rule}: set it to {neutral}"
+            for name, neutral, rule in (
+                ("logit_scale", 1.0, ", but the head of a BERT has none"),
+                ("logit_softcap", "null", ", but the head of a BERT has none"),
+                ("mtp_layers", 0, "; only a GPT predicts further tokens"),
+                ("kv_latent_size", "null", "; only a GPT has multi-latent attention"),
+                ("attention_chunk_size", "null", "; only a GPT attends in chunks"),
             )
-        for name, ability in (
-            ("kv_latent_size", "has multi-latent attention"),
-            ("attention_chunk_size", "attends in chunks"),
-        ):
-            if (size := getattr(self, name)) is not None:
-                problems.append(f"model.{name} is {size}; only a GPT {ability}: set it to null")
+            if getattr(self, name) not in (neutral, None)
+        ]
         if self.sentence_head and self.token_types < 2:
             problems.append(
                 f"model.sentence_head is true with model.token_types {self.token_types}; the parts of a pair need one "
@@ -106,8 +101,8 @@ class BertModelConfig(ModelConfig):
             )
         if self.first_position and self.positions != "learned":
             problems.append(
-                f"model.first_position is {self.first_position} but model.positions is {self.positions!r}; only "
-                "learned positions have a table: set model.first_position to 0"
+                f"model.first_position is {self.first_position} but model.positions is "
+                f"{self.positions!r}; set it to 0, or use learned positions"
             )
         return problems
 
@@ -149,10 +144,10 @@ class BertDataConfig(DataConfig):
 
     def problems(self) -> list[str]:
         return super().problems() + [
-            f"data.{each.name} is {getattr(self, each.name)!r}; it is an option "
+            f"data.{name} is {getattr(self, name)!r}; it is an option "
             "for GPT samples and has no effect on sentence pairs: leave it out"
-            for each in fields(DataConfig)
-            if each.name not in SHARED_DATA_FIELDS and getattr(self, each.name) != getattr(DataConfig(), each.name)
+            for name, default in vars(DataConfig()).items()
+            if name not in SHARED_DATA_FIELDS and getattr(self, name) != default
         ]
 
 

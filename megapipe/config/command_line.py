@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _WRONG_NUMBER = re.compile(r"invalid (?P<kind>\w+) value: (?P<value>.*)")
 _NO_VALUE = re.compile(r"^argument (?:\S+/)?(--\S+): expected .* argument$")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_WHOLE_WORDS: dict[str, Any] = {"break_on_hyphens": False, "break_long_words": False}
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -37,7 +38,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **options})
-        self._negative_number_matcher = re.compile(r"-\.?[0-9]")  # also -1,2 and -1e3 are values, not flags
+        # -1,2 and -1e3 are values too, not flags.
+        self._negative_number_matcher = re.compile(r"-\.?[0-9]")
 
     def error(self, message: str) -> NoReturn:
         for action in self._actions:
@@ -69,16 +71,16 @@ class ProseFormatter(argparse.HelpFormatter):
         if usage is None:
             return super()._format_usage(usage, *others)
         line = f"usage: {usage % {'prog': self._prog}}"
-        options = {"subsequent_indent": " " * len("usage: "), "break_on_hyphens": False, "break_long_words": False}
-        return f"{textwrap.fill(line, self._width, **options)}\n\n"  # type: ignore[arg-type]
+        options = {"subsequent_indent": " " * len("usage: "), **_WHOLE_WORDS}
+        return f"{textwrap.fill(line, self._width, **options)}\n\n"
 
 
 def wrapped(text: str, width: int) -> str:
     """Wrap every paragraph of a text to a width in characters. Empty and indented lines stay as they are."""
     lines = []
-    for is_prose, group in groupby(text.splitlines(), lambda line: bool(line) and not line.startswith(" ")):
+    for is_prose, group in groupby(text.splitlines(), lambda line: line[:1] not in ("", " ")):
         if is_prose:
-            lines += textwrap.wrap(" ".join(group), width, break_on_hyphens=False, break_long_words=False)
+            lines += textwrap.wrap(" ".join(group), width, **_WHOLE_WORDS)
         else:
             lines += group
     return "\n".join(lines)
@@ -86,17 +88,12 @@ def wrapped(text: str, width: int) -> str:
 
 def tool_parser(program: str, description: str, examples: str) -> OneLineParser:
     """Return a parser that prints a description first and examples last, and accepts no abbreviated flags."""
-    return OneLineParser(
-        prog=program,
-        description=description,
-        epilog=examples,
-        formatter_class=ProseFormatter,
-    )
+    return OneLineParser(prog=program, description=description, epilog=examples, formatter_class=ProseFormatter)
 
 
 def with_hyphens(argv: Sequence[str]) -> list[str]:
     """Replace underscores in flags, so that --json_keys means --json-keys."""
-    return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), argument) for argument in argv]
+    return [re.sub(r"^--[^=]+", lambda flag: flag[0].replace("_", "-"), each) for each in argv]
 
 
 def finite(text: str) -> float:

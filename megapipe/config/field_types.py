@@ -108,7 +108,8 @@ def is_value_of(hint: Any, value: Any) -> bool:
     if origin is Literal:
         return isinstance(value, str) and value in arguments
     if origin is list:
-        return isinstance(value, list) and all(is_value_of(arguments[0], each) for each in value)
+        (inner,) = arguments
+        return isinstance(value, list) and all(is_value_of(inner, each) for each in value)
     kind = base_of(hint)
     if kind is NoneType:
         return value is None

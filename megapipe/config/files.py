@@ -57,9 +57,7 @@ def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) ->
     except (FileNotFoundError, NotADirectoryError):
         raise
     except OSError as error:
-        raise failure(
-            f"cannot read {path}: {error.strerror}; choose another file, or change its permissions"
-        ) from error
+        raise failure(f"cannot read {path}: {error.strerror}; choose another, or change its permissions") from error
     if len(content) > max_bytes:
         raise failure(f"{path} has more than {max_bytes:,} bytes")
     return content
@@ -177,11 +175,11 @@ class StrictLoader(yaml.SafeLoader):
 
 
 def _mapping(loader: StrictLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    pairs = [(loader.construct_object(key, deep=True), key.start_mark.line + 1, value) for key, value in node.value]
     values: dict[Any, Any] = {}
-    for key, line, value in pairs:
+    for name, value in node.value:
+        key, line = loader.construct_object(name, deep=True), name.start_mark.line + 1
         if isinstance(key, (dict, list)):
-            raise yaml.YAMLError(f"line {line}: a list or mapping is used as a key; write a name")
+            raise yaml.YAMLError(f"line {line}: a key is a list or mapping; write a name")
         if key in values:
             raise yaml.YAMLError(f"line {line}: the key {key!r} appears twice in one mapping; keep one of them")
         values[key] = loader.construct_object(value, deep=True)
@@ -199,27 +197,27 @@ StrictLoader.add_implicit_resolver(
 
 def decode_yaml(text: str, max_characters: int = MAX_YAML_CHARACTERS) -> Any:
     """Return the plain value of a YAML text. Raises only yaml.YAMLError."""
-    return _decoded(text, max_characters, lambda: yaml.load(text, Loader=StrictLoader))
+    return _decoded(text, max_characters, yaml.load)
 
 
 def compose_yaml(text: str, max_characters: int = MAX_YAML_CHARACTERS) -> yaml.Node | None:
     """Return the node tree of a YAML text, without shared nodes. Raises only yaml.YAMLError."""
-    node: yaml.Node | None = _decoded(text, max_characters, lambda: yaml.compose(text, Loader=StrictLoader))
+    node: yaml.Node | None = _decoded(text, max_characters, yaml.compose)
     return node
 
 
-def _decoded(text: str, max_characters: int, decode: Callable[[], Any]) -> Any:
+def _decoded(text: str, max_characters: int, decode: Callable[..., Any]) -> Any:
     if len(text) > max_characters:
         raise yaml.YAMLError(f"it has {len(text):,} characters; at most {max_characters:,} are read")
     try:
-        return decode()
+        return decode(text, Loader=StrictLoader)
     except yaml.MarkedYAMLError as error:  # its own text has several lines
         mark = error.problem_mark
         where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark is not None else ""
         raise yaml.YAMLError(where + " ".join(f"{error.problem or error}".split())) from error
     except yaml.YAMLError as error:
         raise yaml.YAMLError(_one_line(error)) from error
-    except DECODING_ERRORS as error:  # a date in month 13, for example, or an integer with 6,000 digits
+    except DECODING_ERRORS as error:  # for example a date in month 13
         raise yaml.YAMLError(f"a value cannot be read: {_one_line(error)}") from error
 
 

@@ -34,8 +34,8 @@ _NAME = re.compile(rf"({_NAMED_WITH_FOLDER}/)?[A-Za-z0-9][\w.-]*")
 def packaged_files(flag: str) -> dict[str, Path]:
     """Return the packaged files for a flag such as `model`, by name; empty if the flag has none."""
     files = [file for folder in _FOLDERS.get(flag, ()) for file in (FOLDER / folder).glob("*.yaml")]
-    prefixes = {_NAMED_WITH_FOLDER: f"{_NAMED_WITH_FOLDER}/"}
-    return dict(sorted((prefixes.get(file.parent.name, "") + file.stem, file) for file in files))
+    prefix = {_NAMED_WITH_FOLDER: f"{_NAMED_WITH_FOLDER}/"}
+    return dict(sorted((prefix.get(file.parent.name, "") + file.stem, file) for file in files))
 
 
 def with_packaged_files(words: Sequence[str]) -> list[str]:

@@ -43,9 +43,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.other_names import hint
 from megapipe.config.run import DataConfig, PretrainConfig
 
-INIT_FROM_HELP = (
-    "Folder to take initial weights from: a megapipe checkpoint, or a Hugging Face folder of such a model."
-)
+INIT_FROM_HELP = "Folder with initial weights: a megapipe checkpoint or a Hugging Face folder."
 
 Config = TypeVar("Config", bound=PretrainConfig)
 
@@ -171,7 +169,8 @@ def build_parser(
     parser = FieldParser(description=description, allow_abbrev=False, formatter_class=FieldHelpFormatter)
     parser.config_groups = frozenset(each.name for each in fields(kind))
     everything = parser.add_argument("--help_all", action=HelpAll, help="show all options and exit")
-    everything.option_strings = ["--help-all"]  # as help prints it; `underscored` lets users write both
+    # This is how help prints it; `underscored` lets users write both.
+    everything.option_strings = ["--help-all"]
     parser.add_argument("--config", action="config", metavar="FILE")
     for group in fields(kind):
         if group.name == "init_from":
@@ -199,7 +198,7 @@ def _is_help_of_values(action: Action) -> bool:
 
 def underscored(arguments: Sequence[str]) -> list[str]:
     """Spell flags with underscores: `--model.num-layers=2` becomes `--model.num_layers=2`; values stay."""
-    return [re.sub(r"^--[^=]+", lambda match: "--" + match[0][2:].replace("-", "_"), each) for each in arguments]
+    return [re.sub(r"(?<=^--)[^=]+", lambda flag: flag[0].replace("-", "_"), each) for each in arguments]
 
 
 def parse(arguments: Sequence[str]) -> PretrainConfig:
@@ -255,10 +254,10 @@ def parse_given(parser: ArgumentParser, kind: type[Config], arguments: Sequence[
         values = parser.instantiate(namespace)
     except ConfigError:
         raise
-    except DECODING_ERRORS as error:  # jsonargparse fails like this on values that no field can have
-        raise ConfigError(f"a value of this command line or of its files cannot be read: {error}") from error
-    program_flags = {each.dest: each.default for each in parser._actions if each.dest.partition(".")[0] not in groups}
-    program_flags |= {name: value for name, value in vars(values).items() if name not in groups}
+    except DECODING_ERRORS as error:  # from jsonargparse, for values that no field can have
+        raise ConfigError(f"a value of the command line or its files cannot be read: {error}") from error
+    flags = {each.dest: each.default for each in parser._actions} | vars(values)
+    program_flags = {key: flags[key] for key in flags if key.partition(".")[0] not in groups}
     config = kind(**{name: values[name] for name in groups if name in values})
     if problems := bound_problems(config):
         raise ConfigError(problems)
@@ -355,9 +354,7 @@ def _fields_in(flag: str, file: str) -> dict[str, Any]:
             return {}
         content = decode_yaml(Path(file).read_text(encoding="utf-8"))
         groups = content if flag == "config" else {flag: content}
-        return {
-            f"{group}.{name}": each for group in ("model", "data") for name, each in (groups.get(group) or {}).items()
-        }
+        return {f"{key}.{name}": each for key in ("model", "data") for name, each in (groups.get(key) or {}).items()}
     except (OSError, yaml.YAMLError, *DECODING_ERRORS):
         return {}
 

@@ -115,20 +115,16 @@ class OffloadConfig:
             names = "offload.every and offload.num_blocks"
             problems.append(_needs(names, "offload.activations", "blocks", self.activations))
         if self.activations == "auto" and self.memory is None:
-            problems.append(
-                "offload.activations auto needs offload.memory, the GiB of activations that a rank may hold; set it"
-            )
+            problems.append("offload.activations auto needs offload.memory; set it in GiB")
         if self.activations != "auto" and (self.memory, self.bandwidth, self.compute) != (None, None, None):
             names = "offload.memory, offload.bandwidth and offload.compute"
             problems.append(_needs(names, "offload.activations", "auto", self.activations))
         if self.activations == "none" and self.prefetch is not None:
-            problems.append(
-                "offload.prefetch needs offload.activations blocks or auto; set one of them, or leave it out"
-            )
+            problems.append("offload.prefetch needs offload.activations blocks or auto")
         if self.weights and not self.optimizer:
             problems.append(
-                "offload.weights needs offload.optimizer, because weights are updated where the optimizer state is; "
-                "set offload.optimizer true, or leave offload.weights out"
+                "offload.weights needs offload.optimizer, because weights are updated where "
+                "the optimizer is;  set offload.optimizer true, or leave offload.weights out"
             )
         limits = {
             "weight_buffers": self.weight_buffers != OffloadConfig.weight_buffers,

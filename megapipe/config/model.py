@@ -68,14 +68,14 @@ BASE_KIND = "base"
 """Entry of `model.layer_pattern` for blocks that have the fields of the model itself."""
 BLOCK_FIELDS = frozenset(
     (
-        "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias", "sliding_window",
-        "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
-        "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale", "attention_softcap",
-        "attention_sinks", "attention_norm", "attention_chunk_size",
+        "num_heads", "num_kv_heads", "head_size", "qk_norm", "qk_norm_over", "bias",
+        "sliding_window", "query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size",
+        "positions", "rotary_fraction", "rope_theta", "rope_scaling", "attention_scale",
+        "attention_softcap", "attention_sinks", "attention_norm", "attention_chunk_size",
         "ffn_hidden_size", "activation", "swiglu_alpha", "swiglu_limit",
         "num_experts", "experts_per_token", "normalize_expert_shares",
-        "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups",
-        "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
+        "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias",
+        "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
     )
 )  # fmt: skip
 """Fields of a model that only its blocks read, so that kinds of layers may differ in them."""
@@ -195,8 +195,8 @@ class ModelConfig:
     norm_epsilon: PositiveFloat = 1e-5
     """Small constant added to the variance (for rms_norm, to the mean square)."""
     activation: Literal[
-        "gelu", "gelu_tanh", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu", "reglu_squared", "relu",
-        "relu_squared", "silu",
+        "gelu", "gelu_tanh", "swiglu", "swiglu_clamped", "geglu", "geglu_tanh", "reglu",
+        "reglu_squared", "relu", "relu_squared", "silu",
     ] = "gelu"  # fmt: skip
     """Activation function of the MLP. gelu: the exact form. gelu_tanh: its approximation, as in GPT-2. swiglu, geglu,
     geglu_tanh, reglu, reglu_squared: silu, gelu, gelu_tanh, relu or relu_squared of a gate, with a first matrix of
@@ -465,10 +465,10 @@ class ModelConfig:
                 problems += [f"model.layer_kinds has {name!r}, the name of the model's own fields; use another name"]
             elif name not in self.layer_pattern:
                 problems.append(
-                    f"model.layer_kinds has {name!r}, which model.layer_pattern does not use; add it there, or leave "
-                    "it out"
+                    f"model.layer_kinds has {name!r}, which model.layer_pattern does not use; "
+                    "add it there, or leave it out"
                 )
-            problems += filter(None, (self._field_problem(name, field, value) for field, value in overrides.items()))
+            problems += filter(None, (self._field_problem(name, *each) for each in overrides.items()))
         return problems
 
     def _field_problem(self, kind: str, name: str, value: Any) -> str | None:
@@ -492,8 +492,8 @@ class ModelConfig:
             return f"{where}: {name} is {value!r}, but must be {in_words(hint)}"
         if name == "positions" and value != self.positions and "learned" in (value, self.positions):
             return (
-                f"{where}: positions is {value!r} and model.positions is {self.positions!r}; learned positions are "
-                "added before the first block, so blocks differ only in rotary, alibi or none: set both to one of them"
+                f"{where}: positions is {value!r} and model.positions is {self.positions!r}; "
+                "blocks can differ only in rotary, alibi or none: set both to one of them"
             )
         return None
 
@@ -536,13 +536,13 @@ class ModelConfig:
         ]
         if self.rotary_head_size is None or self.rotary_head_size % 2:
             problems.append(
-                f"model.rotary_head_size is {self.rotary_head_size or 'null'} with model.kv_latent_size "
-                f"{self.kv_latent_size}; set it to an even number of channels"
+                f"model.rotary_head_size is {self.rotary_head_size or 'null'} with "
+                f"model.kv_latent_size {self.kv_latent_size}; set it to an even number"
             )
         elif self.value_dim > self.head_dim:
             problems.append(
-                f"model.value_head_size is {self.value_dim}; it must be at most model.head_size + "
-                f"model.rotary_head_size, {self.head_dim}"
+                f"model.value_head_size is {self.value_dim}; it must be at most "
+                f"model.head_size + model.rotary_head_size, {self.head_dim}"
             )
         return problems
 
@@ -572,16 +572,16 @@ class ModelConfig:
             return []
         neutral = {"sliding_window": None, "attention_dropout": 0.0}
         problems = [
-            f"model.{name} is {getattr(self, name)} with model.attention_chunk_size {self.attention_chunk_size}; "
-            f"attention in chunks has none: set model.{name} to {'null' if each is None else each}, or "
-            "model.attention_chunk_size to null"
+            f"model.{name} is {getattr(self, name)} with model.attention_chunk_size "
+            f"{self.attention_chunk_size}; attention in chunks has none: set model.{name} to "
+            f"{'null' if each is None else each}, or model.attention_chunk_size to null"
             for name, each in neutral.items()
             if getattr(self, name) != each
         ]
         if self.attention == "flex":
             problems.append(
-                "model.attention is 'flex', which does not support model.attention_chunk_size; set model.attention to "
-                "'auto'"
+                "model.attention is 'flex', which does not support "
+                "model.attention_chunk_size; set model.attention to 'auto'"
             )
         return problems
 
@@ -621,9 +621,7 @@ class ModelConfig:
                 "0.1 is for softmax: set model.expert_bias to 'shares'"
             )
         if self.shared_expert_gate and self.shared_expert_size is None:
-            problems.append(
-                "model.shared_expert_gate is true, but there is no shared expert; set model.shared_expert_size"
-            )
+            problems.append("model.shared_expert_gate is true without a shared expert; set model.shared_expert_size")
         return problems
 
     def _activation_problems(self) -> list[str]:
@@ -656,8 +654,8 @@ class ModelConfig:
         problems = self._mtp_problems() + self._activation_problems()
         if self.norm_position == "post" and self.kind == "gpt":
             problems.append(
-                "model.norm_position is 'post', which only a BERT has; set it to 'pre', 'sandwich', 'output' "
-                "or 'stream'"
+                "model.norm_position is 'post', which only a BERT has; set it to 'pre', "
+                "'sandwich', 'output' or 'stream'"
             )
         if not self.attention_norm and self.norm_position != "pre":
             problems.append(
@@ -677,17 +675,15 @@ class ModelConfig:
             )
         if self.attention_softcap is not None and self.positions == "alibi":
             problems.append(
-                f"model.attention_softcap is {self.attention_softcap} with model.positions 'alibi', whose scores have "
-                "no limit; set model.attention_softcap to null, or other model.positions"
+                f"model.attention_softcap is {self.attention_softcap} with model.positions "
+                "'alibi', whose scores have no limit; set it to null, or other model.positions"
             )
         if self.attention == "flex" and self.why_pieces is not None:
-            problems.append(
-                f"model.attention is 'flex', which does not support {self.why_pieces}; set model.attention to 'auto'"
-            )
+            problems.append(f"model.attention is 'flex', which does not support {self.why_pieces}; set it to 'auto'")
         if self.qk_norm_over == "projection" and self.normalization == "rms_norm_unit_offset":
             problems.append(
-                "model.qk_norm_over is 'projection', which has no norm with a unit offset; set model.normalization to "
-                "'rms_norm', or model.qk_norm_over to 'head'"
+                "model.qk_norm_over is 'projection', which has no norm with a unit offset; "
+                "set model.normalization to 'rms_norm', or model.qk_norm_over to 'head'"
             )
         if self.qk_norm_over != "head" and not self.qk_norm:
             problems.append(

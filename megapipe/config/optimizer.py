@@ -117,8 +117,8 @@ class OptimizerConfig:
             ]
         if max(self.betas) > 1 - SMALLEST_BF16_DECAY:
             return [
-                f"optimizer.betas is {list(self.betas)} but bf16 rounds away a decay of less than 1/256 per step: set "
-                "both to at most 0.996, or optimizer.moment_dtype to fp32"
+                f"optimizer.betas is {list(self.betas)} but bf16 rounds away a decay below "
+                "1/256 per step: set both to at most 0.996, or optimizer.moment_dtype to fp32"
             ]
         return []
 

@@ -84,14 +84,12 @@ class MeshShape:
         """Return the groups of ranks that differ only in the dimensions `names`."""
         fixed = [name for name in DIMENSIONS if name not in names]
         free = [name for name in DIMENSIONS if name in names]
-        return tuple(
-            tuple(self.rank_of(dict(outer) | dict(inner)) for inner in self._walk(free)) for outer in self._walk(fixed)
-        )
+        return tuple(tuple(self.rank_of(outer | inner) for inner in self._walk(free)) for outer in self._walk(fixed))
 
     def group_of(self, rank: int, *names: str) -> tuple[int, ...]:
         """Return the group of `partition` that a rank is in."""
-        coordinates, free = self.coordinates(rank), [name for name in DIMENSIONS if name in names]
-        return tuple(self.rank_of(coordinates | dict(inner)) for inner in self._walk(free))
+        own, free = self.coordinates(rank), [name for name in DIMENSIONS if name in names]
+        return tuple(self.rank_of(own | inner) for inner in self._walk(free))
 
     def stage_partition(self, stages: tuple[int, ...]) -> Partition:
         """Return, for each tensor coordinate, the ranks of all replicas at the pipeline coordinates `stages`, replica
@@ -101,8 +99,9 @@ class MeshShape:
             for part in self.partition("data", "pipeline", "context")
         )
 
-    def _walk(self, names: list[str]) -> list[tuple[tuple[str, int], ...]]:
-        return list(itertools.product(*[[(name, index) for index in range(self.sizes[name])] for name in names]))
+    def _walk(self, names: list[str]) -> list[dict[str, int]]:
+        places = itertools.product(*(range(self.sizes[name]) for name in names))
+        return [dict(zip(names, place, strict=True)) for place in places]
 
 
 _NAME = re.compile(r"embedding|head|blocks|blocks\.(?P<first>\d+)(-(?P<last>\d+))?", re.ASCII)
@@ -165,8 +164,8 @@ def is_fp8(config: "PretrainConfig", block: int) -> bool:
     if training.fp8 == "none":
         return False
     choice = strategy_of(config.parallel.layers, f"blocks.{block}").fp8
-    default = training.fp8_first_kept <= block < config.model.num_layers - training.fp8_last_kept
-    return default if choice is None else choice
+    usual = training.fp8_first_kept <= block < config.model.num_layers - training.fp8_last_kept
+    return usual if choice is None else choice
 
 
 def layer_is_fp8(config: "PretrainConfig", kind: str, index: int) -> bool:
@@ -206,8 +205,8 @@ def strategy_problems(config: "PretrainConfig") -> list[str]:
             first, last = int(match["first"]), int(match["last"] or match["first"])
             if last >= blocks or first > last:
                 problems.append(
-                    f"parallel.layers names {key}, but model.num_layers is {blocks}: blocks are numbered from 0 to "
-                    f"{blocks - 1}, and a range starts with the smaller number"
+                    f"parallel.layers names {key}, but model.num_layers is {blocks}: blocks "
+                    f"are numbered 0 to {blocks - 1}, in a range the smaller first"
                 )
             elif match["last"] is not None:
                 other_key = next((taken[block] for block in range(first, last + 1) if block in taken), None)
@@ -227,13 +226,13 @@ def _layer_problems(config: "PretrainConfig", strategy: LayerStrategy, where: st
             problems.append(f"{where}: {name} is only for transformer blocks; leave it out")
     if strategy.recompute is not None and config.recompute.method == "auto":
         problems.append(
-            f"{where}: recompute {strategy.recompute} cannot be combined with recompute.method "
-            "auto, which chooses for all blocks; set recompute.method none, selective or full"
+            f"{where}: recompute {strategy.recompute} cannot be combined with "
+            "recompute.method auto, which chooses for all blocks; change recompute.method"
         )
     if strategy.recompute not in (None, "none") and config.offload.activations == "auto":
         problems.append(
-            f"{where}: recompute {strategy.recompute} cannot be combined with offload.activations auto, which chooses "
-            "by itself what to recompute; set offload.activations none or blocks"
+            f"{where}: recompute {strategy.recompute} cannot be combined with "
+            "offload.activations auto, which recomputes itself; set that none or blocks"
         )
     if strategy.recompute == "selective" and (config.training.compile or config.offload.activations != "none"):
         problems.append(
@@ -321,8 +320,8 @@ class ParallelConfig:
             factors = (("context", self.context), ("tensor", self.tensor), ("sequence_chunks", chunks))
             named = " x ".join(f"parallel.{name} {size}" for name, size in factors if size > 1)
             return [
-                f"data.sequence_length {sequence_length} is not divisible by {named}, as parallel.sequence requires; "
-                f"use a multiple of {divisor}, or set parallel.sequence to false"
+                f"data.sequence_length {sequence_length} is not divisible by {named}; use a "
+                f"multiple of {divisor}, or set parallel.sequence to false"
             ]
         return []
 
@@ -381,11 +380,11 @@ class ZeroConfig:
             for name, least in needed.items()
             if self.stage < least and getattr(self, name) != getattr(plain, name)
         ]
-        for buffer in ("weight", "gradient"):
-            memory, buffers = getattr(self, f"{buffer}_memory"), getattr(self, f"{buffer}_buffers")
-            if memory is not None and buffers != getattr(plain, f"{buffer}_buffers"):
+        for kind in ("weight", "gradient"):
+            memory, buffers = getattr(self, f"{kind}_memory"), getattr(self, f"{kind}_buffers")
+            if memory is not None and buffers != getattr(plain, f"{kind}_buffers"):
                 problems.append(
-                    f"zero.{buffer}_memory {memory} and zero.{buffer}_buffers "
+                    f"zero.{kind}_memory {memory} and zero.{kind}_buffers "
                     f"{buffers} both limit the same; leave one of the two out"
                 )
         return problems
@@ -468,8 +467,8 @@ class ScheduleConfig:
         allowed_with_file = ("file", "receive_ahead", "chunks", "group_size", "max_pending", "slice_split")
         options = (each for each in fields(self) if each.name not in allowed_with_file)
         return problems + [
-            f"schedule.{each.name} is {getattr(self, each.name)!r}, and the schedule is the file {self.file}, which "
-            f"defines it completely: leave schedule.{each.name} out, or name a schedule instead of the file"
+            f"schedule.{each.name} is {getattr(self, each.name)!r}, but the file {self.file} "
+            f"defines the schedule: leave schedule.{each.name} out, or name a schedule"
             for each in options
             if getattr(self, each.name) != each.default
         ]

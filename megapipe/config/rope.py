@@ -51,8 +51,8 @@ class RopeScaling:
         if self.kind == "longrope":
             lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
             problems += [
-                f"{place}, but model.rope_scaling.{name} has {len(numbers)} numbers; it must have {pairs}, one for "
-                "each rotated pair of channels"
+                f"{place}, but model.rope_scaling.{name} has {len(numbers)} numbers; it must "
+                f"have {pairs}, one for each rotated pair of channels"
                 for name, numbers in lists.items()
                 if len(numbers) != pairs
             ]
@@ -61,9 +61,7 @@ class RopeScaling:
         if self.kind == "yarn" and theta <= 1:
             problems.append(f"{place} and model.rope_theta is {theta}; it must be above 1")
         if self.kind == "dynamic" and channels == 2:
-            problems.append(
-                f"{place}, but only 2 channels are rotated; it needs 4: set model.rotary_fraction or head_size"
-            )
+            problems.append(f"{place}, but 2 channels are rotated; it needs 4: set model.rotary_fraction or head_size")
         return problems
 
 

@@ -61,9 +61,7 @@ class DataConfig:
         """Return one message for each rule that the fields break."""
         problems = bound_problems(self, "data")
         if self.prefix and self.blend:
-            problems.append(
-                f"data.prefix is {self.prefix!r} and data.blend has {len(self.blend)} shards; leave one of them out"
-            )
+            problems.append(f"data.prefix is {self.prefix!r}, data.blend has {len(self.blend)} shards; leave one out")
         if not self.prefix and not self.blend:
             problems.append(
                 "data.prefix is empty; set it to the path of a shard without its .bin/.idx ending, as printed by "
@@ -77,9 +75,7 @@ class DataConfig:
                 "needs data.pack concat; set that, or data.order to keyed"
             )
         if not self.fim_rate and self.fim_tokens is not None:
-            problems.append(
-                f"data.fim_tokens is {self.fim_tokens} but data.fim_rate is 0; set data.fim_rate, or leave both out"
-            )
+            problems.append(f"data.fim_tokens is {self.fim_tokens} but data.fim_rate is 0; set it, or leave both out")
         return problems
 
     def token_problems(self, vocabulary_size: int) -> list[str]:
@@ -162,13 +158,13 @@ class CheckpointConfig:
         problems = bound_problems(self, "checkpoint")
         if self.snapshot == "next_step" and not self.asynchronous:
             problems.append(
-                "checkpoint.snapshot is next_step and checkpoint.asynchronous false, which copies nothing; set "
-                "checkpoint.asynchronous true, or leave checkpoint.snapshot out"
+                "checkpoint.snapshot is next_step, but checkpoint.asynchronous is false; set "
+                "it true, or leave checkpoint.snapshot out"
             )
         if self.keep_every is not None and self.keep_last is None:
             problems.append(
-                f"checkpoint.keep_every is {self.keep_every} and checkpoint.keep_last null, which keeps every "
-                "checkpoint anyway; set checkpoint.keep_last to at least 1, or leave checkpoint.keep_every out"
+                f"checkpoint.keep_every is {self.keep_every} and checkpoint.keep_last null, "
+                "which keeps all; set that to at least 1, or leave checkpoint.keep_every out"
             )
         return problems
 
@@ -289,9 +285,7 @@ class BatchConfig:
                 )
             return problems
         if self.ramp_start > self.global_size:
-            problems.append(
-                f"batch.ramp_start is {self.ramp_start}; it must be at most batch.global_size {self.global_size}"
-            )
+            problems.append(f"batch.ramp_start is {self.ramp_start}; use at most batch.global_size {self.global_size}")
         if self.ramp_samples == 0:
             problems.append(
                 f"batch.ramp_samples is {self.ramp_samples}; a ramp from batch.ramp_start "
@@ -413,15 +407,15 @@ class PretrainConfig:
             )
         length = self.data.sequence_length
         problems += [
-            f"data.sequence_length {length} is not a multiple of model.attention_chunk_size {chunk}; use "
-            f"{length // chunk * chunk}, for example"
+            f"data.sequence_length {length} is not a multiple of model.attention_chunk_size "
+            f"{chunk}; use {length // chunk * chunk}, for example"
             for chunk in self.model.chunk_sizes(length)
             if length % chunk
         ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
             problems.append(
-                "model.attention is 'flex' but data.isolate_documents is false; flex is only for isolated documents: "
-                "set data.isolate_documents to true, or model.attention to auto"
+                "model.attention is 'flex' but data.isolate_documents is false; set that to "
+                "true, or model.attention to auto"
             )
         if self.recompute.method == "selective" and self.training.compile:
             problems.append(
@@ -436,14 +430,14 @@ class PretrainConfig:
         problems += self._fp8_problems() + self._expert_problems()
         if not self.training.master_weights and self.training.precision != "bf16":
             problems.append(
-                f"training.master_weights is false but training.precision is {self.training.precision}; only bf16 can "
-                "train without master weights: set training.precision bf16, or training.master_weights true"
+                "training.master_weights is false but training.precision is "
+                f"{self.training.precision}; set that bf16, or training.master_weights true"
             )
         if self.recompute.method == "selective" and self.offload.activations != "none":
             problems.append(
-                f"recompute.method selective cannot be combined with offload.activations {self.offload.activations}: "
-                "recomputation keeps its inputs on the device, so they cannot be offloaded; set recompute.method none "
-                "or full, or offload.activations none"
+                "recompute.method selective cannot be combined with offload.activations "
+                f"{self.offload.activations}: recomputation keeps its inputs on the device; "
+                "set recompute.method none or full, or offload.activations none"
             )
         if (
             self.recompute.method == "full"
@@ -462,8 +456,8 @@ class PretrainConfig:
         problems += self.budget_problems() + strategy_problems(self)
         if self.offload.weights and self.zero.stage:
             problems.append(
-                f"offload.weights cannot be combined with zero.stage {self.zero.stage}: replicas that shard their "
-                "state do not fetch weights from host memory; set zero.stage 0, or offload.weights false"
+                f"offload.weights cannot be combined with zero.stage {self.zero.stage}; set "
+                "zero.stage 0, or offload.weights false"
             )
         problems += self._skipping_problems()
         for name in ("parallel", "training", "evaluation", "profile", "watchdog", "spikes"):
@@ -479,8 +473,8 @@ class PretrainConfig:
         problems = []
         if self.schedule.file:
             problems.append(
-                f"recompute.method auto cannot be combined with the schedule file {self.schedule.file}, which may "
-                "contain recomputation itself; set schedule.name to a named schedule, or set another recompute.method"
+                "recompute.method auto cannot be combined with the schedule file "
+                f"{self.schedule.file}; name a schedule, or set another recompute.method"
             )
         if self.offload.activations != "none":
             problems.append(
@@ -516,13 +510,13 @@ class PretrainConfig:
         if training.fp8 == "none":
             if any(kept):
                 return [
-                    f"training.fp8_first_kept is {kept[0]} and training.fp8_last_kept {kept[1]}, but training.fp8 is "
-                    "none; set it to tensorwise or rowwise, or leave them out"
+                    f"training.fp8_first_kept is {kept[0]} and training.fp8_last_kept "
+                    f"{kept[1]}, but training.fp8 is none; set it, or leave them out"
                 ]
             return []
         problems = [
-            f"training.fp8 {training.fp8} cannot be combined with model.kv_latent_size {each.kv_latent_size}: "
-            "multi-latent attention has no fp8 matrix products; set training.fp8 none"
+            f"training.fp8 {training.fp8} cannot be combined with model.kv_latent_size "
+            f"{each.kv_latent_size}: multi-latent attention has no fp8; set it to none"
             for each in self.model.kinds_of_layers.values()
             if each.kv_latent_size is not None
         ][:1]
@@ -533,8 +527,8 @@ class PretrainConfig:
             )
         if sum(kept) >= blocks:
             problems.append(
-                f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must leave some of the "
-                f"{blocks} blocks of model.num_layers for fp8; lower them, or set training.fp8 none"
+                f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must "
+                f"leave some of the {blocks} blocks for fp8; lower them, or set fp8 none"
             )
         return problems
 
@@ -543,9 +537,7 @@ class PretrainConfig:
         expert_models = [each for each in self.model.kinds_of_layers.values() if each.num_experts is not None]
         if not expert_models:
             size = self.zero.expert_shard_size
-            message = (
-                f"zero.expert_shard_size is {size}, but the model has no experts; set model.num_experts, or leave it"
-            )
+            message = f"zero.expert_shard_size is {size} without experts; set model.num_experts, or leave it"
             return [] if size is None else [f"{message} out"]
         conflict = f"cannot be combined with model.num_experts {expert_models[0].num_experts}"
         problems = []
@@ -556,8 +548,8 @@ class PretrainConfig:
             )
         if self.training.compile:
             problems.append(
-                f"training.compile {conflict}: the number of tokens per expert changes from step to step, but "
-                "blocks are compiled for fixed sizes; set training.compile false"
+                f"training.compile {conflict}: tokens per expert change from step to step, "
+                "but blocks are compiled for fixed sizes; set training.compile false"
             )
         if self.optimizer.name == "muon":
             problems.append(
