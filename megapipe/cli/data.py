@@ -26,12 +26,13 @@ if TYPE_CHECKING:
 
 STALLS_HELP = "measure whether a training run waits for its data, and what would help"
 STALLS_DESCRIPTION = """\
-Measure whether a training run waits for its data, with three runs over the same steps: on a batch in memory, with the
-shards in memory, and with the shards on storage (they are removed from the page cache, which does not need root). The
-second run minus the first is the time for preparation, the third minus the second the time for fetching (Mohan et al.,
-arXiv 2007.06775). The command takes the files and fields of megapipe train, and saves nothing.
-With --ingestion-tokens-per-second no model runs; a pause replaces it, so that the data loading of a run on GPUs, or of
-a model that is too large for this machine, can be measured.
+Measure whether a training run waits for its data, with three runs over the same steps: on a
+batch in memory, with the shards in memory, and with the shards on storage (they are removed
+from the page cache, which does not need root). The second run minus the first is the time for
+preparation, the third minus the second the time for fetching (Mohan et al., arXiv 2007.06775).
+The command takes the files and fields of megapipe train, and saves nothing. With
+--ingestion-tokens-per-second no model runs; a pause replaces it, so that the data loading of a
+run on GPUs, or of a model that is too large for this machine, can be measured.
 """
 STALLS_EXAMPLES = """\
 examples:
@@ -78,23 +79,18 @@ def stalls_parser() -> OneLineParser:
     parser.usage = "megapipe data stalls --config FILE [options] [--group.field VALUE ...]"
     parser.add_argument("--config", metavar="FILE", help="YAML file, as for megapipe train")
     add_kind(parser)
-    parser.add_argument(
-        "--steps", type=positive, default=20, metavar="N", help="steps to measure in each run (default 20)"
-    )
-    parser.add_argument(
-        "--warm-up",
-        type=natural,
-        default=3,
-        metavar="N",
-        help="first steps of each run, which are not measured (default 3)",
-    )
+    for flag, kind, default, about in (
+        ("--steps", positive, 20, "steps to measure in each run (default 20)"),
+        ("--warm-up", natural, 3, "first steps of each run, which are not measured (default 3)"),
+    ):
+        parser.add_argument(flag, type=kind, default=default, metavar="N", help=about)
     parser.add_argument(
         "--ingestion-tokens-per-second",
         type=_rate,
         metavar="X",
-        help="speed of all replicas together, as a run's log prints it; the model is then not run here",
+        help="speed of all replicas together, as logs print it; no model runs then",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to this file")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures to a file")
     return parser
 
 
@@ -138,20 +134,20 @@ def main(argv: Sequence[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of `megapipe data`, which lists `stalls` in its help."""
-    description = "Inspect, check, merge and split .bin/.idx shards, and measure how runs read them."
+    description = "Inspect, check, merge and split shards, and measure how runs read them."
     parser = tool_parser("megapipe data", description, EXAMPLES)
-    commands = parser.add_subparsers(dest="command", required=True)
+    add = parser.add_subparsers(dest="command", required=True).add_parser
 
-    inspect = commands.add_parser("inspect", help="show counts, document lengths and decoded samples")
+    inspect = add("inspect", help="show counts, document lengths and decoded samples")
     inspect.add_argument("prefix", help="path of the shard without .bin or .idx")
     inspect.add_argument("--samples", type=natural, default=3, metavar="N", help="documents to decode (default 3)")
     inspect.add_argument("--tokenizer", metavar="NAME", help="tokenizer of the samples (default: from the manifest)")
     inspect.add_argument("--histogram", metavar="FILE", help="draw the lengths of documents: .png, .svg or .pdf")
 
-    verify = commands.add_parser("verify", help="read every byte and check it against header, index and manifest")
+    verify = add("verify", help="read every byte and check it against header, index and manifest")
     verify.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
 
-    merge = commands.add_parser("merge", help="merge several shards into one, in the order given")
+    merge = add("merge", help="merge several shards into one, in the order given")
     merge.add_argument("prefix", nargs="+", help="paths of shards without .bin or .idx")
     merge.add_argument("--output-prefix", type=not_empty, required=True, metavar="PREFIX")
     merge.add_argument(
@@ -161,14 +157,12 @@ def build_parser() -> argparse.ArgumentParser:
         "integer tokens",
     )
 
-    split = commands.add_parser("split", help="split one shard into several, between documents")
+    split = add("split", help="split one shard into several, between documents")
     split.add_argument("prefix", help="path of the shard without .bin or .idx")
     split.add_argument("--shares", required=True, metavar="A,B,...", help="sizes of the outputs, in any unit")
-    split.add_argument(
-        "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ..."
-    )
+    split.add_argument("--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="for PREFIX_0, ...")
 
-    commands.add_parser("stalls", help=STALLS_HELP)
+    add("stalls", help=STALLS_HELP)
     return parser
 
 

@@ -15,9 +15,11 @@ from pathlib import Path
 from megapipe.config.command_line import tool_parser
 
 DESCRIPTION = """\
-Print the versions, devices, communication, kernels and free space that a run would find here, and what is wrong.
+Print the versions, devices, communication, kernels and free space that a run would find here,
+and what is wrong.
 
-The exit status is 0 if nothing is wrong, and 1 otherwise. Run it on every kind of node that a job will use.
+The exit status is 0 if nothing is wrong, and 1 otherwise. Run it on every kind of node that a
+job will use.
 """
 EXAMPLES = """\
 example:
@@ -83,7 +85,7 @@ def versions(findings: Diagnosis) -> None:
     """Add the versions of Python, torch and the other packages that runs record."""
     from megapipe.training.resilience.run_identity import package_versions
 
-    findings.add("versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()))
+    findings.add("versions", ", ".join(map(" ".join, package_versions().items())))
 
 
 def devices(findings: Diagnosis) -> None:
@@ -137,8 +139,8 @@ def communication(findings: Diagnosis) -> None:
         socket.getaddrinfo(host, None)
     except OSError as error:
         findings.problems.append(
-            f"the name of this host, {host}, has no address ({error.strerror}), so ranks cannot connect: add it to "
-            "/etc/hosts"
+            f"the name of this host, {host}, has no address ({error.strerror}), so ranks "
+            "cannot connect: add it to /etc/hosts"
         )
 
 
@@ -167,8 +169,8 @@ def compilers(findings: Diagnosis) -> None:
     findings.add("compiler", f"{compiler or 'no C++ compiler'}, {'with' if headers.exists() else 'without'} Python.h")
     if torch.cuda.is_available() and (compiler is None or not headers.exists()):
         findings.problems.append(
-            "triton needs a C++ compiler and Python.h: on Debian or Ubuntu, apt-get install g++ "
-            f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+            "triton needs a C++ compiler and Python.h: on Debian or Ubuntu, apt-get install "
+            f"g++ python{sys.version_info.major}.{sys.version_info.minor}-dev"
         )
 
 
@@ -185,8 +187,8 @@ def space(findings: Diagnosis) -> None:
         findings.problems.append(f"the current folder {here} cannot be written: start runs in another one")
     if free < DISK_BYTES:
         findings.problems.append(
-            f"the current folder has {bytes_text(free)} free, too little for checkpoints: set training.directory to "
-            "another disk"
+            f"the current folder has {bytes_text(free)} free, too little for checkpoints: set "
+            "training.directory to another disk"
         )
     if not os.path.isdir("/dev/shm"):
         return

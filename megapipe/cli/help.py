@@ -5,6 +5,7 @@ import shutil
 import sys
 import textwrap
 from argparse import Action
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -68,8 +69,8 @@ def explained(word: str, commands: Iterable[str] = ()) -> list[str]:
 
     Raises ConfigError if several groups have the option, or if none has it. The message then suggests a similar name.
     """
-    options = {kind: {each.dest: each for each in parser_of(kind)._actions} for kind in KINDS.values()}
-    gpt, bert = (options[kind] for kind in KINDS.values())
+    parsers = map(parser_of, KINDS.values())
+    gpt, bert = ({each.dest: each for each in parser._actions} for parser in parsers)
     name = _name_of(word, bert, commands)
     action = gpt.get(name, bert[name])
     fields = [each for each in bert if "." in each and bert[each].metavar != "FILE"]
@@ -157,10 +158,8 @@ def _pages(name: str) -> list[str]:
     """Return the guides that mention an option, most mentions first."""
     mention = re.compile(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)")
     files = sorted(file for folder in ("", "migrate", "tutorials") for file in (GUIDES / folder).glob("*.md"))
-    counts = {file: len(mention.findall(file.read_text(encoding="utf-8"))) for file in files}
-    return [
-        f"docs/{file.relative_to(GUIDES)}" for file in sorted(counts, key=lambda file: -counts[file]) if counts[file]
-    ]
+    uses = Counter({file: len(mention.findall(file.read_text("utf-8"))) for file in files})
+    return [f"docs/{file.relative_to(GUIDES)}" for file, count in uses.most_common() if count]
 
 
 def _related(name: str, action: Action, options: dict[str, Action], fields: Sequence[str]) -> list[str]:

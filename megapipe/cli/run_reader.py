@@ -146,12 +146,12 @@ class Run:
     @property
     def loss(self) -> float | None:
         """Training loss of the last step that has one."""
-        return self.history.training[max(self.history.training)] if self.history.training else None
+        return max(self.history.training.items(), default=(0, None))[1]
 
     @property
     def held_out_loss(self) -> float | None:
         """Validation loss of the last evaluation."""
-        return self.history.evaluation[max(self.history.evaluation)] if self.history.evaluation else None
+        return max(self.history.evaluation.items(), default=(0, None))[1]
 
 
 def is_run(folder: Path) -> bool:
@@ -200,7 +200,7 @@ def _read_metrics(run: Run) -> dict[str, RunStart]:
                 continue
             returned = run.history.add(record)
             if returned is not None:
-                run.steps = {step: each for step, each in run.steps.items() if step <= returned}
+                run.steps = {key: each for key, each in run.steps.items() if key <= returned}
             if "event" not in record:
                 _take_step(run, record, current)
                 continue
@@ -230,8 +230,8 @@ def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> N
     run.step_seconds += seconds or 0.0
     if start is not None:
         start.last_step = step
-        if seconds is not None and start.ended is not None:  # estimate until the next event has a time
-            start.ended += seconds
+        if seconds is not None and start.ended is not None:
+            start.ended += seconds  # estimate until the next event has a time
     if record.get("skipped") is True:
         run.num_skipped += 1
         run.events.append((step, "the loss or the gradients were not finite; the update was skipped"))

@@ -29,7 +29,8 @@ from megapipe.training.observe.metrics import RUNNING, finite
 from megapipe.training.observe.records import TIME_PARTS, print_error, print_line
 
 DESCRIPTION = """\
-List, show, compare and plot runs from their folders. Runs may still be training; nothing in a folder is changed.
+List, show, compare and plot runs from their folders. Runs may still be training; nothing in a
+folder is changed.
 """
 EXAMPLES = """\
 examples:
@@ -79,7 +80,7 @@ class _WrongInput(ValueError):
 
 def _parser() -> argparse.ArgumentParser:
     parser = tool_parser("megapipe runs", DESCRIPTION, EXAMPLES)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=type(parser))
+    add = parser.add_subparsers(required=True, metavar="COMMAND").add_parser
     formatted = OneLineParser(add_help=False)
     formatted.add_argument("--json", action="store_true", help="print JSON, for scripts")
     for name, run, count, summary in (
@@ -88,18 +89,14 @@ def _parser() -> argparse.ArgumentParser:
         ("compare", _compare, "+", "print the figures and the configuration differences of runs side by side"),
         ("plot", _plot, "+", "draw the loss curves of several runs in one picture"),
     ):
-        command = commands.add_parser(name, help=summary, description=summary, parents=[formatted])
+        command = add(name, help=summary, description=summary, parents=[formatted])
         command.set_defaults(run=run)
         metavar, about = ("RUN", "folder of a run") if count != "*" else ("FOLDER", FOLDERS_HELP)
         command.add_argument("folders", nargs=count, metavar=metavar, help=about)
         if name == "plot":
-            command.add_argument(
-                "--over", choices=curves.AXES, default="steps", help="horizontal axis (default: steps)"
-            )
+            command.add_argument("--over", choices=curves.AXES, default="steps", help="x axis (default: steps)")
             for kind in ("html", "svg", "png"):
-                command.add_argument(
-                    f"--{kind}", type=Path, metavar="FILE", help=f"write the picture to FILE, as {kind.upper()}"
-                )
+                command.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"picture as {kind.upper()}")
     return parser
 
 
@@ -236,7 +233,7 @@ def config_differences(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """Return the fields that differ between runs, with the value of each run; None where a run has no such field."""
     names = dict.fromkeys(name for run in runs for name in run.config)
     values = {name: [run.config.get(name) for run in runs] for name in names}
-    return {name: each for name, each in values.items() if any(_value(value) != _value(each[0]) for value in each)}
+    return {name: each for name, each in values.items() if len(set(map(_value, each))) > 1}
 
 
 def _names(runs: Sequence[Run]) -> list[str]:
@@ -287,8 +284,8 @@ def _time_lines(run: Run) -> list[str]:
         for part in TIME_PARTS:
             values = run.ranks[part]
             rows.append(
-                f"  {part:<13} {seconds_text(fmean(values)):>9} {seconds_text(min(values)):>9} "
-                f"{seconds_text(max(values)):>9}"
+                f"  {part:<13} {seconds_text(fmean(values)):>9} "
+                f"{seconds_text(min(values)):>9} {seconds_text(max(values)):>9}"
             )
     else:
         rows.append("the parts of a step were not measured (reliability.stragglers_every sets how often)")
@@ -307,8 +304,8 @@ def _memory_lines(run: Run) -> list[str]:
         return ["memory was not measured (reliability.stragglers_every sets how often)"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     return [
-        f"peak per rank: {bytes_text(min(peaks))} to {bytes_text(peaks[rank])} (rank {rank}), up to step "
-        f"{_number(run.ranks_step)}"
+        f"peak per rank: {bytes_text(min(peaks))} to {bytes_text(peaks[rank])} (rank {rank}), "
+        f"up to step {_number(run.ranks_step)}"
     ]
 
 
@@ -374,7 +371,7 @@ def _print_section(name: str, lines: Sequence[str]) -> None:
 
 
 def _print_table(rows: Sequence[Sequence[str]]) -> None:
-    for line in aligned([[_printable(cell) for cell in row] for row in rows], lambda cells: False):
+    for line in aligned([list(map(_printable, row)) for row in rows], lambda _: False):
         print_line(line)
 
 

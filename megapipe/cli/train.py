@@ -80,8 +80,8 @@ class Job:
         if self.rendezvous is None:
             if self.nodes > 1:
                 raise ConfigError(
-                    f"--nodes {self.nodes} needs --rendezvous HOST:PORT: the name of one of the nodes and a free port "
-                    "on it, the same on all nodes"
+                    f"--nodes {self.nodes} needs --rendezvous HOST:PORT: the name of one of "
+                    "the nodes and a free port on it, the same on all nodes"
                 )
             return
         host, _, port = self.rendezvous.rpartition(":")
@@ -91,8 +91,8 @@ class Job:
             socket.getaddrinfo(host.strip("[]"), int(port))
         except OSError as error:
             raise ConfigError(
-                f"--rendezvous {self.rendezvous}: the host {host} is not known here ({error.strerror}); use the name "
-                "or the address of one of the nodes"
+                f"--rendezvous {self.rendezvous}: the host {host} is not known here "
+                f"({error.strerror}); use the name or the address of one of the nodes"
             ) from error
 
 
@@ -120,7 +120,8 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
         del os.environ[_CPP_LOG_LEVEL]
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SHUTDOWN_SECONDS))
     if job.ranks > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does: ranks would compete for the cores
+        # As torchrun does: ranks would compete for the cores.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     root = str(Path(__file__).resolve().parents[2])
     with tempfile.TemporaryDirectory(prefix="megapipe-launch-") as reasons:
         config = LaunchConfig(
@@ -129,7 +130,8 @@ def launch(job: Job, arguments: Sequence[str]) -> int:
             nproc_per_node=job.ranks,
             rdzv_backend="c10d",
             rdzv_endpoint=job.rendezvous or "localhost:0",
-            local_addr=None if job.rendezvous else "localhost",  # the host's own name may be unknown in a container
+            # The host's own name may be unknown in a container.
+            local_addr=None if job.rendezvous else "localhost",
             run_id=job.name if job.rendezvous else uuid.uuid4().hex,
             max_restarts=job.restarts,
             logs_specs=DefaultLogsSpecs(log_dir=reasons),
@@ -202,8 +204,8 @@ def slurm_tasks(environment: Mapping[str, str]) -> int:
             if name != _SLURM_TASKS:
                 described += f", but {_SLURM_TASKS} is {number!r}"
             raise ConfigError(
-                f"{name} is {described}: start ranks with srun, which sets it, or unset {_SLURM_TASKS} to run without "
-                "Slurm"
+                f"{name} is {described}: start ranks with srun, which sets it, or unset "
+                f"{_SLURM_TASKS} to run without Slurm"
             )
     return int(number)
 
@@ -225,8 +227,8 @@ def _one_line(error: Exception) -> str:
 
 
 PLAN_HELP = (
-    "auto, a hardware file, or a preset: use the fastest layout, by prediction, of those that fit on the ranks of "
-    "this start; fields that are given do not change"
+    "auto, a hardware file, or a preset: use the fastest layout, by prediction, of those that "
+    "fit on the ranks of this start; fields that are given do not change"
 )
 
 
@@ -265,17 +267,18 @@ def run_program(kind: type[PretrainConfig], arguments: Sequence[str]) -> int:
         if isinstance(parsed, ConfigError):
             raise parsed
         config = parsed.config
-        if parsed.flags["plan"] is not None:
+        if (plan := parsed.flags["plan"]) is not None:
             from megapipe.calibration.planning import planned
 
-            config, plan_line = planned(parsed, parsed.flags["plan"], os.environ, environment.world_size)
+            config, plan_line = planned(parsed, plan, os.environ, environment.world_size)
             if environment.rank == 0:
                 print_line(plan_line)
         status = pretrain(config, environment, start, _with_recompute)
     except Exception as error:
         status = status_of(error, start)
     after_training()
-    if any_abandoned():  # the exit handler of Weights & Biases would wait for the server for a minute or more
+    if any_abandoned():
+        # The exit handler of Weights & Biases would wait for the server for a minute or more.
         end_at_once(status)
     return status
 
@@ -320,7 +323,7 @@ def add_kind(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kind",
         choices=tuple(KINDS),
-        help="kind of model (default: bert if a field that only BERT runs have is set, otherwise gpt)",
+        help="kind of model (default: bert if a field of BERT alone is set, otherwise gpt)",
     )
 
 
@@ -335,15 +338,9 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="start N ranks on this host, one per GPU or a few per CPU host",
     )
-    parser.add_argument(
-        "--nodes", type=positive, metavar="N", help="number of hosts, for --rendezvous; start this command on each"
-    )
-    parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="one of the hosts and a free port on it, to which all hosts connect"
-    )
-    parser.add_argument(
-        "--restarts", type=natural, metavar="N", help="restart the ranks up to N times after a failure (default 0)"
-    )
+    parser.add_argument("--nodes", type=positive, metavar="N", help="number of hosts; start this command on each")
+    parser.add_argument("--rendezvous", metavar="HOST:PORT", help="a host and a free port on it, to which all connect")
+    parser.add_argument("--restarts", type=natural, metavar="N", help="maximum restarts after failures (default 0)")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -387,12 +384,12 @@ def _check_layout(parsed: Given[PretrainConfig], world_size: int) -> None:
 
 def _job(flags: argparse.Namespace) -> Job | None:
     """Return the job that the flags describe; None if this process is a rank. Raises ConfigError."""
-    if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:
+    if (flags.ranks, flags.nodes, flags.rendezvous, flags.restarts) == (None,) * 4:
         return None
     if "RANK" in os.environ:
         raise ConfigError(
-            f"-n, --nodes, --rendezvous and --restarts start ranks, but this process is rank {os.environ['RANK']} "
-            "already (RANK is set): leave them out under torchrun, or unset RANK"
+            "-n, --nodes, --rendezvous and --restarts start ranks, but this process is rank "
+            f"{os.environ['RANK']} already (RANK is set): leave them out, or unset RANK"
         )
     job = Job(flags.ranks or 1, flags.nodes or 1, flags.rendezvous, flags.restarts or 0)
     tasks = slurm_tasks(os.environ)

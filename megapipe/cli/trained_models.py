@@ -21,14 +21,16 @@ if TYPE_CHECKING:
     from megapipe.training.loop.batches import Samples
 
 GENERATE_DESCRIPTION = """\
-Generate text with a trained GPT. Texts go to standard output, all other messages to standard error.
+Generate text with a trained GPT. Texts go to standard output, all other messages to standard
+error.
 
-The command runs as one process, or with torchrun on any number of pipeline and tensor ranks, no matter which layout
-trained the model:
+The command runs as one process, or with torchrun on any number of pipeline and tensor ranks,
+no matter which layout trained the model:
   torchrun --nproc_per_node 4 -m megapipe generate --tensor 2 --checkpoint runs/gpt --prompt "..."
-A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts only change rounding.
-It ends at an end-of-document token, before a --stop string, after --max-new-tokens tokens, or at the model's last
-position. Keys and values are cached, so that a new token needs only its own forward pass.
+A text depends only on checkpoint, prompt, seed and settings; layouts and other prompts only
+change rounding. It ends at an end-of-document token, before a --stop string, after
+--max-new-tokens tokens, or at the model's last position. Keys and values are cached, so that a
+new token needs only its own forward pass.
 """
 GENERATE_EXAMPLES = """\
 examples:
@@ -37,10 +39,12 @@ examples:
   megapipe generate --checkpoint runs/quickstart --prompt "def " --min-p 0.1 --repetition-penalty 1.1 --stop "def "
 """
 FILL_MASK_DESCRIPTION = """\
-Fill in the gaps of a text, written [MASK], with a trained BERT: one token per gap, each independently.
+Fill in the gaps of a text, written [MASK], with a trained BERT: one token per gap, each
+independently.
 
-The command prints each text with the most likely tokens filled in, followed by the candidates for every gap. A token
-that starts with ## continues the word before it. It runs as one process, no matter which layout trained the model.
+The command prints each text with the most likely tokens filled in, followed by the candidates
+for every gap. A token that starts with ## continues the word before it. It runs as one
+process, no matter which layout trained the model.
 """
 FILL_MASK_EXAMPLES = """\
 examples:
@@ -48,14 +52,15 @@ examples:
   megapipe fill-mask --checkpoint runs/bert/checkpoints/step-00000400 --text "for i [MASK] range([MASK]):" --top-k 3
 """
 EVALUATE_DESCRIPTION = """\
-Print the loss, the perplexity and, for a BERT, the accuracies of a trained model on a data shard.
+Print the loss, the perplexity and, for a BERT, the accuracies of a trained model on a data
+shard.
 
-By default the shard is the one that the model was trained on, and its validation split is used, as in evaluations
-during training. The numbers do not depend on the layout that trained the model, nor on the layout of the evaluation.
-Memory holds both weights and gradients.
+By default the shard is the one that the model was trained on, and its validation split is
+used, as in evaluations during training. The numbers do not depend on the layout that trained
+the model, nor on the layout of the evaluation. Memory holds both weights and gradients.
 
-With --tasks, the command prints the metrics of tasks of lm-eval instead, and holds weights only. That needs
-pip install 'megapipe[evaluation]'.
+With --tasks, the command prints the metrics of tasks of lm-eval instead, and holds weights
+only. That needs pip install 'megapipe[evaluation]'.
 """
 EVALUATE_EXAMPLES = """\
 examples:
@@ -76,85 +81,38 @@ def generate(argv: Sequence[str]) -> int:
 def generate_parser() -> argparse.ArgumentParser:
     """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
     parser = _parser("generate", GENERATE_DESCRIPTION, GENERATE_EXAMPLES)
-    parser.add_argument(
-        "--prompt",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="text to continue; may be repeated; '' starts a new document",
-    )
-    parser.add_argument(
-        "--prompt-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="UTF-8 file with one prompt, without its final newline; may be repeated",
-    )
-    parser.add_argument("--num-samples", type=positive, default=1, metavar="N", help="texts per prompt (default 1)")
-    parser.add_argument(
-        "--max-new-tokens", type=positive, default=128, metavar="N", help="new tokens per text (default 128)"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=real_number,
-        default=1.0,
-        metavar="T",
-        help="divisor of the logits; lower is less random, 0 always takes the most likely token (default 1)",
-    )
-    parser.add_argument(
-        "--top-k", type=whole_number, metavar="K", help="sample among the K most likely tokens (default: all)"
-    )
-    parser.add_argument(
-        "--top-p",
-        type=real_number,
-        default=1.0,
-        metavar="P",
-        help="sample among the most likely tokens with a total probability of P (default 1: all)",
-    )
-    parser.add_argument(
-        "--min-p",
-        type=real_number,
-        default=0.0,
-        metavar="P",
-        help="sample among tokens with at least P times the probability of the most likely one (default 0: all)",
-    )
-    parser.add_argument(
-        "--repetition-penalty",
-        type=real_number,
-        default=1.0,
-        metavar="X",
-        help="make tokens that the prompt or the text has less likely: divide their positive logits by X, multiply "
-        "their negative ones by X (default 1: no penalty)",
-    )
-    parser.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TEXT",
-        help="end a text before this string; searched after the prompt only, also across tokens; may be repeated",
-    )
-    parser.add_argument(
-        "--seed", type=whole_number, default=0, metavar="S", help="seed of the random numbers (default 0)"
-    )
+    for flag, metavar, about in (
+        ("--prompt", "TEXT", "text to continue; '' starts a new document"),
+        ("--prompt-file", "FILE", "UTF-8 file with one prompt, without its final newline"),
+        ("--stop", "TEXT", "end a text before this string, after the prompt and across tokens"),
+    ):
+        help_text = f"{about}; may be repeated"
+        parser.add_argument(flag, action="append", default=[], metavar=metavar, help=help_text)
+    for flag, kind, default, metavar, about in (
+        ("--num-samples", positive, 1, "N", "texts per prompt"),
+        ("--max-new-tokens", positive, 128, "N", "new tokens per text"),
+        ("--batch-size", positive, 32, "N", "texts generated at once; fewer take less memory"),
+        ("--seed", whole_number, 0, "S", "seed of the random numbers"),
+        ("--temperature", real_number, 1.0, "T", "divisor of the logits; 0 takes the likeliest token"),
+        ("--top-p", real_number, 1.0, "P", "use the likeliest tokens with a total probability of P"),
+        ("--min-p", real_number, 0.0, "P", "use tokens at least P times as likely as the likeliest"),
+        ("--repetition-penalty", real_number, 1.0, "X", "factor by which repeated tokens are less likely"),
+    ):
+        help_text = f"{about} (default {default:g})"
+        parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=help_text)
+    parser.add_argument("--top-k", type=whole_number, metavar="K", help="use the K likeliest tokens (default: all)")
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
         help="bytes, or the path of a tokenizer (default: the one of the training data)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=positive,
-        default=32,
-        metavar="N",
-        help="texts generated at once; fewer take less memory (default 32)",
     )
     _add_layout(parser)
     return parser
 
 
 def _generate(arguments: argparse.Namespace) -> None:
-    chosen = {field: getattr(arguments, field) for field in SamplingSettings.__dataclass_fields__}
-    settings = SamplingSettings(**chosen)
+    names = SamplingSettings.__dataclass_fields__
+    settings = SamplingSettings(**{name: getattr(arguments, name) for name in names})
     problems = settings.problems() + stop_problems(arguments.stop)
     if problems:
         raise ConfigError(problems)
@@ -201,14 +159,12 @@ def fill_mask(argv: Sequence[str]) -> int:
 def fill_mask_parser() -> argparse.ArgumentParser:
     """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
     parser = _parser("fill-mask", FILL_MASK_DESCRIPTION, FILL_MASK_EXAMPLES)
-    parser.add_argument(
-        "--text", action="append", required=True, metavar="TEXT", help="text with gaps; may be repeated"
-    )
+    parser.add_argument("--text", action="append", required=True, metavar="TEXT", help="text with gaps; repeatable")
     parser.add_argument("--top-k", type=positive, default=5, metavar="K", help="candidates per gap (default 5)")
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",
-        help="vocabulary of a BERT or RoBERTa (default: the one that the model was trained with)",
+        help="vocabulary of a BERT or RoBERTa (default: the model's own)",
     )
     return parser
 
@@ -238,9 +194,7 @@ def _fill_mask(arguments: argparse.Namespace) -> None:
     texts = [(text, encoded_gaps(text, tokenizer, bert)) for text in arguments.text]
     size = min(tokenizer.vocabulary_size, bert.model.vocabulary_size)
     if arguments.top_k > size:
-        raise ConfigError(
-            f"--top-k is {arguments.top_k}; it must be at most {size}, the tokens of the vocabulary; choose fewer"
-        )
+        raise ConfigError(f"--top-k is {arguments.top_k}; it must be at most {size}, the tokens of the vocabulary")
     with request.connected(config) as mesh:
         model = LoadedModel(config, mesh, lambda states: trained.load(states, mesh))
         print(f"{trained}, tokenizer {tokenizer.spec}", file=sys.stderr, flush=True)
@@ -261,40 +215,21 @@ def evaluate(argv: Sequence[str]) -> int:
 def evaluate_parser() -> argparse.ArgumentParser:
     """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
     parser = _parser("evaluate", EVALUATE_DESCRIPTION, EVALUATE_EXAMPLES)
-    parser.add_argument(
-        "--data-prefix",
-        metavar="PREFIX",
-        help="another shard with the same tokenizer, without .bin or .idx; all its documents are used",
-    )
-    parser.add_argument(
-        "--split",
-        choices=["train", "validation", "test"],
-        help="split of the training data (default validation); not with --data-prefix",
-    )
-    parser.add_argument(
-        "--tasks", metavar="NAME[,NAME]", help="tasks of lm-eval, or paths of their YAML files, instead of a shard"
-    )
-    parser.add_argument(
-        "--tasks-folder",
-        metavar="DIR",
-        help="folder of YAML files, the only tasks that --tasks then names (default: the tasks that lm-eval has)",
-    )
-    parser.add_argument(
-        "--tokenizer", metavar="NAME", help="tokenizer of the texts of --tasks (default: the one of the training data)"
-    )
-    parser.add_argument(
-        "--samples",
-        type=positive,
-        metavar="N",
-        help="the first N samples, or documents of each task, only (default: all)",
-    )
-    parser.add_argument(
-        "--batch-size",
-        type=positive,
-        metavar="N",
-        help="samples in a micro-batch; fewer take less memory (default: batch.micro_size of the training; texts of "
-        "tasks: 32)",
-    )
+    splits = ["train", "validation", "test"]
+    about = "split of the training data (default validation); not with --data-prefix"
+    parser.add_argument("--split", choices=splits, help=about)
+    for flag, metavar, about in (
+        ("--data-prefix", "PREFIX", "another shard of the same tokenizer, without .bin or .idx; all of it is used"),
+        ("--tasks", "NAME[,NAME]", "tasks of lm-eval, or paths of their YAML files, instead of a shard"),
+        ("--tasks-folder", "DIR", "folder of YAML files, which --tasks names (default: the tasks of lm-eval)"),
+        ("--tokenizer", "NAME", "tokenizer of the texts of --tasks (default: the one of the training data)"),
+    ):
+        parser.add_argument(flag, metavar=metavar, help=about)
+    for flag, about in (
+        ("--samples", "the first N samples, or documents of each task, only (default: all)"),
+        ("--batch-size", "samples per micro-batch (default: batch.micro_size; tasks: 32)"),
+    ):
+        parser.add_argument(flag, type=positive, metavar="N", help=about)
     _add_layout(parser)
     parser.add_argument("--json", action="store_true", help="machine-readable output")
     return parser
@@ -383,8 +318,8 @@ def _run(command: Callable[[argparse.Namespace], None], arguments: argparse.Name
     def run() -> None:
         if not Path(arguments.checkpoint).is_dir():
             raise ConfigError(
-                f"no checkpoint: {arguments.checkpoint} is not a folder; name the folder of a run, of a checkpoint, "
-                "or of a Hugging Face model"
+                f"no checkpoint: {arguments.checkpoint} is not a folder; name the folder of a "
+                "run, of a checkpoint, or of a Hugging Face model"
             )
         command(arguments)
 
@@ -480,11 +415,9 @@ def _parser(name: str, description: str, examples: str) -> argparse.ArgumentPars
         "--checkpoint",
         required=True,
         metavar="DIR",
-        help="folder of a run (its newest complete checkpoint is used), of one checkpoint, or of a Hugging Face model",
+        help="folder of a run (its newest checkpoint), a checkpoint or a Hugging Face model",
     )
-    parser.add_argument(
-        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="device; auto uses GPUs if there are any"
-    )
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto uses GPUs if present")
     return parser
 
 
