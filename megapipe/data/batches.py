@@ -54,9 +54,9 @@ def microbatch_ordinals(
     """
     if not (0 <= data_rank < data_size and 0 <= microbatch < num_microbatches and micro_size >= 1 and consumed >= 0):
         raise DataError(
-            f"micro-batch {microbatch} of {num_microbatches}, data rank {data_rank} of {data_size}, micro_size "
-            f"{micro_size}, consumed {consumed}: the first two must be at least 0 and below their counts, micro_size "
-            "at least 1 and consumed at least 0"
+            f"micro-batch {microbatch} of {num_microbatches}, data rank {data_rank} of "
+            f"{data_size}, micro_size {micro_size}, consumed {consumed}: the first two must "
+            "be within their counts, micro_size at least 1 and consumed at least 0"
         )
     start = consumed + (data_rank * num_microbatches + microbatch) * micro_size
     return np.arange(start, start + micro_size, dtype=np.int64)
@@ -145,7 +145,7 @@ class Prefetcher(Generic[Request, Result]):
 
     def __init__(self, load: Callable[[Request], Result], requests: Iterable[Request], depth: int = 2) -> None:
         if depth < 1:
-            raise ValueError(f"depth is {depth}; a prefetcher needs room for at least 1 result")
+            raise ValueError(f"depth is {depth}; a prefetcher needs at least 1")
         self._load = load
         self._requests = requests
         self._closed = threading.Event()
@@ -169,7 +169,8 @@ class Prefetcher(Generic[Request, Result]):
         if error is not None:
             self.close()
             raise error
-        return result  # type: ignore[return-value]  # without an error it is the return value of load
+        # Without an error it is the return value of `load`.
+        return result  # type: ignore[return-value]
 
     def close(self) -> None:
         """Stop loading and wait for the thread. Results that were not consumed are dropped."""
@@ -195,5 +196,6 @@ class Prefetcher(Generic[Request, Result]):
     def _call(self, request: Request) -> Result:
         try:
             return self._load(request)
-        except StopIteration as error:  # in the consumer, it would look like the end of the requests
+        except StopIteration as error:
+            # In the consumer, it would look like the end of the requests.
             raise RuntimeError(f"the function that loads {request!r} raised StopIteration; it must return") from error

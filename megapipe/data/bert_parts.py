@@ -100,7 +100,7 @@ class BertVocabulary:
             name = name.removeprefix(kind)
         file = Path(name)
         if file.is_dir():
-            file = next((file / name for name in (TOKENIZER, VOCABULARY) if (file / name).is_file()), file)
+            file = next(filter(Path.is_file, (file / TOKENIZER, file / VOCABULARY)), file)
         if not file.is_file():
             raise DataError(f"no vocabulary {str(path)!r}: give a {VOCABULARY}, a {TOKENIZER}, or a folder with one")
         if file.suffix == ".json":
@@ -109,7 +109,8 @@ class BertVocabulary:
             text = read_bytes(file, DataError).decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is not UTF-8 text") from error
-        lines = text.removesuffix("\n").split("\n")  # not splitlines, which also splits at U+0085 and U+2028
+        # Not splitlines, which also splits at U+0085 and U+2028.
+        lines = text.removesuffix("\n").split("\n")
         return cls.of({line.rstrip(): number for number, line in enumerate(lines)}, str(file))
 
     @classmethod
@@ -122,7 +123,8 @@ class BertVocabulary:
                 vocabulary = {piece: number for number, (piece, _) in enumerate(vocabulary)}
             ids = dict(vocabulary)
             added = {token["content"]: token["id"] for token in content.get("added_tokens") or []}
-            of_pieces = kind == "WordPiece"  # in other models, continuing_subword_prefix is null
+            # In other models, continuing_subword_prefix is null.
+            of_pieces = kind == "WordPiece"
             continuation = model.get("continuing_subword_prefix", CONTINUATION) if of_pieces else CONTINUATION
             if not all(isinstance(text, str) for text in (continuation, *added)):
                 raise ValueError("an added token or continuing_subword_prefix is not text")
@@ -395,8 +397,8 @@ class SentencePairs:
             )
         if self._pairs == "next" and len(self._documents) < 2:
             raise DataError(
-                f"the {split} split has one document, but data.pairs next needs sentences of other documents; set "
-                "data.pairs order, or add documents"
+                f"the {split} split has one document, but data.pairs next needs sentences of "
+                "other documents; set data.pairs order, or add documents"
             )
 
 

@@ -66,8 +66,8 @@ class BertSamples:
         self.vocabulary = vocabulary_of(data, self.manifest)
         if self.vocabulary.size > vocabulary_size:
             raise DataError(
-                f"the vocabulary has {self.vocabulary.size} ids, but the model's vocabulary_size is "
-                f"{vocabulary_size}; set it to at least {self.vocabulary.size}"
+                f"the vocabulary has {self.vocabulary.size} ids, but the model's "
+                f"vocabulary_size is {vocabulary_size}; raise it"
             )
         self._pairs = SentencePairs(self.shard, data, split=split, seed=seed, shuffle=shuffle)
         self._masking = Masking.of(data, self.vocabulary)
@@ -154,8 +154,8 @@ def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertV
     named = data.tokenizer or (tokenizer_of_shard(data.prefix, manifest) if manifest is not None else "")
     if not named:
         raise DataError(
-            f"{data.prefix} has no manifest that names its tokenizer: set data.tokenizer to the vocab.txt or "
-            "tokenizer.json that it was made with"
+            f"{data.prefix} has no manifest that names its tokenizer: set data.tokenizer to "
+            "the vocab.txt or tokenizer.json that it was made with"
         )
     vocabulary = BertVocabulary.read(named)
     if manifest is not None and manifest.vocabulary_size != vocabulary.size:
@@ -222,8 +222,8 @@ def open_bert_samples(
     for corpus in corpora[1:]:
         if not corpus.vocabulary.same(corpora[0].vocabulary):
             raise DataError(
-                f"{corpus.shard.prefix} and {corpora[0].shard.prefix} have different vocabularies; blend only "
-                "shards with the same vocabulary"
+                f"{corpus.shard.prefix} and {corpora[0].shard.prefix} have different "
+                "vocabularies; blend only shards with the same vocabulary"
             )
     if not data.blend:
         return corpora[0]

@@ -49,9 +49,7 @@ class HashedFile:
                 digest.update(block)
                 remaining -= len(block)
             if remaining or _named(digest) != checksum:
-                raise DataError(
-                    f"{path} has changed since it was written: expected {size} bytes with checksum {checksum}"
-                )
+                raise DataError(f"{path} changed since it was written: expected {size} bytes with checksum {checksum}")
             os.ftruncate(file.fileno(), size)
             file.seek(size)
         except BaseException:

@@ -101,15 +101,13 @@ class DataIdentity:
         ):
             differing = list(shard.differences(old))
             # If counts differ, the checksums differ too and are not reported. If only checksums differ, one is enough.
-            reported = [each for each in differing if each[0] not in _CHECKSUMS] or differing[:1]
-            facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in reported]
+            shown = [each for each in differing if each[0] not in _CHECKSUMS] or differing[:1]
+            facts = [f"{_NAMES.get(name, name)} is {here!r} and was {was!r}" for name, here, was in shown]
             if facts:
                 moved = "" if prefix == old_prefix else f" (then {old_prefix})"
                 problems.append(f"shard {prefix}{moved} has changed: {', '.join(facts)}")
         if self.vocabulary != stored.vocabulary:
-            problems.append(
-                f"data.tokenizer has changed: the vocabulary's hash is {self.vocabulary} and was {stored.vocabulary}"
-            )
+            problems.append(f"data.tokenizer has changed: its hash is {self.vocabulary} and was {stored.vocabulary}")
         if self.end_of_document != stored.end_of_document:
             problems.append(
                 f"the end-of-document token, which fill-in-the-middle does not move, is {self.end_of_document} in the "

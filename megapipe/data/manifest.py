@@ -87,8 +87,8 @@ class ShardManifest:
         for path, written in ((bin_path(prefix), self.bin_checksum), (idx_path(prefix), self.idx_checksum)):
             if written is not None and (checksum := checksum_of_file(path)) != written:
                 raise DataError(
-                    f"{path} is damaged: its checksum is {checksum}, but {written} was written; copy it again or "
-                    "preprocess again"
+                    f"{path} is damaged: its checksum is {checksum}, but {written} was "
+                    "written; copy it again or preprocess again"
                 )
 
     def check_shard(self, dataset: IndexedDataset) -> None:
@@ -97,8 +97,8 @@ class ShardManifest:
         actual = (dataset.dtype.name, dataset.num_documents, dataset.num_tokens)
         if described != actual:
             raise DataError(
-                f"{manifest_path(dataset.prefix)} describes another shard (dtype, documents, tokens: {described}, "
-                f"the files have {actual}); remove it or copy the correct one"
+                f"{manifest_path(dataset.prefix)} describes another shard (dtype, documents, "
+                f"tokens: {described}, not {actual}); remove it or copy the correct one"
             )
 
 
@@ -144,8 +144,8 @@ def open_shard(
         if error.errno != errno.EMFILE:
             raise
         raise DataError(
-            f"{prefix} cannot be opened: this process has reached its limit of open files, and each shard needs two; "
-            "raise the limit with ulimit -n before the start, or merge shards"
+            f"{prefix} cannot be opened: this process has reached its limit of open files, "
+            "and each shard needs two; raise it with ulimit -n, or merge shards"
         ) from error
     manifest = read_manifest(prefix)
     if manifest is not None:

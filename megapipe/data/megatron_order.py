@@ -103,9 +103,9 @@ class MegatronSamples:
         outside = ordinals[(ordinals < 0) | (ordinals >= self._num_samples)]
         if outside.size:
             raise DataError(
-                f"sample {outside[0]} of {self._shard.prefix} does not exist: data.order megatron was made for "
-                f"{self._num_samples} samples (from training.steps); set training.steps to the run's full length, "
-                "and training.stop_at to end early"
+                f"sample {outside[0]} of {self._shard.prefix} does not exist: data.order "
+                f"megatron was made for {self._num_samples} samples (from training.steps); "
+                "set training.steps to the full length, and training.stop_at to end early"
             )
         return np.asarray(self._shuffle[ordinals].astype(np.int64))
 
@@ -177,9 +177,9 @@ class MegatronBlendOrder:
         for name, count, supply in zip(names, taken, supplies, strict=True):
             if count > supply:
                 raise DataError(
-                    f"data.order megatron needs {count} samples of {name}, which has {supply}: its blending can take "
-                    "more samples than the weights say; give the corpus more weight, train longer, or set data.order "
-                    "keyed"
+                    f"data.order megatron needs {count} samples of {name}, which has "
+                    f"{supply}: its blending can take more samples than the weights say; give "
+                    "the corpus more weight, train longer, or set data.order keyed"
                 )
 
     def ordinal_of(self, corpus: int, sample: int) -> int:

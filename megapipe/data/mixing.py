@@ -159,8 +159,8 @@ def whole_parts(weights: Sequence[float]) -> tuple[int, ...]:
     for index, weight in enumerate(weights):
         if not (math.isfinite(weight) and weight > 0):
             raise DataError(
-                f"weight {index} of the blend is {weight}; every weight must be above 0: change it, or remove this "
-                "corpus from the blend"
+                f"weight {index} of the blend is {weight}; every weight must be above 0: "
+                "change it, or remove this corpus from the blend"
             )
     if not 1 <= len(weights) <= LONGEST_PERIOD:
         raise DataError(f"the blend has {len(weights)} corpora; it must have 1 to {LONGEST_PERIOD}")
@@ -188,7 +188,8 @@ def _rounded(numbers: Sequence[int]) -> tuple[int, ...]:
         remainders = [number * LONGEST_PERIOD % total for number in numbers]
         for index in sorted(range(len(parts)), key=lambda index: (-remainders[index], index))[:missing]:
             parts[index] += 1
-    while missing < 0:  # the smallest were rounded up to 1: take one part from each of the largest
+    # The smallest were rounded up to 1: take one part from each of the largest.
+    while missing < 0:
         largest = max(parts)
         for index in [index for index, part in enumerate(parts) if part == largest][:-missing]:
             parts[index] -= 1

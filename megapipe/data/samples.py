@@ -63,8 +63,8 @@ def parse_shares(text: str) -> tuple[float, float, float]:
     valid = 1 <= len(shares) <= 3 and all(math.isfinite(share) and share >= 0 for share in shares) and sum(shares) > 0
     if not valid:
         raise DataError(
-            f"data.split is {text!r}; it must be one to three numbers of at least 0, not all 0, the shares of "
-            f"{', '.join(SPLIT_NAMES)}, for example 949,50,1"
+            f"data.split is {text!r}; it must be one to three numbers of at least 0, not all "
+            f"0, the shares of {', '.join(SPLIT_NAMES)}, for example 949,50,1"
         )
     total = sum(shares)
     train, validation, test = [share / total for share in shares] + [0.0] * (3 - len(shares))

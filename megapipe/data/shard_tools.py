@@ -79,8 +79,8 @@ def verify(prefix: str) -> str:
         tokens = dataset.tokens[begin : begin + _CHUNK]
         if (bad := first_outside(tokens, manifest.vocabulary_size)) is not None:
             raise DataError(
-                f"{prefix}.bin holds token {tokens[bad]} at position {begin + bad}, but the vocabulary has "
-                f"{manifest.vocabulary_size} ids: the shard or its manifest is damaged; preprocess again"
+                f"{prefix}.bin holds token {tokens[bad]} at position {begin + bad}, but the "
+                f"vocabulary has {manifest.vocabulary_size} ids; preprocess again"
             )
     if manifest.end_of_document_appended:
         _check_ends(dataset, manifest)
@@ -111,8 +111,8 @@ def merge(prefixes: Sequence[str], output: str, float_tokens: FloatTokens | None
     for dataset in datasets:
         if dataset.dtype != datasets[0].dtype:
             raise DataError(
-                f"{dataset.prefix} has tokens of type {dataset.dtype}, but {prefixes[0]} has {datasets[0].dtype}; "
-                "only shards of the same type can be merged"
+                f"{dataset.prefix} has tokens of type {dataset.dtype}, but {prefixes[0]} has "
+                f"{datasets[0].dtype}; only shards of the same type can be merged"
             )
     described = _joined_manifest(manifests, prefixes, datasets)
     floats = datasets[0].dtype.kind == "f"
@@ -141,9 +141,7 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
         raise DataError(f"{prefix} has {dataset.num_documents} documents, too few for --shares {shares}")
     for number in range(len(parts)):
         if _same_shard(f"{output}_{number}", [prefix]):
-            raise DataError(
-                f"{output}_{number} is the shard to split, which an output would replace; name another --output-prefix"
-            )
+            raise DataError(f"{output}_{number} is the shard to split; name another --output-prefix")
     for number, (begin, end) in enumerate(zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)):
         keep = np.zeros(dataset.num_documents, dtype=bool)
         keep[begin:end] = True
@@ -194,8 +192,8 @@ def _check_ends(dataset: IndexedDataset, manifest: ShardManifest) -> None:
     if wrong.any():
         document = int(np.flatnonzero(lengths > 0)[np.argmax(wrong)])
         raise DataError(
-            f"{dataset.prefix}: document {document} does not end with token {manifest.end_of_document}, but the "
-            "manifest says that every document does; preprocess again"
+            f"{dataset.prefix}: document {document} does not end with token "
+            f"{manifest.end_of_document}, although the manifest says so; preprocess again"
         )
 
 
@@ -211,7 +209,7 @@ def _joined_manifest(
             if getattr(manifest, name) != getattr(present[0], name):
                 raise DataError(
                     f"{prefix} and {prefixes[0]} differ in {name} ({getattr(manifest, name)}, "
-                    f"{getattr(present[0], name)}): one shard cannot have both; preprocess them with the same settings"
+                    f"{getattr(present[0], name)}): preprocess them with the same settings"
                 )
     return _counted(present[0], datasets)
 

@@ -96,8 +96,8 @@ class ShardWriter:
         other = IndexedDataset(prefix)
         if other.dtype != self.dtype:
             raise DataError(
-                f"{prefix} has tokens of type {other.dtype}, but {self.prefix} has {self.dtype}; only shards of the "
-                "same type can be joined"
+                f"{prefix} has tokens of type {other.dtype}, but {self.prefix} has "
+                f"{self.dtype}; only shards of the same type can be joined"
             )
         for begin, end in _runs(keep, other.num_documents):
             self._append_documents(other, begin, end)
@@ -162,7 +162,8 @@ class ShardWriter:
     def close(self) -> None:
         """Close the partial files, and remove them unless `keep` was called. Idempotent."""
         for file in self._files:
-            with suppress(OSError):  # data that did not fit on a full disk is not needed any more
+            # Data that did not fit on a full disk is not needed any more.
+            with suppress(OSError):
                 file.close()
         if not self._kept:
             for kind in (*_KINDS, "idx"):
@@ -173,13 +174,11 @@ class ShardWriter:
         low, high = tokens.min(), tokens.max()
         if low < limits.min or high > limits.max:
             raise DataError(
-                f"token {low if low < limits.min else high} does not fit into {self.dtype} of shard {self.prefix}; "
-                "choose the dtype by the vocabulary size (token_dtype)"
+                f"token {low if low < limits.min else high} does not fit into {self.dtype} of "
+                f"shard {self.prefix}; choose the dtype by the vocabulary size (token_dtype)"
             )
         if len(tokens) > LONGEST_SEQUENCE:
-            raise DataError(
-                f"a sequence has {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: split the text"
-            )
+            raise DataError(f"a sequence has {len(tokens)} tokens; the format allows {LONGEST_SEQUENCE}: split it")
         self._tokens.write(tokens.astype(self.dtype, copy=False).tobytes())
         self._lengths.write(np.int32(len(tokens)).tobytes())
         self.num_sequences += 1

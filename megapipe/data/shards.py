@@ -99,8 +99,8 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
     """
     if header[: len(MAGIC)] != MAGIC[: len(header)]:
         raise DataError(
-            f"{path} is not the index of a .bin/.idx shard: it starts with {header[:9]!r} instead of {MAGIC!r}; "
-            "write the shard with megapipe preprocess"
+            f"{path} is not the index of a .bin/.idx shard: it starts with {header[:9]!r} "
+            f"instead of {MAGIC!r}; write the shard with megapipe preprocess"
         )
     if len(header) < HEADER.size:
         raise DataError(f"{path} is truncated: {len(header)} bytes, but the header alone takes {HEADER.size}; {_REDO}")
@@ -109,8 +109,8 @@ def parse_header(path: Path, header: bytes, float_tokens: FloatTokens | None = N
         raise DataError(f"{path} has format version {version}; only version {VERSION} can be read")
     if code in FLOAT_CODES and float_tokens is None:
         raise DataError(
-            f"{path} holds tokens of dtype code {code}: a float type whose meaning differs between versions of "
-            f"Megatron-LM and its forks; name the type to write the shard with integers: megapipe data merge "
+            f"{path} holds tokens of dtype code {code}: a float type that differs between "
+            "forks of Megatron-LM; name it to write integers: megapipe data merge "
             f"{path.with_suffix('')} --float-tokens float32 (or float64) --output-prefix ..."
         )
     if code not in (*DTYPE_OF_CODE, *FLOAT_CODES):
@@ -288,12 +288,13 @@ def _check_size(mapped: mmap.mmap, path: Path) -> None:
     """Raise DataError if a mapped file no longer has the size that it had when it was opened."""
     try:
         size = mapped.size()
-    except OSError as error:  # for example on a network file system, if the server lost the file
+    except OSError as error:
+        # For example on a network file system, if the server lost the file.
         raise DataError(f"{path} can no longer be read: {error.strerror}; {_RESTORE}") from error
     if size != len(mapped):
         raise DataError(
-            f"{path} has {size:,} bytes now and had {len(mapped):,} when it was opened: it was changed while in use; "
-            f"{_RESTORE}"
+            f"{path} has {size:,} bytes now and had {len(mapped):,} when it was opened: it "
+            f"was changed while in use; {_RESTORE}"
         )
 
 

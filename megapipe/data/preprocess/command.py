@@ -22,12 +22,14 @@ from megapipe.data.tokenizers.hugging_face import CHECKED_BYTES, is_byte_level_b
 TRAIN_TOKENIZER = "train-tokenizer"
 
 DESCRIPTION = """\
-Converts text, JSON lines, Parquet, Arrow and datasets to .bin/.idx shards that megapipe and Megatron-LM train on.
+Converts text, JSON lines, Parquet, Arrow and datasets to .bin/.idx shards that megapipe and
+Megatron-LM train on.
 
-A .jsonl, .ndjson or .json file has one JSON object per line, and each is a document. Each row of a .parquet or .arrow
-file or of a dataset is a document, and so is any other file. JSON lines and text may be compressed (.gz, .zst).
-The output is <prefix>_<key>_document.bin, .idx and .manifest.json, with the same bytes for any number of workers.
-After an interruption, the same command continues where it stopped.
+A .jsonl, .ndjson or .json file has one JSON object per line, and each is a document. Each row
+of a .parquet or .arrow file or of a dataset is a document, and so is any other file. JSON
+lines and text may be compressed (.gz, .zst). The output is <prefix>_<key>_document.bin, .idx
+and .manifest.json, with the same bytes for any number of workers. After an interruption, the
+same command continues where it stopped.
 
 `megapipe preprocess train-tokenizer --help` explains how to learn a vocabulary first.
 """
@@ -43,10 +45,11 @@ examples:
 """
 
 TRAINING_DESCRIPTION = """\
-Learns a tokenizer's vocabulary from any input that preprocessing reads. The same input gives the same tokenizer.
+Learns a tokenizer's vocabulary from any input that preprocessing reads. The same input gives
+the same tokenizer.
 
-sentencepiece-bpe and sentencepiece-unigram write a .model; byte-level-bpe (GPT-2's kind) and wordpiece-uncased and
-wordpiece-cased (BERT's) write a tokenizer.json of Hugging Face.
+sentencepiece-bpe and sentencepiece-unigram write a .model; byte-level-bpe (GPT-2's kind) and
+wordpiece-uncased and wordpiece-cased (BERT's) write a tokenizer.json of Hugging Face.
 """
 TRAINING_EXAMPLES = """\
 example:
@@ -64,45 +67,29 @@ def build_parser() -> argparse.ArgumentParser:
         required=True,
         metavar="NAME",
         help="bytes, or the path of a tokenizer.json, a SentencePiece .model, a vocab.json (with its merges.txt), a "
-        ".tiktoken file (cl100k_base:PATH if the encoding is not its name), bert-uncased:PATH or bert-cased:PATH of "
-        "a vocab.txt, or a folder with one of them",
+        ".tiktoken file (cl100k_base:PATH if the encoding is not its name), bert-uncased:PATH "
+        "or bert-cased:PATH of a vocab.txt, or a folder with one of them",
     )
-    parser.add_argument(
-        "--end-of-document", metavar="TOKEN", help="token that ends documents, if the tokenizer does not define it"
-    )
-    parser.add_argument(
-        "--special-tokens-in-text",
-        choices=["text", "token", "error"],
-        default="text",
-        help="how to read the name of a special token in a document: as text, as that token, or as an error (text)",
-    )
-    parser.add_argument(
-        "--tokenizer-core",
-        choices=["auto", "library"],
-        default="auto",
-        help="auto uses a faster core for byte-level BPE if it returns the library's ids on a sample (auto)",
-    )
-    parser.add_argument(
-        "--join-keys", metavar="TEXT", help="join all --json-keys to one document, with TEXT between them"
-    )
+    parser.add_argument("--end-of-document", metavar="TOKEN", help="end of documents, if the tokenizer has none")
+    for flag, choices, about in (
+        ("--special-tokens-in-text", ["text", "token", "error"], "how to read names of special tokens"),
+        ("--tokenizer-core", ["auto", "library"], "auto uses a faster core if it agrees on a sample"),
+    ):
+        first = choices[0]
+        parser.add_argument(flag, choices=choices, default=first, help=f"{about} ({first})")
+    parser.add_argument("--join-keys", metavar="TEXT", help="join all --json-keys to one document, with TEXT between")
     parser.add_argument(
         "--split-sentences", action="store_true", help="one sequence per sentence, <prefix>_<key>_sentence, for BERT"
     )
-    parser.add_argument(
-        "--language", default="en", metavar="CODE", help="language of the sentences, such as en, de, fr (en)"
-    )
-    parser.add_argument(
-        "--drop-duplicates", action="store_true", help="omit documents that equal an earlier document in all fields"
-    )
+    parser.add_argument("--language", default="en", metavar="CODE", help="language, such as en, de, fr (en)")
+    parser.add_argument("--drop-duplicates", action="store_true", help="omit documents that equal an earlier one")
     parser.add_argument(
         "--append-eod",
         dest="append_end_of_document",
         action="store_true",
         help="end every document with the end-of-document token, as GPT needs",
     )
-    parser.add_argument(
-        "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="start of the output's paths"
-    )
+    parser.add_argument("--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="prefix of outputs")
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
     return parser
 
@@ -120,7 +107,7 @@ def build_training_parser() -> argparse.ArgumentParser:
         type=positive,
         default=SAMPLE_BYTES,
         metavar="N",
-        help=f"train on about N bytes, in documents chosen evenly from a larger input ({SAMPLE_BYTES})",
+        help=f"train on about N bytes, chosen evenly from a larger input ({SAMPLE_BYTES})",
     )
     return parser
 
@@ -135,26 +122,15 @@ def add_input_arguments(parser: argparse.ArgumentParser) -> None:
         help="files, folders, glob patterns, dataset:NAME[:CONFIGURATION][@SPLIT] (NAME may be a folder), or "
         "python-stdlib: the sources of Python's standard library",
     )
-    parser.add_argument(
-        "--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub (default branch)"
-    )
-    parser.add_argument(
-        "--dataset-streaming", action="store_true", help="read datasets on the hub over the network, without a copy"
-    )
-    parser.add_argument(
-        "--include", nargs="+", default=[], metavar="PATTERN", help="names to read in folders, such as '*.py'"
-    )
-    parser.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names and folders to omit")
-    parser.add_argument(
-        "--json-keys",
-        nargs="+",
-        default=["text"],
-        metavar="KEY",
-        help="fields of JSON lines, columns of tables (text)",
-    )
-    parser.add_argument(
-        "--on-error", choices=["stop", "skip"], default="stop", help="what to do with unreadable documents (stop)"
-    )
+    parser.add_argument("--dataset-revision", metavar="REVISION", help="branch, tag or commit of datasets on the hub")
+    parser.add_argument("--dataset-streaming", action="store_true", help="stream datasets of the hub, without a copy")
+    for flag, default, metavar, about in (
+        ("--include", [], "PATTERN", "names to read in folders, such as '*.py'"),
+        ("--exclude", [], "PATTERN", "names and folders to omit"),
+        ("--json-keys", ["text"], "KEY", "fields of JSON lines, columns of tables (text)"),
+    ):
+        parser.add_argument(flag, nargs="+", default=default, metavar=metavar, help=about)
+    parser.add_argument("--on-error", choices=["stop", "skip"], default="stop", help="on unreadable documents (stop)")
 
 
 SHOWN_SKIPS = 10
@@ -291,7 +267,8 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     """
     suffix, train = TRAINERS[arguments.type]
     output = Path(arguments.output)
-    if output.suffix != suffix or output.name.endswith("vocab.json"):  # GPT-2's, which `open_tokenizer` opens as such
+    # A vocab.json is GPT-2's, and `open_tokenizer` opens it as such.
+    if output.suffix != suffix or output.name.endswith("vocab.json"):
         raise DataError(
             f"--output {output}: a {arguments.type} tokenizer is a {suffix} file, but not a vocab.json, which belongs "
             f"to a merges.txt: name it {output.with_name(f'tokenizer{suffix}')}"
@@ -302,8 +279,8 @@ def train_tokenizer(arguments: argparse.Namespace) -> None:
     write_whole(output, train(texts, arguments.vocabulary_size, arguments.special_tokens))
     tokenizer = open_tokenizer(str(output))
     print(
-        f"{output}: {arguments.type}, vocabulary {tokenizer.vocabulary_size:,}, end of document "
-        f"{tokenizer.end_of_document}, learned from {texts}"
+        f"{output}: {arguments.type}, vocabulary {tokenizer.vocabulary_size:,}, end of "
+        f"document {tokenizer.end_of_document}, learned from {texts}"
     )
 
 
@@ -312,6 +289,6 @@ def check_special_tokens(names: Sequence[str]) -> None:
     for name in names:
         if not name.strip() or names.count(name) > 1 or name in RESERVED_TOKENS:
             raise DataError(
-                f"--special-tokens {name!r}: name each special token once; it must not be blank or one of "
-                f"{', '.join(RESERVED_TOKENS)}, which are always included"
+                f"--special-tokens {name!r}: name each special token once; it must not be "
+                f"blank or one of {', '.join(RESERVED_TOKENS)}, which are always included"
             )

@@ -50,8 +50,8 @@ class RawDocument:
         if self.offset is None and self.line is None:
             if list(keys) != [TEXT_KEY]:
                 raise DataError(
-                    f"{self.path} is read as plain text and has the one field {TEXT_KEY!r}, not {', '.join(keys)}; "
-                    "JSON lines need a name that ends in .jsonl"
+                    f"{self.path} is read as plain text and has the one field {TEXT_KEY!r}, "
+                    f"not {', '.join(keys)}; JSON lines need a name that ends in .jsonl"
                 )
             return [self._decode()]
         try:
@@ -59,9 +59,7 @@ class RawDocument:
         except (ValueError, RecursionError) as error:
             if isinstance(error, DataError):
                 raise
-            raise DataError(
-                f"{self.place()}: not JSON ({error}); repair the line or skip it with --on-error skip"
-            ) from error
+            raise DataError(f"{self.place()}: not JSON ({error}); repair it, or use --on-error skip") from error
         return [self._field(record, key) for key in keys]
 
     def place(self) -> str:
@@ -78,8 +76,8 @@ class RawDocument:
             return self.content.removeprefix(codecs.BOM_UTF8).decode("utf-8")
         except UnicodeDecodeError as error:
             raise DataError(
-                f"{self.place()}: not UTF-8 ({error.reason} at byte {error.start}); convert the file, leave it out "
-                "with --exclude or skip broken documents with --on-error skip"
+                f"{self.place()}: not UTF-8 ({error.reason} at byte {error.start}); convert "
+                "or --exclude the file, or skip broken documents with --on-error skip"
             ) from error
 
     def _field(self, record: object, key: str) -> str:
@@ -89,8 +87,8 @@ class RawDocument:
             )
         if key not in record:
             raise DataError(
-                f"{self.place()}: the document has no field {key!r}, only {', '.join(map(repr, record))}; choose "
-                "fields with --json-keys"
+                f"{self.place()}: the document has no field {key!r}, only "
+                f"{', '.join(map(repr, record))}; choose fields with --json-keys"
             )
         value = record[key]
         if not isinstance(value, str):
@@ -99,8 +97,8 @@ class RawDocument:
             value.encode()
         except UnicodeEncodeError as error:
             raise DataError(
-                f"{self.place()}: character {error.start} of field {key!r} is half of a surrogate pair, which is not "
-                "valid text; repair the document, or skip it with --on-error skip"
+                f"{self.place()}: character {error.start} of field {key!r} is half of a "
+                "surrogate pair; repair the document, or skip it with --on-error skip"
             ) from error
         return value
 
@@ -174,8 +172,8 @@ Arrow, which reads .zst, raises OSError in all these cases."""
 def _broken_compression(path: Path, line: int | None, error: Exception) -> DataError:
     after = "" if line is None else f" after line {line}"
     return DataError(
-        f"{path}: the compressed data is damaged or cut off{after} ({error}); copy the file again, leave it out with "
-        "--exclude or keep what comes before with --on-error skip"
+        f"{path}: the compressed data is damaged or cut off{after} ({error}); copy the file "
+        "again, leave it out with --exclude or keep what comes before with --on-error skip"
     )
 
 

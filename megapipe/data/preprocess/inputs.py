@@ -107,8 +107,8 @@ def _size(path: Path) -> int:
         return dataset_bytes(str(path))
     if path.suffix.lower() in UNREADABLE_SUFFIXES:
         raise DataError(
-            f"{path}: {path.suffix} files cannot be read; convert the file to text, JSON lines (plain, .gz or .zst), "
-            "Parquet or Arrow, or leave it out with --exclude"
+            f"{path}: {path.suffix} files cannot be read; convert the file to text, JSON "
+            "lines (plain, .gz or .zst), Parquet or Arrow, or leave it out with --exclude"
         )
     if file.is_compressed and file.format in ("parquet", "arrow"):
         raise DataError(f"{path}: {file.format} files cannot be read when compressed as a whole; decompress it first")
@@ -214,8 +214,8 @@ def idle_workers(files: Sequence[InputFile], workers: int, part_bytes: int) -> s
         return None
     subject = f"{len(files)} files keep" if len(files) > 1 else f"{files[0].path} keeps"
     return (
-        f"{subject} {busy} of {workers} workers busy: compressed and text files cannot be read from the middle; split "
-        "them into several files, or write plain JSON lines or Parquet"
+        f"{subject} {busy} of {workers} workers busy: compressed and text files cannot be "
+        "read from the middle; split them into several files, or use JSON lines or Parquet"
     )
 
 

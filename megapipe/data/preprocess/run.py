@@ -106,9 +106,7 @@ def map_in_order(
         while pending:
             yield pending.popleft().result()
     except BrokenProcessPool as error:
-        raise DataError(
-            f"one of {workers} worker processes died; if memory ran out, use fewer with --workers"
-        ) from error
+        raise DataError(f"one of {workers} workers died; if memory ran out, use fewer with --workers") from error
     finally:
         pool.shutdown(cancel_futures=True)
 
@@ -265,8 +263,8 @@ class _Outputs:
         for writer in self.writers:
             if writer.num_tokens == 0:
                 raise DataError(
-                    f"the input contains no usable document for {writer.prefix} (documents without text: "
-                    f"{writer.num_documents:,}), so the shard would be empty: check --input and --json-keys"
+                    f"the input contains no usable document for {writer.prefix} (documents "
+                    f"without text: {writer.num_documents:,}): check --input and --json-keys"
                 )
         source_facts = sources.result()
         return [self._commit(writer, source_facts) for writer in self.writers]

@@ -50,9 +50,7 @@ class DocumentRow:
         """Return one text per key. Raises DataError with file and row."""
         for key, value in zip(keys, self.values, strict=True):
             if isinstance(value, bytes):
-                raise DataError(
-                    f"{self.place()}: field {key!r} is not UTF-8; convert it, or skip with --on-error skip"
-                )
+                raise DataError(f"{self.place()}: field {key!r} is not UTF-8; convert it or skip with --on-error skip")
             if not isinstance(value, str):
                 raise DataError(f"{self.place()}: field {key!r} is {type_in_words(value)}, but must be text")
         return list(map(str, self.values))
@@ -104,8 +102,8 @@ def arrow_ranges(path: Path, range_bytes: int) -> Iterator[tuple[int, int, int, 
                 return
             if message.type == "dictionary":
                 raise DataError(
-                    f"{path} has dictionary-encoded columns, which cannot be read; write it as Parquet, or with plain "
-                    "strings"
+                    f"{path} has dictionary-encoded columns, which cannot be read; write it "
+                    "as Parquet, or with plain strings"
                 )
             batch = pyarrow.ipc.read_record_batch(message, schema)
             yield begin, source.tell(), source.tell() - begin, first_row
@@ -142,9 +140,7 @@ def rows_of(
 def check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
     """Raise DataError for the first of `keys` that is not among the columns `names`."""
     if missing := [key for key in keys if key not in names]:
-        raise DataError(
-            f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}; choose columns with --json-keys"
-        )
+        raise DataError(f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}; set --json-keys")
 
 
 def _values(column: "pyarrow.Array") -> list[object]:
@@ -185,8 +181,8 @@ def _errors_named(path: Path, kind: str) -> Iterator[None]:
         yield
     except (pyarrow.ArrowException, EOFError, OSError) as error:
         raise DataError(
-            f"{path} cannot be read as {kind} ({str(error).splitlines()[0]}); it is damaged or cut off: copy it "
-            "again, or leave it out with --exclude"
+            f"{path} cannot be read as {kind} ({str(error).splitlines()[0]}); it is damaged "
+            "or cut off: copy it again, or leave it out with --exclude"
         ) from error
 
 
@@ -239,8 +235,8 @@ def with_options(spec: str, revision: str | None, stream: bool) -> str:
     dataset = DatasetName.of(spec)
     if Path(dataset.name).exists():
         raise DataError(
-            f"{dataset.name} is a folder, but --dataset-revision and --dataset-streaming are for datasets on the hub: "
-            "remove them"
+            f"{dataset.name} is a folder, but --dataset-revision and --dataset-streaming are "
+            "for datasets on the hub: remove them"
         )
     dataset = dataset._replace(revision=revision or "", stream=stream)
     return str(dataset._replace(revision=_commit(dataset)) if stream else dataset)
@@ -339,12 +335,13 @@ def _load_dataset(spec: str) -> Any:
             dataset = datasets.load_dataset(
                 name, configuration or None, split=split or None, revision=revision or None, streaming=stream
             )
-    except Exception as error:  # the library raises various errors of file formats and networks
+    except Exception as error:
+        # The library raises various errors of file formats and networks.
         if unreachable is not None or isinstance(error, ConnectionError):
             raise DataError(
-                f"{spec} is not in the cache of the datasets library, and {_host()} cannot be reached "
-                f"({unreachable or _first_line(error)}): load it once with a network, or name a folder with "
-                f"its files, {DATASET_PREFIX}FOLDER"
+                f"{spec} is not in the cache of the datasets library, and {_host()} cannot be "
+                f"reached ({unreachable or _first_line(error)}): load it once with a network, "
+                f"or name a folder with its files, {DATASET_PREFIX}FOLDER"
             ) from error
         checked = "folder" if Path(name).is_dir() else "name and revision"
         raise DataError(f"{spec} cannot be opened as a dataset; check the {checked} ({_first_line(error)})") from error
@@ -375,4 +372,4 @@ def _why_unreachable() -> str | None:
 
 
 def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

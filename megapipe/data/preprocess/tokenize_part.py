@@ -150,9 +150,7 @@ class TokenizeSettings:
         """Open the tokenizer. Raises DataError if it is unknown, or has no token to append."""
         tokenizer = open_tokenizer(self.tokenizer, self.end_of_document)
         if self.append_end_of_document and tokenizer.end_of_document is None:
-            raise DataError(
-                f"{self.tokenizer} does not specify the token that ends a document: name it with --end-of-document"
-            )
+            raise DataError(f"{self.tokenizer} has no token that ends a document: name it with --end-of-document")
         tokenizer.read_special_tokens(self.special_tokens_in_text == "token")
         if self.fast_core:
             use_fast_core(tokenizer)
@@ -236,8 +234,8 @@ def _count_special_tokens(
     occurrences = [name for text in texts for name in names.findall(text)]
     if occurrences and settings.special_tokens_in_text == "error":
         raise DataError(
-            f"{document.place()}: the text contains {occurrences[0]!r}, the name of a special token; choose "
-            "--special-tokens-in-text text or token, or skip such documents with --on-error skip"
+            f"{document.place()}: the text contains {occurrences[0]!r}, the name of a special "
+            "token; choose --special-tokens-in-text text or token, or --on-error skip"
         )
     return len(occurrences)
 

@@ -96,9 +96,9 @@ def open_tokenizer(spec: str, end_of_document: str | None = None) -> Tokenizer:
         path = next((path / name for name in FILES_IN_FOLDERS if (path / name).is_file()), path)
     if not path.is_file():
         raise DataError(
-            f"no tokenizer {spec!r}: write bytes, or the path of a tokenizer.json, a SentencePiece .model, a "
-            "vocab.json with merges.txt, a .tiktoken file, bert-uncased: or bert-cased: and a "
-            "vocab.txt, or a folder with one of "
+            f"no tokenizer {spec!r}: write bytes, or the path of a tokenizer.json, a "
+            "SentencePiece .model, a vocab.json with merges.txt, a .tiktoken file, "
+            "bert-uncased: or bert-cased: and a vocab.txt, or a folder with one of "
             f"{', '.join(FILES_IN_FOLDERS)}"
         )
     if kind in ENCODINGS or path.suffix == ".tiktoken":

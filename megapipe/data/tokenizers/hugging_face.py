@@ -217,8 +217,8 @@ def _checked(tokenizer: "tokenizers.Tokenizer", vocabulary_size: int, smallest: 
         raise too_few_texts(vocabulary_size, learned)
     if learned > vocabulary_size:
         raise DataError(
-            f"a vocabulary of {vocabulary_size} is too small for {smallest}, which need {learned}; raise "
-            "--vocabulary-size"
+            f"a vocabulary of {vocabulary_size} is too small for {smallest}, which need "
+            f"{learned}; raise --vocabulary-size"
         )
     content: str = tokenizer.to_str(pretty=True)
     return content.encode()

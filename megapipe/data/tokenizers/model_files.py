@@ -121,8 +121,8 @@ class SentencePieceTokenizer(Tokenizer):
     def read_special_tokens(self, as_tokens: bool) -> None:
         if as_tokens:
             raise DataError(
-                f"{self.spec} is a SentencePiece model, which reads the names of special tokens as text; use "
-                "--special-tokens-in-text text or error"
+                f"{self.spec} is a SentencePiece model, which reads the names of special "
+                "tokens as text; use --special-tokens-in-text text or error"
             )
 
     def encode(self, text: str) -> list[int]:
@@ -159,7 +159,8 @@ class SentencePieceTokenizer(Tokenizer):
             end: int = self._processor.eos_id()
             return end if end >= 0 else None
         token: int = self._processor.piece_to_id(name)
-        if self._processor.id_to_piece(token) != name:  # unknown names have the id of the unknown piece
+        # Unknown names have the id of the unknown piece.
+        if self._processor.id_to_piece(token) != name:
             raise DataError(f"{self.spec} has no piece {name!r} to end documents with; name one that it has")
         return token
 
@@ -192,7 +193,8 @@ def train_sentence_piece(
             max_sentence_length=2**30,
             bos_id=-1,
             pad_id=-1,
-            num_threads=16,  # fixed, because the number changes the sums of unigram training, and so the model
+            # Fixed, because the number changes the sums of unigram training, and so the model.
+            num_threads=16,
             minloglevel=2,
         )
     except RuntimeError as error:
@@ -211,8 +213,8 @@ def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataErro
         return too_few_texts(vocabulary_size, int(largest[1]))
     if smallest := re.search(r"required_chars. \d+ vs (\d+)", str(error)):
         return DataError(
-            f"a vocabulary of {vocabulary_size} is too small for the single characters of the input, which need "
-            f"{smallest[1]}; raise --vocabulary-size"
+            f"a vocabulary of {vocabulary_size} is too small for the single characters of the "
+            f"input, which need {smallest[1]}; raise --vocabulary-size"
         )
     if "sentences_.empty()" in str(error):
         return DataError("the input contains no text to learn from: check --input")
@@ -221,8 +223,8 @@ def _sentence_piece_error(error: RuntimeError, vocabulary_size: int) -> DataErro
 
 def too_few_texts(vocabulary_size: int, largest: int) -> DataError:
     return DataError(
-        f"the input is too small for a vocabulary of {vocabulary_size}: it allows at most {largest}; lower "
-        "--vocabulary-size or add more text"
+        f"the input is too small for a vocabulary of {vocabulary_size}: it allows at most "
+        f"{largest}; lower --vocabulary-size or add more text"
     )
 
 
@@ -286,9 +288,7 @@ class TiktokenTokenizer:
         pattern, special_tokens = ENCODINGS[encoding]
         ranks = _read_ranks(path)
         if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-            raise DataError(
-                f"{path} has no token for byte {missing[0]}: it is incomplete, or not a byte-level vocabulary"
-            )
+            raise DataError(f"{path} has no token for byte {missing[0]}: incomplete, or not a byte-level vocabulary")
         clash = set(ranks.values()) & set(special_tokens.values())
         if clash:
             raise DataError(f"{path} gives a token the id {min(clash)}, which a special token has in {encoding}")
@@ -334,7 +334,7 @@ def encoding_of(path: Path) -> str:
     """Return the name of the encoding for a file name. Raises DataError if the file name is unknown."""
     if path.stem not in ENCODINGS:
         raise DataError(
-            f"it is unknown how {path} splits text before merging: put the name of its encoding before the path, for "
+            f"{path} does not say how it splits text: put its encoding before the path, for "
             f"example cl100k_base:{path}; supported are {', '.join(ENCODINGS)}"
         )
     return path.stem
