@@ -73,8 +73,8 @@ class Sandbox:
     def __init__(self, allowed: bool, folder: Path) -> None:
         if not allowed:
             raise CheckpointError(
-                f"{folder} is stored as pickles, a format that can carry code; add --allow-pickle to read it in a "
-                "confined process that accepts a fixed list of classes and runs nothing"
+                f"{folder} is stored as pickles, which can carry code; add --allow-pickle to "
+                "read it in a confined process that accepts a fixed list of classes"
             )
         confined.warm_up()
         self._channel, child_end = socket.socketpair()

@@ -19,8 +19,9 @@ if TYPE_CHECKING:
 DESCRIPTION = """\
 Converts checkpoints between formats, and inspects, verifies, compares and averages them.
 
-Tensors are converted one at a time, so that a model of any size needs a few times the memory of its largest
-tensor. No code in a folder is run. The output is complete or absent, and an existing folder is never changed.
+Tensors are converted one at a time, so that a model of any size needs a few times the memory
+of its largest tensor. No code in a folder is run. The output is complete or absent, and an
+existing folder is never changed.
 """
 EXAMPLES = """\
 examples:
@@ -38,9 +39,9 @@ docs/conversion.md explains what each format keeps.
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser, which reports wrong values and exits with status 2."""
     parser = tool_parser("megapipe convert", DESCRIPTION, EXAMPLES)
-    commands = parser.add_subparsers(dest="command", required=True)
+    add = parser.add_subparsers(dest="command", required=True).add_parser
 
-    convert = commands.add_parser("convert", help="write a checkpoint in another format or precision")
+    convert = add("convert", help="write a checkpoint in another format or precision")
     about = "folder of a checkpoint, or of a run (its newest complete checkpoint)"
     convert.add_argument("sources", metavar="PATH", nargs=1, help=about)
     convert.add_argument("target", metavar="TARGET", help="folder to write, which must not exist")
@@ -51,27 +52,23 @@ def build_parser() -> argparse.ArgumentParser:
         "--weights-only", action="store_true", help="omit moments and earlier weights, as most formats always do"
     )
 
-    inspect = commands.add_parser(
-        "inspect", help="show model, step, tensors, types and sizes without reading a tensor"
-    )
+    inspect = add("inspect", help="show model, step, tensors, types and sizes without reading a tensor")
     inspect.add_argument("source", metavar="PATH")
     _add_reading(inspect, _inspect)
     inspect.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
-    verify = commands.add_parser(
-        "verify", help="read every byte; list bad files and exit with status 1 if there are any"
-    )
+    verify = add("verify", help="read every byte; list bad files and exit with status 1 if any")
     verify.add_argument("sources", metavar="PATH", nargs="+", help="folders; a run's folder means all its checkpoints")
     _add_reading(verify, _verify)
 
-    diff = commands.add_parser("diff", help="show how two checkpoints differ; exit status 1 if they do")
+    diff = add("diff", help="show how two checkpoints differ; exit status 1 if they do")
     diff.add_argument("source", metavar="PATH")
     diff.add_argument("other", metavar="OTHER")
     _add_reading(diff, _diff)
     diff.add_argument("--weights-only", action="store_true", help="ignore moments and earlier weights")
     diff.add_argument("--tolerance", type=finite, default=0.0, metavar="X", help="ignore differences of at most X (0)")
 
-    average = commands.add_parser("average", help="average the weights of several checkpoints in float64")
+    average = add("average", help="average the weights of several checkpoints in float64")
     average.add_argument("sources", metavar="PATH", nargs="+")
     about = "folder to write, which must not exist"
     average.add_argument("--output", dest="target", required=True, metavar="TARGET", help=about)
@@ -99,9 +96,7 @@ def _add_reading(parser: argparse.ArgumentParser, run: Callable[[argparse.Namesp
 
 
 def _add_writing(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], help="type of the written weights (unchanged)"
-    )
+    parser.add_argument("--precision", choices=["fp32", "bf16", "fp16"], help="type of written weights (unchanged)")
     parser.add_argument(
         "--tokenizer",
         metavar="NAME",
@@ -115,11 +110,12 @@ def _add_writing(parser: argparse.ArgumentParser) -> None:
         help=f"hf: largest file of weights ({SHARD_BYTES:,})",
     )
     megatron = parser.add_argument_group("megatron: the ranks that the checkpoint is written for")
-    megatron.add_argument("--tensor", type=positive, default=1, metavar="N", help="tensor-parallel ranks (1)")
-    megatron.add_argument("--pipeline", type=positive, default=1, metavar="N", help="pipeline stages (1)")
-    megatron.add_argument(
-        "--chunks", type=positive, default=1, metavar="N", help="model chunks on each stage, its virtual stages (1)"
-    )
+    for flag, about in (
+        ("--tensor", "tensor-parallel ranks (1)"),
+        ("--pipeline", "pipeline stages (1)"),
+        ("--chunks", "model chunks on each stage, its virtual stages (1)"),
+    ):
+        megatron.add_argument(flag, type=positive, default=1, metavar="N", help=about)
     megatron.add_argument(
         "--layer-names",
         choices=["local", "transformer_engine"],

@@ -271,7 +271,8 @@ class Encoder:
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, (int, float)):
-            return value if abs(value) < 1e30 else {"other": type(value).__name__}  # also for NaN
+            # Also for NaN.
+            return value if abs(value) < 1e30 else {"other": type(value).__name__}
         if isinstance(value, str):
             return value.encode("utf-8", "replace").decode()
         if isinstance(value, list):
@@ -355,12 +356,14 @@ def confine() -> None:
     _lower(resource.RLIMIT_FSIZE, 0)
     _lower(resource.RLIMIT_AS, address_space + MEMORY_BYTES)
     if os.geteuid() == 0:  # root could raise its limits again
-        with suppress(OSError):  # a container may forbid it; the limits apply even then, unless they are raised again
+        # A container may forbid it; the limits apply even then, unless they are raised again.
+        with suppress(OSError):
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     _lower(resource.RLIMIT_NPROC, 0)
-    _lower(resource.RLIMIT_NOFILE, 4)  # the channel, two for /dev/null, and the file of the request
+    # The channel, two for /dev/null, and the file of the request.
+    _lower(resource.RLIMIT_NOFILE, 4)
 
 
 def _lower(kind: int, value: int) -> None:
@@ -389,7 +392,8 @@ def warm_up() -> None:
 def serve(channel: socket.socket) -> None:
     """Answer requests until the channel closes. This runs in a forked process and does not return."""
     try:
-        gc.disable()  # finalizers of the parent's objects must not close descriptors that are reused here
+        # Finalizers of the parent's objects must not close descriptors that are reused here.
+        gc.disable()
         warnings.simplefilter("ignore")
         null_device = os.open(os.devnull, os.O_RDWR)
         for source, target in ((channel.detach(), 0), (null_device, 1), (null_device, 2)):

@@ -111,7 +111,8 @@ class DcpFiles:
         box = box_of(index, tensor.shape)
         elements = torch.empty(box.num_elements, dtype=DTYPES[tensor.dtype])
         for chunk in tensor.chunks:
-            for overlap in overlaps(Extent.whole(chunk.box), Extent.whole(box)):  # two boxes overlap at most once
+            # Two boxes overlap at most once.
+            for overlap in overlaps(Extent.whole(chunk.box), Extent.whole(box)):
                 with self._open_chunk(chunk, tensor) as (archive, place):
                     overlap.copy(archive.tensor(place).reshape(-1), elements)
         return elements.reshape(box.shape)
@@ -293,9 +294,7 @@ class DcpSource:
                 if tensor.shape != specs[name].shape:
                     raise CheckpointError(f"{path}: {key!r} has shape {tensor.shape} instead of {specs[name].shape}")
                 if (name, kind) in self._keys:
-                    raise CheckpointError(
-                        f"{path} contains {kind} of {name} twice: {key!r}, {self._keys[name, kind]!r}"
-                    )
+                    raise CheckpointError(f"{path} has {kind} of {name} twice: {key!r}, {self._keys[name, kind]!r}")
                 self._keys[name, kind] = key
             missing = [name for name in specs if (name, WEIGHTS) not in self._keys]
             if missing:

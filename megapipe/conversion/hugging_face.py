@@ -121,8 +121,8 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     if differences:
         which = "its family" if model.family else "the nearest family"
         raise CheckpointError(
-            f"this model cannot be exported to transformers; {which}, {family.model_type}, would need another model: "
-            f"{'; '.join(differences)}"
+            f"this model cannot be exported to transformers; {which}, {family.model_type}, "
+            f"would need another model: {'; '.join(differences)}"
         )
     return {**family.config(model), "dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]}
 
@@ -147,8 +147,8 @@ class HuggingFaceTarget:
         dtypes = {tensor.dtype for tensor in contents.tensors if tensor.kind == WEIGHTS}
         if len(dtypes) != 1:
             raise CheckpointError(
-                f"weights are stored as {', '.join(sorted(dtypes))}; a Hugging Face folder has one type: choose it "
-                "with --precision"
+                f"weights are stored as {', '.join(sorted(dtypes))}; a Hugging Face folder "
+                "has one type: choose it with --precision"
             )
         self._config = exported_config(contents.model, dtypes.pop())
         self._pairs = exported_pairs(contents.model, self._config)
@@ -203,9 +203,9 @@ class HuggingFaceTarget:
         padding = self._tokenizer.ids.get("pad_token_id")
         if None not in (fixed, padding) and fixed != padding:
             raise CheckpointError(
-                f"the tokenizer's padding has the id {padding}, but the model's positions count from the row after "
-                f"{fixed}, which is the id of padding in this family: name another tokenizer (--tokenizer), or "
-                "--tokenizer none"
+                f"the tokenizer's padding has the id {padding}, but the model's positions "
+                f"count from the row after {fixed}, which is the id of padding in this "
+                "family: name another tokenizer (--tokenizer), or --tokenizer none"
             )
         return {**self._tokenizer.ids, **({} if fixed is None else {"pad_token_id": fixed})}
 

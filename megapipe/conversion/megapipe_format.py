@@ -177,8 +177,8 @@ def check_layers(path: Path, model: ModelConfig, tensors: int) -> None:
     layers = model.num_layers + model.mtp_layers
     if layers > tensors:
         raise CheckpointError(
-            f"{path} describes a model of {layers} layers but contains parameters of at most {tensors}; it is damaged "
-            "or incomplete"
+            f"{path} describes a model of {layers} layers but contains parameters of at most "
+            f"{tensors}; it is damaged or incomplete"
         )
 
 
@@ -262,8 +262,8 @@ class MegapipeSource:
         entry = file.entry(chunk.key)
         if entry.num_bytes != num_bytes or entry.dtype != chunk.dtype:
             raise DamagedCheckpointError(
-                f"{file.path}: tensor {chunk.key!r} has {entry.num_bytes} bytes of {entry.dtype}; the manifest "
-                f"has {num_bytes} bytes of {chunk.dtype}",
+                f"{file.path}: tensor {chunk.key!r} has {entry.num_bytes} bytes of "
+                f"{entry.dtype}; the manifest has {num_bytes} bytes of {chunk.dtype}",
                 "unreadable",
             )
         content = memoryview(bytearray(PIECE_BYTES)) if target is None else bytes_of(target)

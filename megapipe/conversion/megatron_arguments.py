@@ -89,35 +89,33 @@ def model_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal
     except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(f"{origin}: its arguments do not describe a model: {error!r}") from error
     if unsupported:
-        raise CheckpointError(
-            f"{origin}: {', '.join(unsupported)} is set, which the model configuration cannot express"
-        )
+        raise CheckpointError(f"{origin}: {', '.join(unsupported)} is set, which a model configuration cannot express")
     return model_of(fields)
 
 
 def _unsupported(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> list[str]:
     """Return the arguments that the model configuration cannot express."""
-    unsupported = [name for name in _UNSUPPORTED if arguments.get(name)]
-    if arguments.get("normalization") != "RMSNorm":
-        names = (*_UNIT_OFFSET, "qk_layernorm")
-        unsupported += [f"{name} without RMSNorm" for name in names if arguments.get(name)]
-    softmax, limited = arguments.get("softmax_type", "vanilla"), arguments.get("activation_func_clamp_value")
+    get = arguments.get
+    unsupported = list(filter(get, _UNSUPPORTED))
+    if get("normalization") != "RMSNorm":
+        unsupported += [f"{name} without RMSNorm" for name in (*_UNIT_OFFSET, "qk_layernorm") if get(name)]
+    softmax, limited = get("softmax_type", "vanilla"), get("activation_func_clamp_value")
     if softmax not in ("vanilla", "learnable") or (kind == "bert" and softmax != "vanilla"):
         unsupported.append(f"softmax_type {softmax}{' in a BERT' if kind == 'bert' else ''}")
-    if arguments.get("quick_geglu") and not (limited and arguments.get("glu_linear_offset") == _OFFSET):
+    if get("quick_geglu") and not (limited and get("glu_linear_offset") == _OFFSET):
         unsupported.append(f"quick_geglu without activation_func_clamp_value and glu_linear_offset {_OFFSET}")
-    elif arguments.get("swiglu") and (limited or arguments.get("glu_linear_offset")):
+    elif get("swiglu") and (limited or get("glu_linear_offset")):
         unsupported.append("swiglu with activation_func_clamp_value or glu_linear_offset")
     if kind == "bert":
-        unsupported += [f"{name} in a BERT" for name in _NOT_IN_BERT if arguments.get(name)]
+        unsupported += [f"{name} in a BERT" for name in _NOT_IN_BERT if get(name)]
         if _positions(arguments) != "learned_absolute":
             unsupported.append("position_embedding_type in a BERT")
-    elif arguments.get("num_experts"):
+    elif get("num_experts"):
         unsupported += _unsupported_experts(arguments)
-    if arguments.get("multi_latent_attention"):
+    if get("multi_latent_attention"):
         unsupported += _unsupported_latents(arguments)
     if _windows_of_layers(arguments) is None:
-        further = arguments.get("mtp_num_layers")
+        further = get("mtp_num_layers")
         rule = f" with mtp_num_layers {further} (its blocks must have the window of the last layer)" if further else ""
         unsupported.append(f"window_attn_skip_freq {arguments['window_attn_skip_freq']}{rule}")
     return unsupported
@@ -125,15 +123,16 @@ def _unsupported(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> 
 
 def _unsupported_experts(arguments: Mapping[str, Any]) -> list[str]:
     """Return the arguments of experts that the model configuration cannot express."""
-    unsupported = [name for name in _UNSUPPORTED_EXPERTS if arguments.get(name)]
+    get = arguments.get
+    unsupported = list(filter(get, _UNSUPPORTED_EXPERTS))
     if _experts_of_layers(arguments) is None:
         unsupported.append(f"moe_layer_freq {arguments['moe_layer_freq']}")
-    balancing = arguments.get("moe_router_load_balancing_type")
+    balancing = get("moe_router_load_balancing_type")
     if balancing == "sinkhorn" or (isinstance(balancing, list) and "sinkhorn" in balancing):
         unsupported.append("moe_router_load_balancing_type sinkhorn")
-    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
-    best = 2 if arguments.get("moe_router_score_function") == "sigmoid" else 1
-    if chosen and chosen != groups and arguments.get("moe_router_topk", 2) // chosen != best:
+    groups, chosen = get("moe_router_num_groups"), get("moe_router_group_topk")
+    best = 2 if get("moe_router_score_function") == "sigmoid" else 1
+    if chosen and chosen != groups and get("moe_router_topk", 2) // chosen != best:
         unsupported.append(f"moe_router_group_topk {chosen} (it must be moe_router_topk / {best})")
     return unsupported
 
@@ -206,8 +205,8 @@ def notes_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal
     notes = []
     if kind == "bert" and _activation(arguments) == "gelu_tanh":
         notes.append(
-            f"{origin}: Megatron-LM's masked-token head uses the exact GELU, and its layers use the approximation; "
-            "here both have the approximation, so that logits differ by about 1e-3"
+            f"{origin}: Megatron-LM's masked-token head uses the exact GELU, and its layers "
+            "use the approximation; here both use it, so logits differ by about 1e-3"
         )
     fused = arguments.get("bias_gelu_fusion") and not arguments.get("moe_grouped_gemm")
     if arguments.get("quick_geglu") and fused and arguments.get("add_bias_linear", True):
@@ -218,50 +217,50 @@ def notes_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal
     coefficient = arguments.get("moe_aux_loss_coeff")
     if arguments.get("num_experts") and any(coefficient if isinstance(coefficient, list) else [coefficient]):
         notes.append(
-            f"{origin}: moe_aux_loss_coeff {coefficient} is not part of the model; megapipe balances experts by "
-            "model.expert_balance_rate"
+            f"{origin}: moe_aux_loss_coeff {coefficient} is not part of the model; megapipe "
+            "balances experts by model.expert_balance_rate"
         )
     return tuple(notes)
 
 
 def _activation(arguments: Mapping[str, Any]) -> str:
     biased = arguments.get("add_bias_linear", True)
-    gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"  # the fused kernel approximates
+    # The fused kernel approximates.
+    gelu = "gelu_tanh" if arguments.get("bias_gelu_fusion") and biased else "gelu"
     return next((activation for argument, activation in _ACTIVATIONS.items() if arguments.get(argument)), gelu)
 
 
 def _fields(arguments: Mapping[str, Any], kind: Literal["gpt", "bert"]) -> dict[str, Any]:
-    padded, vocabulary = arguments["padded_vocab_size"], arguments.get("vocab_size")
+    get, positions = arguments.get, _positions(arguments)
+    padded, vocabulary = arguments["padded_vocab_size"], get("vocab_size")
     heads = arguments["num_attention_heads"]
-    grouped = arguments.get("group_query_attention")
-    bias = "all" if arguments.get("add_bias_linear", True) else "qkv" if arguments.get("add_qkv_bias") else "none"
-    norm = known_word(_NORMALIZATIONS, arguments.get("normalization", "LayerNorm"))
-    offset = "_unit_offset" if any(map(arguments.get, _UNIT_OFFSET)) else ""
-    positions = _positions(arguments)
-    experts = arguments.get("num_experts") if kind == "gpt" else None
-    width = arguments.get("moe_ffn_hidden_size") if experts else None
+    bias = "all" if get("add_bias_linear", True) else "qkv" if get("add_qkv_bias") else "none"
+    norm = known_word(_NORMALIZATIONS, get("normalization", "LayerNorm"))
+    offset = "_unit_offset" if any(map(get, _UNIT_OFFSET)) else ""
+    experts = get("num_experts") if kind == "gpt" else None
+    width = get("moe_ffn_hidden_size") if experts else None
     fields = {
         "vocabulary_size": vocabulary if isinstance(vocabulary, int) and 0 < vocabulary <= padded else padded,
         "num_layers": arguments["num_layers"],
         "hidden_size": arguments["hidden_size"],
         "num_heads": heads,
-        "num_kv_heads": arguments["num_query_groups"] if grouped else heads,
-        "head_size": arguments.get("kv_channels"),
+        "num_kv_heads": arguments["num_query_groups"] if get("group_query_attention") else heads,
+        "head_size": get("kv_channels"),
         "ffn_hidden_size": width or arguments["ffn_hidden_size"],
         "max_positions": arguments["max_position_embeddings"],
         "normalization": norm + offset,
         "norm_epsilon": _epsilon(arguments),
         "activation": _activation(arguments),
         "positions": known_word(_POSITIONS, positions),
-        "rotary_fraction": float(arguments.get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
-        "rope_theta": float(arguments.get("rotary_base", 10000)),
+        "rotary_fraction": float(get("rotary_percent", 1.0)) if positions == "rope" else 1.0,
+        "rope_theta": float(get("rotary_base", 10000)),
         "rope_scaling": _rope_scaling(arguments) if positions in ("rope", "yarn") else {},
         "bias": bias,
-        "qk_norm": bool(arguments.get("qk_layernorm")),
-        "tie_embeddings": not arguments.get("untie_embeddings_and_output_weights"),
+        "qk_norm": bool(get("qk_layernorm")),
+        "tie_embeddings": not get("untie_embeddings_and_output_weights"),
     }
     if kind == "bert":
-        pairs = bool(arguments.get("bert_binary_head", True))
+        pairs = bool(get("bert_binary_head", True))
         return {**fields, "norm_position": "pre", "token_types": 2 if pairs else 0, "sentence_head": pairs}
     fields["attention_sinks"] = arguments.get("softmax_type") == "learnable"
     if arguments.get("quick_geglu"):
@@ -350,23 +349,24 @@ def _latent_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _expert_fields(arguments: Mapping[str, Any], bias: str) -> dict[str, Any]:
-    topk, scores = arguments.get("moe_router_topk", 2), arguments.get("moe_router_score_function", "softmax")
-    groups, chosen = arguments.get("moe_router_num_groups"), arguments.get("moe_router_group_topk")
-    shared, balances = arguments.get("moe_shared_expert_intermediate_size"), "moe_router_enable_expert_bias"
-    normalizes = topk > 1 if scores == "sigmoid" else not arguments.get("moe_router_pre_softmax")
-    rate = arguments.get("moe_router_bias_update_rate", 1e-3) if arguments.get(balances) else 0.0
+    get, balances = arguments.get, "moe_router_enable_expert_bias"
+    topk, scores = get("moe_router_topk", 2), get("moe_router_score_function", "softmax")
+    groups, chosen = get("moe_router_num_groups"), get("moe_router_group_topk")
+    shared = get("moe_shared_expert_intermediate_size")
+    normalizes = topk > 1 if scores == "sigmoid" else not get("moe_router_pre_softmax")
+    rate = get("moe_router_bias_update_rate", 1e-3) if get(balances) else 0.0
     return {
         "num_experts": arguments["num_experts"],
         "experts_per_token": topk,
         "normalize_expert_shares": normalizes,
         "router_scores": scores,
-        "router_scale": float(arguments.get("moe_router_topk_scaling_factor") or 1.0),
+        "router_scale": float(get("moe_router_topk_scaling_factor") or 1.0),
         "router_bias": bias == "all",
         "router_groups": groups if groups and chosen else 1,
         "router_groups_chosen": chosen if groups and chosen else 1,
         "expert_balance_rate": float(rate),
         "shared_expert_size": shared,
-        "shared_expert_gate": bool(shared and arguments.get("moe_shared_expert_gate")),
+        "shared_expert_gate": bool(shared and get("moe_shared_expert_gate")),
     }
 
 
@@ -390,8 +390,8 @@ def check_expressible(model: ModelConfig) -> None:
             if value not in possible:
                 words = " or ".join("null" if each is None else str(each) for each in possible)
                 raise CheckpointError(
-                    f"model.{field} is {value}; Megatron-LM's arguments can express only {words}: write a Hugging "
-                    "Face folder instead (--to hf)"
+                    f"model.{field} is {value}; Megatron-LM's arguments can express only "
+                    f"{words}: write a Hugging Face folder instead (--to hf)"
                 )
 
 
@@ -459,7 +459,8 @@ def _bert_rules(model: ModelConfig) -> list[Rule]:
     if not isinstance(model, BertModelConfig):
         return []
     return [
-        ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),  # Megatron-LM's head has the exact GELU
+        # Megatron-LM's head has the exact GELU.
+        ("activation", model.activation, ("gelu", "swiglu", "relu_squared")),
         ("transform_activation", model.transform_activation, (None, "gelu")),
         ("normalization", model.normalization, ("layer_norm",)),
         ("positions", model.positions, ("learned",)),
@@ -577,8 +578,8 @@ def arguments_of(
         raise CheckpointError(f"Megatron-LM's --use-rope-scaling always has {_LLAMA3}; this model has other values")
     if model.qk_norm and model.normalization == "layer_norm":
         raise CheckpointError(
-            f"model.qk_norm with model.normalization {model.normalization} cannot be converted: Megatron-LM has one "
-            "kind of norm in a model; only rms norms can be converted with model.qk_norm"
+            f"model.qk_norm with model.normalization {model.normalization} cannot be "
+            "converted: Megatron-LM has one kind of norm; only rms norms can be converted"
         )
     run = contents.run
     window, windows = window_of(whole), [int(bool(each.sliding_window)) for each in models]

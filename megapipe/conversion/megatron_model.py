@@ -219,22 +219,22 @@ def models_of_layers(model: ModelConfig) -> list[ModelConfig]:
             for one, two in pairs:
                 if getattr(one, field.name) != getattr(two, field.name):
                     raise CheckpointError(
-                        f"model.layer_pattern has blocks that differ in {field.name}; Megatron-LM's blocks can differ "
-                        "only in whether they have experts, and in whether they have a window of one size: write a "
-                        "Hugging Face folder instead (--to hf)"
+                        f"model.layer_pattern has blocks that differ in {field.name}; "
+                        "Megatron-LM's blocks can differ only in having experts, and in "
+                        "having a window of one size: write a Hugging Face folder (--to hf)"
                     )
     return [model.of_kind(model.kind_of_layer(layer)) for layer in range(model.num_layers)]
 
 
 def window_of(model: ModelConfig) -> int | None:
     """Return the window of the first layer that has one."""
-    return next((block.sliding_window for block in model.kinds_of_layers.values() if block.sliding_window), None)
+    return next(filter(None, (each.sliding_window for each in model.kinds_of_layers.values())), None)
 
 
 _MLP_FIELDS = (
-    "num_experts", "ffn_hidden_size", "experts_per_token", "normalize_expert_shares", "expert_balance_rate",
-    "expert_bias", "router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen",
-    "shared_expert_size", "shared_expert_gate",
+    "num_experts", "ffn_hidden_size", "experts_per_token", "normalize_expert_shares",
+    "expert_balance_rate", "expert_bias", "router_scores", "router_scale", "router_bias",
+    "router_groups", "router_groups_chosen", "shared_expert_size", "shared_expert_gate",
 )  # fmt: skip
 """Fields in which layers with experts may differ from those without."""
 
@@ -248,8 +248,8 @@ def parameter_locations(model: ModelConfig) -> dict[str, ParameterLocation]:
     express."""
     if model.kind == "bert" and model.num_experts is not None:
         raise CheckpointError(
-            f"model.num_experts is {model.num_experts}; Megatron-LM's BERT has no experts: only a GPT with experts "
-            "can be converted to and from Megatron-LM"
+            f"model.num_experts is {model.num_experts}; Megatron-LM's BERT has no experts: "
+            "only a GPT with experts can be converted to and from Megatron-LM"
         )
     layers = models_of_layers(model)
     mlps = {name: parameters_of(_dense(block)) for name, block in model.kinds_of_layers.items()}
@@ -374,8 +374,8 @@ def check_tensor_size(model: ModelConfig, tensor_size: int) -> None:
             problems.append(f"model.shared_expert_size {shared} is not divisible by {tensor_size} tensor ranks")
         if block.bias == "all":
             problems.append(
-                f"model.bias is all, and Megatron-LM does not divide experts with biases over {tensor_size} tensor "
-                "ranks: use one"
+                "model.bias is all, and Megatron-LM does not divide experts with biases over "
+                f"{tensor_size} tensor ranks: use one"
             )
     if problems:
         raise CheckpointError("; ".join(dict.fromkeys(problems)))

@@ -74,8 +74,8 @@ class MegatronTorchSource:
             version = first.value.get("checkpoint_version", 0)
             if version != CHECKPOINT_VERSION:
                 raise CheckpointError(
-                    f"{first.path} has checkpoint_version {version}; only {CHECKPOINT_VERSION} can be read: load and "
-                    "save it with a newer Megatron-LM"
+                    f"{first.path} has checkpoint_version {version}; only "
+                    f"{CHECKPOINT_VERSION} is read: save it with a newer Megatron-LM"
                 )
             kind = kind_of_keys(key for archive in self._archives.values() for key in _keys_of(archive))
             arguments = arguments_in(first.value, first.path)
@@ -152,8 +152,8 @@ class MegatronTorchSource:
             if rank not in self._archives:
                 expert = f" of expert rank {rank[2]}" if sizes[2] > 1 else ""
                 raise CheckpointError(
-                    f"{self._folder} has no file of tensor rank {rank[0]} of pipeline rank {rank[1]}{expert}; copy "
-                    "the whole folder"
+                    f"{self._folder} has no file of tensor rank {rank[0]} of pipeline rank "
+                    f"{rank[1]}{expert}; copy the whole folder"
                 )
             if not isinstance(self._archives[rank].value, dict):
                 raise DamagedCheckpointError(f"{self._archives[rank].path} contains no model state", "unreadable")
@@ -164,8 +164,8 @@ class MegatronTorchSource:
         size = arguments.get("expert_tensor_parallel_size")
         if model.num_experts is not None and size not in (None, tensor):
             raise CheckpointError(
-                f"{self._folder}: expert_tensor_parallel_size is {size}, but there are {tensor} tensor ranks; save it "
-                "in Megatron-LM with --ckpt-format torch_dist"
+                f"{self._folder}: expert_tensor_parallel_size is {size}, but there are "
+                f"{tensor} tensor ranks; save it in Megatron-LM with --ckpt-format torch_dist"
             )
         if (model.num_experts or 1) % experts:
             raise CheckpointError(f"{self._folder}: {model.num_experts} experts are not divisible by {experts} ranks")
@@ -236,9 +236,7 @@ class MegatronTorchSource:
             shards, key = shards_of.get((name, piece), []), location.keys(piece)[0]
             spec = location.shards(self._is_divided(name, shards) and location.spec.shape[0] % tensor_size == 0)
             if len(shards) != tensor_size:
-                raise CheckpointError(
-                    f"{self._folder} lacks {name} ({key}) on {tensor_size - len(shards)} tensor ranks"
-                )
+                raise CheckpointError(f"{self._folder} lacks {name} ({key}) on {tensor_size - len(shards)} ranks")
             shape = merged_shape(spec, spec.local_shape(tensor_size))
             for archive, stored in shards:
                 rows_fit = stored.shape[0] >= shape[0] if spec.padded and stored.shape else stored.shape == shape
@@ -283,8 +281,8 @@ class MegatronTorchTarget:
         stages = options.pipeline * options.chunks
         if contents.model.num_layers % stages:
             raise CheckpointError(
-                f"{contents.model.num_layers} layers cannot be divided evenly over {options.pipeline} stages of "
-                f"{options.chunks} chunks; choose sizes whose product divides the number of layers"
+                f"{contents.model.num_layers} layers cannot be divided evenly over "
+                f"{options.pipeline} stages of {options.chunks} chunks; choose other sizes"
             )
         self._layers = contents.model.num_layers // stages
         self._folder = IterationFolder(path, contents.run)

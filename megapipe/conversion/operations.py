@@ -82,7 +82,7 @@ def average(sources: Sequence[Source], contents: Contents, open_target: Callable
         if other != shapes[-1]:
             name = next(name for name in {**other, **shapes[-1]} if other.get(name) != shapes[-1].get(name))
             raise CheckpointError(
-                f"checkpoints of different models cannot be averaged: {name} has shape {other.get(name)} in "
+                f"different models cannot be averaged: {name} has shape {other.get(name)} in "
                 f"checkpoint {number} and {shapes[-1].get(name)} in the last one"
             )
     target = open_target()

@@ -176,20 +176,20 @@ def _translate_pattern(pattern: str) -> str:
 
 _MAX_BYTES = 1 << 28
 _NOT_NAMED = (
-    "no tokenizer was written: neither the checkpoint nor a training shard that can be found from here has one; name "
-    "it with --tokenizer"
+    "no tokenizer was written: neither the checkpoint nor a training shard that can be found "
+    "from here has one; name it with --tokenizer"
 )
 _NOT_EXACT = (
     "tokenizer {spec} has no exact counterpart in transformers: {reason}; give --tokenizer none to write the model "
     "without a tokenizer, and use this one with the model"
 )
 _TIES = (
-    "where two ways to split a text have equal scores, which happens in runs of spaces, transformers may choose the "
-    "other one: it adds scores in 64 bits, SentencePiece in 32"
+    "where two ways to split a text have equal scores, which happens in runs of spaces, "
+    "transformers may choose the other one: it adds scores in 64 bits, SentencePiece in 32"
 )
 _ACCENTS = (
-    "the tokenizer normalizes texts; where a separate accent follows a character that it replaces, such as a wide "
-    "letter, transformers drops the accent"
+    "the tokenizer normalizes texts; where a separate accent follows a character that it "
+    "replaces, such as a wide letter, transformers drops the accent"
 )
 _BERT = "BertTokenizerFast"
 NONE = "none"
@@ -337,7 +337,8 @@ def _agree(tokenizer: Tokenizer, exported: "tokenizers.Tokenizer", text: str) ->
     if ids != exported_ids and not (pieces and pieces.scores_equal(ids, exported_ids)):
         return False
     if pieces and pieces.unknown in ids:
-        return True  # SentencePiece decodes an unknown piece as two question marks, transformers as its name
+        # SentencePiece decodes an unknown piece as two question marks, transformers as its name.
+        return True
     return tokenizer.decode(ids) == exported.decode(exported_ids, skip_special_tokens=False)
 
 
