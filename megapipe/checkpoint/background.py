@@ -11,6 +11,7 @@ progress, and its copy is the only additional memory.
 """
 
 import contextlib
+import math
 import mmap
 import os
 import threading
@@ -96,8 +97,8 @@ def await_written(
         if now - since > patience:
             missing = ", ".join(str(rank) for rank in range(1, size) if rank not in manifests)
             raise CheckpointError(
-                f"rank {missing} wrote nothing into {partial} for {patience:g} s; every rank must see the same folder "
-                "there; if its disk was only slow, raise parallel.timeout_seconds"
+                f"rank {missing} wrote nothing into {partial} for {patience:g} s; all ranks "
+                "need this folder; if it is slow, raise parallel.timeout_seconds"
             )
         if abandoned.wait(pause):
             raise CheckpointError(f"the save into {partial} was abandoned")
@@ -263,7 +264,7 @@ class BackgroundSaver:
 
     def _to_copy(self, plan: Sequence[Shard]) -> "StateSnapshot":
         """Return the copies of the planned shards, for the next step to make."""
-        sources = [(id(shard.state), content) for shard in plan for content in contents_of([shard])]
+        sources = [(id(each.state), part) for each in plan for part in contents_of([each])]
         copies = self._snapshot.places([content for _, content in sources])
         moves = defaultdict[int, list[tuple[Tensor, Tensor]]](list)
         for (state, content), place in zip(sources, copies, strict=True):
@@ -310,10 +311,10 @@ class BackgroundSaver:
         job, outcome = self._job, _Outcome()
         if job is None or job.agreed:
             return outcome
-        deadline = None if timeout is None else time.perf_counter() + timeout
+        deadline = math.inf if timeout is None else time.perf_counter() + timeout
         pause = _FIRST_SLICE
         while True:
-            job.join(pause if deadline is None else max(0.0, min(pause, deadline - time.perf_counter())))
+            job.join(max(0.0, min(pause, deadline - time.perf_counter())))
             pause = min(2 * pause, _LONGEST_SLICE)
             mine = _Progress.of(job, self.mesh, deadline)
             ranks: list[_Progress] = self.mesh.world.all_gather_object(mine)
@@ -331,7 +332,7 @@ class BackgroundSaver:
                 outcome.given_up = True
                 outcome.error = outcome.error or CheckpointError(
                     f"the save after step {job.step} was abandoned: it was not durable within "
-                    "checkpoint.signal_deadline_seconds of the signal; older checkpoints are untouched"
+                    "checkpoint.signal_deadline_seconds; older checkpoints are untouched"
                 )
                 job.give_up(outcome.error)
                 break
@@ -388,7 +389,7 @@ class _Progress:
     late: bool
 
     @classmethod
-    def of(cls, job: "_Job", mesh: Mesh, deadline: float | None) -> "_Progress":
+    def of(cls, job: "_Job", mesh: Mesh, deadline: float) -> "_Progress":
         """Return the progress of this rank. Raises the error that ended the thread if it is not an Exception."""
         running = job.running
         error = None if running else job.error
@@ -396,7 +397,7 @@ class _Progress:
             raise error
         # The error of another rank already names that rank.
         failure = None if error is None or error is job.reason else str(as_all_ranks_raise_it(error, mesh.world))
-        return cls(running, failure, deadline is not None and time.perf_counter() >= deadline)
+        return cls(running, failure, time.perf_counter() >= deadline)
 
 
 @dataclass
@@ -575,7 +576,7 @@ class Snapshot:
         starts, end = _places(contents)
         if end > self.num_bytes:
             self._allocate(end)
-        return [self._placed(content, start) for content, start in zip(contents, starts, strict=True)]
+        return [self._placed(*each) for each in zip(contents, starts, strict=True)]
 
     def _placed(self, content: Content, start: int) -> Content:
         place: Tensor = self._memory[start : start + content.tensor.num_bytes].view(content.tensor.values.dtype)

@@ -130,8 +130,8 @@ def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, kee
 def _matching(directory: Path, pattern: re.Pattern[str]) -> list[tuple[Path, re.Match[str]]]:
     if not directory.is_dir():
         return []
-    matches = [(path, pattern.fullmatch(path.name)) for path in directory.iterdir() if path.is_dir()]
-    return [(path, match) for path, match in matches if match is not None]
+    folders = filter(Path.is_dir, directory.iterdir())
+    return [(path, match) for path in folders if (match := pattern.fullmatch(path.name))]
 
 
 LOCK = ".lock"
@@ -224,7 +224,7 @@ def check_new(path: Path) -> None:
     path = path.absolute()
     if path.exists() or path.is_symlink():
         raise CheckpointError(f"{path} already exists; a conversion writes to a new folder: give another path")
-    checkpoint = next((parent for parent in path.parents if (parent / MANIFEST).is_file()), None)
+    checkpoint = next((each for each in path.parents if (each / MANIFEST).is_file()), None)
     if checkpoint is not None:
         raise CheckpointError(f"{path} is inside the checkpoint {checkpoint}; give a path outside of it")
 
@@ -246,8 +246,8 @@ class FreshFolder:
                 DISK.make_folder(self.partial)
             except FileExistsError:
                 raise CheckpointError(
-                    f"{self.partial} exists: another conversion is writing {path}, or one was killed; remove that "
-                    "folder unless a conversion is still running"
+                    f"{self.partial} exists: another conversion is writing {path}, or one was "
+                    "killed; remove that folder unless a conversion is still running"
                 ) from None
 
     def make_folder(self, name: str) -> Path:

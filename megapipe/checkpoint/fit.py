@@ -5,7 +5,7 @@ two.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -32,59 +32,57 @@ class Rule(Enum):
     ALLOWED = "allowed"
 
 
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 RULES: Mapping[Rule, Mapping[str, tuple[str, ...]]] = {
     Rule.REFUSED: {
-        "model": (
-            *("vocabulary_size", "num_layers", "hidden_size", "num_heads", "num_kv_heads", "head_size"),
-            *("ffn_hidden_size", "num_experts", "experts_per_token", "normalize_expert_shares", "max_positions"),
-            *("layer_kinds", "layer_pattern"),
-            *("normalization", "norm_epsilon", "norm_position", "activation", "positions", "rope_theta"),
-            *("rope_scaling.kind", "rope_scaling.factor", "rope_scaling.low_frequency_factor"),
-            *("rope_scaling.high_frequency_factor", "rope_scaling.original_length", "rope_scaling.beta_fast"),
-            *("rope_scaling.beta_slow", "rope_scaling.truncate", "rope_scaling.attention_factor"),
-            *("rope_scaling.mscale", "rope_scaling.mscale_all_dim", "rope_scaling.short_factor"),
-            *("rope_scaling.long_factor", "rotary_fraction", "attention_scale", "attention_softcap"),
-            *("qk_norm_over", "parallel_residual", "embedding_scale", "residual_scale"),
-            *("logit_scale", "logit_softcap", "attention_sinks", "embedding_norm", "attention_chunk_size"),
-            *("bias", "qk_norm", "sliding_window", "tie_embeddings", "sentence_head", "expert_bias"),
-            *("first_position", "token_types", "attention_norm", "transform_bias", "transform_activation"),
-            *("embedding_size", "shared_blocks", "swiglu_alpha", "swiglu_limit"),
-            *("router_scores", "router_scale", "router_bias", "router_groups", "router_groups_chosen"),
-            *("shared_expert_size", "shared_expert_gate"),
-            *("query_latent_size", "kv_latent_size", "rotary_head_size", "value_head_size", "mtp_layers"),
+        "model": _names(
+            "vocabulary_size num_layers hidden_size num_heads num_kv_heads head_size "
+            "ffn_hidden_size num_experts experts_per_token normalize_expert_shares "
+            "max_positions layer_kinds layer_pattern normalization norm_epsilon norm_position "
+            "activation positions rope_theta rope_scaling.kind rope_scaling.factor "
+            "rope_scaling.low_frequency_factor rope_scaling.high_frequency_factor "
+            "rope_scaling.original_length rope_scaling.beta_fast rope_scaling.beta_slow "
+            "rope_scaling.truncate rope_scaling.attention_factor rope_scaling.mscale "
+            "rope_scaling.mscale_all_dim rope_scaling.short_factor rope_scaling.long_factor "
+            "rotary_fraction attention_scale attention_softcap qk_norm_over parallel_residual "
+            "embedding_scale residual_scale logit_scale logit_softcap attention_sinks "
+            "embedding_norm attention_chunk_size bias qk_norm sliding_window tie_embeddings "
+            "sentence_head expert_bias first_position token_types attention_norm "
+            "transform_bias transform_activation embedding_size shared_blocks swiglu_alpha "
+            "swiglu_limit router_scores router_scale router_bias router_groups "
+            "router_groups_chosen shared_expert_size shared_expert_gate query_latent_size "
+            "kv_latent_size rotary_head_size value_head_size mtp_layers"
         ),
         "optimizer": ("name",),
     },
     Rule.ASKED: {
-        "data": (
-            *("prefix", "blend", "tokenizer", "split", "sequence_length", "mask_end_of_document"),
-            *("isolate_documents", "pack", "order", "fim_rate", "fim_suffix_first", "fim_tokens"),
-            *("pairs", "short_sequence_probability", "mask_probability", "whole_words", "max_ngram", "ngram_lengths"),
+        "data": _names(
+            "prefix blend tokenizer split sequence_length mask_end_of_document "
+            "isolate_documents pack order fim_rate fim_suffix_first fim_tokens pairs "
+            "short_sequence_probability mask_probability whole_words max_ngram ngram_lengths"
         ),
-        "batch": ("global_size", "ramp_start", "ramp_samples"),
+        "batch": _names("global_size ramp_start ramp_samples"),
         "training": ("seed",),
     },
     Rule.REPORTED: {
-        "model": (
-            "embedding_dropout",
-            "attention_dropout",
-            "hidden_dropout",
-            "expert_balance_rate",
-            "attention",
-            "mtp_loss_weight",
+        "model": _names(
+            "embedding_dropout attention_dropout hidden_dropout expert_balance_rate attention mtp_loss_weight"
         ),
         "parallel": ("layers",),
         "zero": ("reduce_dtype",),
-        "schedule": ("name", "file"),
-        "optimizer": (
-            *("learning_rate", "betas", "epsilon", "moment_dtype", "momentum", "weight_decay", "clip_norm"),
-            *("muon.momentum", "muon.nesterov", "muon.newton_schulz_steps", "muon.scale", "muon.elementwise_rate"),
-            *("decay", "warmup_steps", "decay_steps", "floor"),
+        "schedule": _names("name file"),
+        "optimizer": _names(
+            "learning_rate betas epsilon moment_dtype momentum weight_decay clip_norm "
+            "muon.momentum muon.nesterov muon.newton_schulz_steps muon.scale "
+            "muon.elementwise_rate decay warmup_steps decay_steps floor"
         ),
-        "loss_scale": ("kind", "initial", "window", "hysteresis", "minimum", "patience"),
-        "training": (*("steps", "precision", "master_weights", "fp8", "fp8_first_kept", "fp8_last_kept", "compile"),),
+        "loss_scale": _names("kind initial window hysteresis minimum patience"),
+        "training": _names("steps precision master_weights fp8 fp8_first_kept fp8_last_kept compile"),
         "kernels": ("backends",),
-        "reliability": ("skip_non_finite", "skip_samples"),
+        "reliability": _names("skip_non_finite skip_samples"),
     },
 }
 """Fields by rule and by group of the configuration. Fields that are not listed are allowed."""
@@ -166,9 +164,9 @@ def _group_differences(
     prefix: str, here: Any, stored: Mapping[str, Any], default: Any
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield the differences of one group. A field that is not stored has the value in `default`."""
-    for field in fields(here):
-        name, value, initial = f"{prefix}.{field.name}", getattr(here, field.name), getattr(default, field.name)
-        was = stored.get(field.name, initial)
+    for key, value in vars(here).items():
+        name, initial = f"{prefix}.{key}", getattr(default, key)
+        was = stored.get(key, initial)
         if is_dataclass(value):
             yield from _group_differences(name, value, was if isinstance(was, Mapping) else {}, initial)
             continue
@@ -182,12 +180,13 @@ def _group_differences(
 
 def _same_sizes(here: ModelConfig, stored: Mapping[str, Any]) -> list[str]:
     """Return the sizes that are equal when each null is replaced by the number that it means."""
-    was = replace(type(here)(), **{each.name: stored[each.name] for each in fields(here) if each.name in stored})
+    was = type(here)(**{name: stored[name] for name in vars(here) if name in stored})
     sizes = {
         "model.num_kv_heads": (here.kv_heads, was.kv_heads),
         "model.head_size": (here.own_head_size, was.own_head_size),
     }
-    if {here.activation, was.activation} <= ACTIVATIONS.keys():  # a newer version may have saved an unknown one
+    # A newer version may have saved an unknown activation.
+    if {here.activation, was.activation} <= ACTIVATIONS.keys():
         sizes["model.ffn_hidden_size"] = (here.ffn_size, was.ffn_size)
     return [name for name, (one, other) in sizes.items() if one == other]
 
@@ -214,7 +213,7 @@ def check_model(manifest: Manifest, specs: Iterable[ParameterSpec], model: Mappi
     if not problems:
         return
     differing = model_differences(manifest, model)
-    reason = "; ".join(differing) if differing else "the configurations agree, so different code wrote the checkpoint"
+    reason = "; ".join(differing) or "the configurations agree, so different code wrote the checkpoint"
     raise CheckpointError(f"its parameters differ from those of this model: {_listed(problems, ', ')}. {reason}")
 
 

@@ -57,8 +57,8 @@ class Correspondence:
         for name, shape, part in zip(self.names, shapes, parts, strict=True):
             if tuple(shape) != tuple(part.shape):
                 raise FamilyError(
-                    f"{name} has the shape {tuple(shape)}, but the model configuration needs {tuple(part.shape)} for "
-                    f"{self.spec.name}"
+                    f"{name} has the shape {tuple(shape)}, but the model configuration needs "
+                    f"{tuple(part.shape)} for {self.spec.name}"
                 )
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -124,11 +124,8 @@ def _query_key_value(model: ModelConfig, fused: bool) -> tuple[Join, Join]:
 
     def join(parts: Sequence[Tensor]) -> Sequence[Tensor]:
         pieces = parts[0].split(rows) if fused else parts
-        counts = (heads, 1, 1)
-        shaped = (
-            piece.reshape(groups, count, width, *piece.shape[1:]) for piece, count in zip(pieces, counts, strict=True)
-        )
-        return [torch.cat([*shaped], dim=1)]
+        shaped = [piece.reshape(groups, -1, width, *piece.shape[1:]) for piece in pieces]
+        return [torch.cat(shaped, dim=1)]
 
     def split(parts: Sequence[Tensor]) -> Sequence[Tensor]:
         pieces = [piece.flatten(0, 2) for piece in parts[0].split([heads, 1, 1], dim=1)]
@@ -194,12 +191,12 @@ def stored_tensors(
         if (folder / single).is_file():
             path = inside(folder, single)
             return dict.fromkeys(keys(path), path)
-    pickles = sorted(path.name for pattern in ("*.bin", "*.pt") for path in folder.glob(pattern))
+    pickles = sorted(path.name for kind in ("*.bin", "*.pt") for path in folder.glob(kind))
     hint = ""
     if pickles:
         hint = (
-            f"; {pickles[0]} is a pickle, which can carry code: convert the folder first, with "
-            "megapipe convert convert FOLDER TARGET --to megapipe --allow-pickle"
+            f"; {pickles[0]} is a pickle, which can carry code: convert the folder first, "
+            "with megapipe convert convert FOLDER TARGET --to megapipe --allow-pickle"
         )
     raise CheckpointError(f"{folder} contains neither {SINGLE} nor {INDEX}{hint}")
 
@@ -253,8 +250,8 @@ def match_parameters(
     family = read_family(folder, config)
     if model.mtp_layers and not family.mtp:
         raise CheckpointError(
-            f"model.mtp_layers is {model.mtp_layers}, but weights of {family.model_type} have no layers that predict "
-            "further tokens; set model.mtp_layers to 0"
+            f"model.mtp_layers is {model.mtp_layers}, but weights of {family.model_type} have "
+            "no layers that predict further tokens; set model.mtp_layers to 0"
         )
     pairs = correspondences(model, family)
     used = {name for pair in pairs for name in pair.names}
@@ -267,7 +264,7 @@ def match_parameters(
 
 
 _PIECE = 1 << 22
-"""Number of elements that are compared at once."""
+"""Number of bytes that are compared at once."""
 
 
 def with_stored_head(
@@ -300,8 +297,8 @@ def _equal(one: Tensor, other: Tensor) -> bool:
     """Return whether two tensors have the same type, shape and bits."""
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    pieces = zip(one.reshape(-1).split(_PIECE), other.reshape(-1).split(_PIECE), strict=True)
-    return all(torch.equal(left.view(torch.uint8), right.view(torch.uint8)) for left, right in pieces)
+    one, other = (each.reshape(-1).view(torch.uint8) for each in (one, other))
+    return all(map(torch.equal, one.split(_PIECE), other.split(_PIECE)))
 
 
 def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelConfig, mesh: Mesh) -> None:
@@ -372,9 +369,7 @@ class HuggingFaceFolder(Generic[Reader]):
         self.config, self.note = with_stored_head(family, config, self.places, self.whole)
         if not is_tied(family, self.config):
             # If the output matrix is untied, transformers reads the bias next to it, not the bias that ties copy.
-            self.places |= {
-                first: self.places[second] for second, first in family.repeats.items() if second in self.places
-            }
+            self.places |= {first: self.places[copy] for copy, first in family.repeats.items() if copy in self.places}
 
     def file(self, path: Path) -> Reader:
         """Return the open file at `path`. The first call opens it."""

@@ -205,7 +205,8 @@ def encoded(manifest: Manifest) -> bytes:
         "files": dict(manifest.files),
         "chunks": [_encoded_chunk(chunk) for chunk in manifest.chunks],
     }
-    plain = json.loads(json.dumps(document, allow_nan=False))  # tuples become lists, as in the file
+    # Tuples become lists, as in the file.
+    plain = json.loads(json.dumps(document, allow_nan=False))
     entries = [f"{json.dumps(key)}: {_lines(value)}" for key, value in {**plain, _SELF: _checksum(plain)}.items()]
     # No newline at the end, so that a file that is cut by a single byte is detected.
     return ("{\n" + ",\n".join(entries) + "\n}").encode()
@@ -256,14 +257,12 @@ def _decoded(document: Any, file: Path) -> Manifest:
 def _wrong_version(file: Path, version: Any, code_version: Any) -> str:
     if type(version) is not int or not isinstance(code_version, str):
         return f"{file} has format version {reprlib.repr(version)}; this megapipe reads version {VERSION}"
+    age, advice = "newer", f"update megapipe to {code_version} or later"
     if version < VERSION:
-        return (
-            f"{file} has format version {version}, which is older than the version {VERSION} that this megapipe "
-            f"reads; resume it with megapipe {code_version}, which wrote it"
-        )
+        age, advice = "older", f"resume it with megapipe {code_version}, which wrote it"
     return (
-        f"{file} has format version {version}, which is newer than the version {VERSION} that this megapipe "
-        f"reads; update megapipe to {code_version} or later"
+        f"{file} has format version {version}, which is {age} than the version {VERSION} that "
+        f"this megapipe reads; {advice}"
     )
 
 
@@ -289,7 +288,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
 
 
 def _plain_name(name: str) -> str:
-    if not name or name != Path(name).name or name in (".", "..") or "\0" in name:
+    if name in ("", "..") or name != Path(name).name or "\0" in name:
         raise ValueError(f"{name!r} is not a file name within the checkpoint's folder")
     return name
 

@@ -292,8 +292,8 @@ def _additional_kinds(manifest: Manifest, shard: Shard, moments: Moments) -> Ite
     for kind in moments.kinds(shard.segment.spec):
         if kind not in stored:
             raise CheckpointError(
-                f"the checkpoint has {', '.join(sorted(stored))} of {shard.name} but not its {kind}: "
-                "resume with the optimizer that saved it, or load only its weights with init_from"
+                f"the checkpoint has {', '.join(sorted(stored))} of {shard.name} but not its "
+                f"{kind}: resume with its optimizer, or load only its weights with init_from"
             )
         yield kind
 
@@ -317,8 +317,8 @@ def _chunks(manifest: Manifest, shard: Shard, kind: str) -> list[Chunk]:
     other_shape = next((chunk.shape for chunk in chunks if chunk.shape != shape), None)
     if other_shape is not None:
         raise CheckpointError(
-            f"{shard.name} has shape {other_shape} in the checkpoint and {shape} in this model; "
-            "use the model section of the checkpoint's configuration"
+            f"{shard.name} has shape {other_shape} in the checkpoint and {shape} in this "
+            "model; use the model section of the checkpoint's configuration"
         )
     problem = tiling_problem(shape, [chunk.extent for chunk in chunks])
     if problem is not None:

@@ -76,7 +76,7 @@ class View:
 
     def of(self, flat: Tensor) -> Tensor:
         """Return the part of a flat tensor."""
-        return flat[self.offset : self.offset + math.prod(self.shape)].view(self.shape)[self.index]
+        return flat[self.offset :][: math.prod(self.shape)].view(self.shape)[self.index]
 
     @property
     def span(self) -> range:
@@ -112,8 +112,8 @@ def tiling_problem(shape: Sequence[int], extents: Sequence[Extent]) -> str | Non
         members = sorted(ranges[box], key=lambda extent: extent.start)
         if any(after.start < before.stop for before, after in itertools.pairwise(members)):
             return "two parts hold the same elements"
-    num_covered, total = sum(extent.num_elements for extent in extents), math.prod(shape)
-    return None if num_covered == total else f"its parts hold {num_covered} of {total} elements"
+    held, total = sum(extent.num_elements for extent in extents), math.prod(shape)
+    return None if held == total else f"its parts hold {held} of {total} elements"
 
 
 def _runs(extent: Extent) -> Iterator[tuple[Box, int]]:

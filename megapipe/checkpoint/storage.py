@@ -56,13 +56,14 @@ def gathered(world: Group, work: Callable[[], T]) -> list[T]:
     value: T | None = None
     try:
         value = work()
-    except Exception as error:  # if one rank raised its error here, the other ranks would wait for it
+    except Exception as error:
+        # If one rank raised its error here, the other ranks would wait for it.
         failure, cause = as_all_ranks_raise_it(error, world), error
-    outcomes: list[tuple[CheckpointError | None, T]] = world.all_gather_object((failure, value))
-    for failed, _ in outcomes:
+    results: list[tuple[CheckpointError | None, T]] = world.all_gather_object((failure, value))
+    for failed, _ in results:
         if failed is not None:
             raise failed from cause
-    return [value for _, value in outcomes]
+    return [value for _, value in results]
 
 
 def agreed(world: Group, work: Callable[[], T]) -> T:
@@ -204,9 +205,7 @@ def explained(error: OSError, folder: Path) -> str:
     """Return the system's message about a failed change in `folder`, and how to fix it."""
     message = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"{message}; {free_space(folder)}: free some space, or write to a larger disk; older files are untouched"
-        )
+        return f"{message}; {free_space(folder)}: free space, or write to a larger disk; older files are untouched"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"{message}; make {folder} writable for this user, or write to another folder"
     return message if folder.is_dir() else f"{message}; {folder} is not a folder: write to another one"
@@ -234,8 +233,8 @@ def check_safetensors(path: Path) -> int:
     length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
     if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
         raise DamagedCheckpointError(
-            f"{path} is not a readable safetensors file: it claims a header of {length:,} bytes in a file of "
-            f"{size:,}; at most {MAX_HEADER_BYTES:,} are read",
+            f"{path} is not a readable safetensors file: it claims a header of {length:,} "
+            f"bytes in a file of {size:,}; at most {MAX_HEADER_BYTES:,} are read",
             "unreadable",
         )
     return length
@@ -246,10 +245,8 @@ def inside(folder: Path, name: str) -> Path:
 
     Raises CheckpointError for a name that contains a path, and for a link to a file outside the folder.
     """
-    if not name or "\0" in name or name != Path(name).name or name in (".", "..") or len(name) > 255:
-        raise CheckpointError(
-            f"{folder} names the file {reprlib.repr(name)}, which is not in its folder; it is not read"
-        )
+    if name in ("", "..") or name != Path(name).name or "\0" in name or len(name) > 255:
+        raise CheckpointError(f"{folder} names {reprlib.repr(name)}, which is not in its folder; it is not read")
     path = folder / name
     # The hub's client creates links from snapshots/<revision> to the folder blobs next to snapshots.
     real, root = path.resolve(), folder.resolve()

@@ -136,8 +136,8 @@ def check_piece(path: Path, key: str, start: int, piece: memoryview, checksum: s
     actual = xxhash.xxh3_64_hexdigest(piece)
     if actual != checksum:
         raise DamagedCheckpointError(
-            f"{path}: tensor {key!r}, bytes {start} to {start + len(piece)}, have checksum {actual} instead of "
-            f"{checksum}: the file has changed since it was saved",
+            f"{path}: tensor {key!r}, bytes {start} to {start + len(piece)}, have checksum "
+            f"{actual} instead of {checksum}: the file has changed since it was saved",
             "checksum",
         )
 
@@ -154,7 +154,8 @@ def read_into(descriptor: int, content: memoryview, position: int) -> bool:
     """Fill `content` with the bytes of a file, starting at `position`; return False if the file ends first. Raises
     OSError."""
     while content:
-        count = os.preadv(descriptor, [content[: 1 << 30]], position)  # the system reads no more than 2 GiB at once
+        # The system reads no more than 2 GiB at once.
+        count = os.preadv(descriptor, [content[: 1 << 30]], position)
         if count == 0:
             return False
         content, position = content[count:], position + count
@@ -196,8 +197,8 @@ class TensorFile:
         tensor = self.whole(key)
         if tensor.dtype != DTYPES[dtype] or tensor.numel() != num_elements:
             raise DamagedCheckpointError(
-                f"{self._path}: tensor {key!r} has {tensor.numel()} elements of {tensor.dtype}; the manifest has "
-                f"{num_elements} of {DTYPES[dtype]}",
+                f"{self._path}: tensor {key!r} has {tensor.numel()} elements of "
+                f"{tensor.dtype}; the manifest has {num_elements} of {DTYPES[dtype]}",
                 "unreadable",
             )
         return tensor.reshape(-1)
@@ -232,8 +233,8 @@ class TensorStream:
         entry = self._remaining.pop(0)
         if (entry.key, entry.shape, DTYPES[entry.dtype]) != (key, tuple(values.shape), values.dtype):
             raise ValueError(
-                f"{self._path.name} expects {entry.key} {entry.dtype} {entry.shape} next, not {key} {values.dtype} "
-                f"{tuple(values.shape)}"
+                f"{self._path.name} expects {entry.key} {entry.dtype} {entry.shape} next, not "
+                f"{key} {values.dtype} {tuple(values.shape)}"
             )
         checksums = []
         for piece in _pieces(values.contiguous().reshape(-1)):
@@ -285,7 +286,7 @@ class TensorReader:
             # The library detects holes, overlaps, sizes that overflow, and repeated keys.
             with safe_open(str(self.path), framework="pt"):
                 pass
-            header: dict[str, Any] = json.loads(os.pread(self._descriptor, length, _LENGTH.size))
+            header = json.loads(os.pread(self._descriptor, length, _LENGTH.size))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{self.path} is not a readable safetensors file: {error}", "unreadable"
@@ -294,7 +295,8 @@ class TensorReader:
         return {
             key: Entry(key, fields["dtype"], fields["shape"], base + fields["data_offsets"][0])
             for key, fields in header.items()
-            if key != "__metadata__" and fields["dtype"] in DTYPES  # ignores integer buffers: no model here has any
+            # Integer buffers are ignored: no model here has any.
+            if key != "__metadata__" and fields["dtype"] in DTYPES
         }
 
     def entry(self, key: str) -> Entry:
