@@ -64,12 +64,12 @@ def read_bytes(path: Path, failure: Failure, max_bytes: int = MAX_JSON_BYTES) ->
 
 
 def read_text(path: Path, failure: Failure, advice: str, max_bytes: int = MAX_JSON_BYTES) -> str:
-    """Return the content of a UTF-8 text file. advice: ends the message of an error.
+    """Return the content of a UTF-8 text file, without a byte order mark. advice: ends the message of an error.
 
     Raises `failure` if the file does not exist or is not UTF-8, and as `read_bytes` does.
     """
     try:
-        return read_bytes(path, failure, max_bytes).decode("utf-8")
+        return read_bytes(path, failure, max_bytes).decode("utf-8-sig")
     except OSError as error:
         why = error.strerror
     except UnicodeDecodeError as error:

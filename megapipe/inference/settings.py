@@ -86,7 +86,7 @@ def check_gaps(text: str) -> None:
 
 def _content(file: Path) -> str:
     try:
-        return file.read_text("utf-8").removesuffix("\n")
+        return file.read_text("utf-8-sig").removesuffix("\n")
     except OSError as error:
         raise PromptError(f"cannot read {file}: {error.strerror}; choose a UTF-8 text file") from error
     except UnicodeDecodeError as error:

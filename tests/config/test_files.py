@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapipe.config.files import MAX_DEPTH, compose_yaml, decode_json, decode_yaml, is_of_type, read_bytes
+from megapipe.config.files import MAX_DEPTH, compose_yaml, decode_json, decode_yaml, is_of_type, read_bytes, read_text
 
 BAD_JSON = {
     "NaN": b"[NaN]",
@@ -95,6 +95,11 @@ def test_only_regular_files_of_a_bounded_size_are_read(tmp_path: Path) -> None:
             read_bytes(tmp_path / name, ValueError, 10)
     with pytest.raises(FileNotFoundError):
         read_bytes(tmp_path / "none", ValueError)
+
+
+def test_a_byte_order_mark_is_not_part_of_a_text(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("schedule", "utf-8-sig")
+    assert read_text(tmp_path / "file", ValueError, "") == "schedule"
 
 
 def test_types_of_decoded_values() -> None:

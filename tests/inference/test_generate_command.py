@@ -86,7 +86,7 @@ def test_a_slow_generation_shows_its_progress(generate: Generate, monkeypatch: p
 
 
 def test_several_texts_have_headings(generate: Generate, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("two\nlines\n")
+    (tmp_path / "prompt.txt").write_text("two\nlines\n", "utf-8-sig")  # with a byte order mark, as on Windows
     output, _ = generate("--prompt", "a", "--prompt-file", tmp_path / "prompt.txt", "--num-samples", 2)
     pieces = output.split("--- prompt ")[1:]
     headings, texts = zip(*(piece.split(" ---\n", 1) for piece in pieces), strict=True)
