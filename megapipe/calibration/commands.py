@@ -25,7 +25,7 @@ from torch import Tensor
 from megapipe.calibration.collectives import NodeLinks, Place, measure_node_links, with_node_links
 from megapipe.calibration.machine import check_output, profile
 from megapipe.config import ConfigError
-from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar, quiet
+from megapipe.config.command_line import Report, bytes_text, check_folders, progress_bar, quiet, write_text
 from megapipe.config.files import write_whole
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import MeshShape
@@ -49,7 +49,7 @@ from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.parallel.unit_state import UnitState
 from megapipe.planner.command.main import NO_DATA, Request
-from megapipe.planner.command.planning import check_fields, layout_text, print_cells, print_table, write_text
+from megapipe.planner.command.planning import check_fields, layout_text, print_cells, print_table
 from megapipe.planner.recompute import resolved
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.validation import validate as validate_schedule

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from megapipe.config import ConfigError, InputError
 from megapipe.config.field_types import real_number, whole_number
+from megapipe.config.files import write_whole
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -181,8 +182,9 @@ HOUR = 3600.0
 DAY = 86400.0
 
 
-def check_folders(*paths: Path | None) -> None:
-    """Raise ConfigError if one of the files could not be written, so that no work is lost later."""
+def check_folders(*paths: Path | None, folder: Path | None = None) -> None:
+    """Raise ConfigError if one of the files, or a file in the folder, could not be written, so that no work is lost
+    later. The folder need not exist."""
     files = [path for path in paths if path is not None]
     problems = [
         f"{path} cannot be written because the folder {path.parent} does not exist; create it, or choose another file"
@@ -195,6 +197,10 @@ def check_folders(*paths: Path | None) -> None:
         for path in files
         if path.parent.is_dir() and (reason := unwritable(path.parent)) is not None
     ]
+    if folder is not None:
+        existing = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+        if (reason := unwritable(existing)) is not None:
+            problems.append(f"{folder} cannot be written: {existing}: {reason}; choose another folder")
     if problems:
         raise ConfigError(problems)
 
@@ -208,6 +214,20 @@ def unwritable(folder: Path) -> str | None:
             return None
     except OSError as error:
         return error.strerror
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write the whole text to a file that a flag names; if that fails, an earlier file stays as it is.
+
+    Raises ConfigError if the file cannot be written.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
+            path.write_text(text, encoding="utf-8")
+        else:
+            write_whole(path.resolve(), text.encode())  # resolved, so that a link stays one
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose a file in a writable folder") from None
 
 
 def bytes_text(count: float) -> str:
@@ -283,6 +303,7 @@ class ProgressBar:
         self._start = time.monotonic()
         self._next = SHOWN_AFTER if self._terminal else LOG_EVERY
         self._bar: Progress | None = None
+        self._drawing = threading.Lock()
 
     def advance(self, amount: float) -> None:
         """Count a further amount of work as done."""
@@ -295,7 +316,8 @@ class ProgressBar:
         if elapsed < self._next:
             return
         if self._terminal:
-            self._draw(elapsed)
+            with self._drawing:
+                self._draw(elapsed)
         elif self._log:
             print(f"{self._task}: {self._amount(elapsed)}", file=sys.stderr, flush=True)
             self._next = elapsed + LOG_EVERY
@@ -329,9 +351,16 @@ class ProgressBar:
 
 @contextmanager
 def progress_bar(task: str) -> Iterator[Report]:
-    """Within the block, calls of the yielded function update a bar."""
+    """Within the block, calls of the yielded function update a bar, which appears in time even without a call."""
     with closing(ProgressBar(task)) as bar:
-        yield bar.update
+        timer = threading.Timer(SHOWN_AFTER, bar.advance, (0.0,))
+        timer.daemon = True
+        timer.start()
+        try:
+            yield bar.update
+        finally:
+            timer.cancel()
+            timer.join()
 
 
 @contextmanager

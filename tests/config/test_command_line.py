@@ -3,7 +3,9 @@
 import argparse
 import itertools
 import re
+import resource
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megapipe
-from megapipe.config import command_line
-from megapipe.config.command_line import ProgressBar, finite, natural, positive, progress_bar, tool_parser
+from megapipe.config import ConfigError, command_line
+from megapipe.config.command_line import ProgressBar, finite, natural, positive, progress_bar, tool_parser, write_text
 from megapipe.config.field_types import whole_number
 
 
@@ -100,6 +102,12 @@ def test_a_log_without_lines_stays_empty(capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().err == ""
 
 
+def stderr_is_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("TTY_COMPATIBLE", "1")):
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize(
     ("unit", "total", "shown"), [("", 1.0, "50%"), ("bytes", 4e9, "2.0 of 4.0 GB"), ("tokens", 8, "4 of 8 tokens")]
 )
@@ -107,9 +115,7 @@ def test_a_log_without_lines_stays_empty(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_terminal_shows_the_amount(
     unit: str, total: float, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for name, value in (("TERM", "xterm"), ("COLUMNS", "120"), ("TTY_COMPATIBLE", "1")):
-        monkeypatch.setenv(name, value)
+    stderr_is_a_terminal(monkeypatch)
     bar = ProgressBar("working", total, unit)
     bar.update(0)
     assert bar._bar is None, "nothing appears within the first two seconds"
@@ -117,3 +123,32 @@ def test_a_terminal_shows_the_amount(
         bar.update(total / 2)
     bar.close()
     assert shown in capsys.readouterr().err
+
+
+def test_a_terminal_shows_work_that_reports_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stderr_is_a_terminal(monkeypatch)
+    monkeypatch.setattr(command_line, "SHOWN_AFTER", 0.01)
+    shown, deadline = "", time.monotonic() + 20
+    with progress_bar("searching"):
+        while "searching" not in shown and time.monotonic() < deadline:
+            time.sleep(0.02)
+            shown += capsys.readouterr().err
+    assert "searching" in shown
+
+
+def test_a_file_that_cannot_be_written_whole_stays_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("earlier")
+    (tmp_path / "link").symlink_to("file")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+        with pytest.raises(ConfigError, match="link cannot be written: File too large"):
+            write_text(tmp_path / "link", "later " * 4096)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (tmp_path / "file").read_text() == "earlier"
+    write_text(tmp_path / "link", "later")
+    assert (tmp_path / "link").is_symlink()
+    assert {each.name: each.read_text() for each in tmp_path.iterdir()} == {"file": "later", "link": "later"}

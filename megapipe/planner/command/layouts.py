@@ -5,6 +5,7 @@
 
 import gc
 import json
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapipe.config import ConfigError
-from megapipe.config.command_line import bytes_text, check_folders, progress_bar, seconds_text
+from megapipe.config.command_line import bytes_text, check_folders, progress_bar, seconds_text, write_text
 from megapipe.config.load import parse_as
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
@@ -34,7 +35,6 @@ from megapipe.planner.command.planning import (
     run_line,
     terms_cells,
     training_facts,
-    write_text,
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate, explain_stages, predict
@@ -50,7 +50,7 @@ from megapipe.spec.model_folder import with_model_folders
 
 def run_predict(request: Request) -> None:
     """Print the step time and the memory of one layout."""
-    check_folders(request.flags["html"])
+    check_folders(request.flags["html"], folder=request.flags["pictures"])
     hardware = priced(request.hardware(), request.flags["price_per_hour"])
     prediction, remarks = _predict(request, hardware)
     answer = prediction.estimate
@@ -58,7 +58,8 @@ def run_predict(request: Request) -> None:
     if request.flags["html"] is not None or request.flags["pictures"] is not None:
         from megapipe.planner.command.reports import write_prediction  # imported only if something is drawn
 
-        write_prediction(request, hardware, prediction, [*remarks, *training_lines])
+        with progress_bar("drawing"):
+            write_prediction(request, hardware, prediction, [*remarks, *training_lines])
     if request.flags["json"]:
         print(json.dumps(answer.as_json() | facts | {"remarks": remarks}, indent=2))
         return
@@ -157,7 +158,8 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
         raise ConfigError(problems)
     choice = resolved(config, hardware, devices)
     remarks += [] if choice.remark is None else [choice.remark]
-    return predict(choice.config, hardware, world_size=devices), remarks
+    with progress_bar("simulating a step"):
+        return predict(choice.config, hardware, world_size=devices), remarks
 
 
 OUTPUT_NAME = "plan.yaml"
@@ -187,7 +189,7 @@ def _uncollected() -> Iterator[None]:
 def run_search(request: Request) -> None:
     """Print the result of a search, and write the files that flags request."""
     flags = request.flags
-    check_folders(flags["html"], flags["write_config"])
+    check_folders(flags["html"], flags["write_config"], folder=flags["pictures"])
     hardware, devices = _machine(request)
     hardware = priced(hardware, flags["price_per_hour"])
     config, remarks = planned_config(request, hardware, layout_open=True)
@@ -210,7 +212,8 @@ def run_search(request: Request) -> None:
         prediction = replace(prediction, estimate=best.estimate)  # the table's figures
         from megapipe.planner.command.reports import write_search  # imported only if something is drawn
 
-        write_search(request, hardware, prediction, findings, command, [*remarks, *lines])
+        with progress_bar("drawing"):
+            write_search(request, hardware, prediction, findings, command, [*remarks, *lines])
     if flags["write_config"] is not None:
         write_text(flags["write_config"], _config_text(hardware, best, command))
     advice = {}
@@ -335,7 +338,7 @@ def _start_command(config: PretrainConfig, hardware: Hardware, devices: int, fil
         where += f" --nodes {len(nodes)} --rendezvous $HEAD_NODE:29500"
     kind = f" --kind {config.kind}" if config.kind != PretrainConfig.kind else ""
     data = f" --data.prefix {NO_DATA}" if not config.data.prefixes[0] else ""
-    return f"megapipe train {where}{kind} --config {file}{data}"
+    return f"megapipe train {where}{kind} --config {shlex.quote(file)}{data}"
 
 
 def _print_start(request: Request, hardware: Hardware, best: PlannedLayout, command: str) -> None:

@@ -5,7 +5,6 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
@@ -329,11 +328,3 @@ def config_yaml(config: PretrainConfig) -> str:
         if kept:
             groups[group] = kept
     return str(yaml.safe_dump(groups | ({"init_from": init_from} if init_from else {}), sort_keys=False))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text to a file. Raises ConfigError if it cannot be written."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose a file in a writable folder") from None

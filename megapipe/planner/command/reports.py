@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from megapipe.config import ConfigError
-from megapipe.config.command_line import bytes_text, seconds_text
+from megapipe.config.command_line import bytes_text, seconds_text, write_text
 from megapipe.layout.hardware.description import Hardware
 from megapipe.planner.command.main import Request
 from megapipe.planner.command.planning import (
@@ -17,7 +16,6 @@ from megapipe.planner.command.planning import (
     layout_text,
     run_line,
     terms_cells,
-    write_text,
 )
 from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate
@@ -356,10 +354,7 @@ def _write(
         header = prediction.schedule.header
         if header.num_ranks <= DRAWN_RANKS and header.num_microbatches <= DRAWN_MICROBATCHES:
             pictures["timeline"] = draw_svg(prediction.simulation, unit=" s")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"{folder} cannot be created: {error.strerror}; choose another folder") from None
+        folder.mkdir(parents=True, exist_ok=True)
         for name, picture in pictures.items():
             write_text(folder / f"{name}.svg", picture)
     if html is not None:

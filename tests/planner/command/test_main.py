@@ -101,6 +101,8 @@ UNWRITABLE = "/proc/nowhere/all.yaml"
         ("search", ["--data.sequence_length=4096"], "sequence_length 4096 exceeds model.max_positions 2048"),
         ("search", [f"--write-config={UNWRITABLE}"], f"{UNWRITABLE} cannot be written"),
         ("search", [f"--html={UNWRITABLE}"], f"{UNWRITABLE} cannot be written"),
+        ("search", [f"--pictures={__file__}"], "Not a directory; choose another folder"),
+        ("predict", [f"--pictures={__file__}"], "Not a directory; choose another folder"),
         ("train-time", [], "--tokens is missing"),
         ("train-time", ["--tokens=-1"], "--tokens is -1; it must be from 1 to 1e18"),
         ("train-time", ["--tokens=1e300"], "--tokens is 1e+300; it must be from 1 to 1e18"),

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import pytest
 
@@ -12,6 +13,9 @@ from tests.planner.command.plan import LARGE, MODELS, SEARCH, json_of, output, r
 LENGTH = ["--data.sequence_length=2048"]
 PINS = ["--parallel.tensor=2", "--zero.stage=1", "--schedule.name=1f1b", "--parallel.pipeline=4"]
 """Fields that leave little to search."""
+SMALL = ["--model", str(MODELS / "gpt2_124m.yaml"), "--hardware=h100", "--devices=2", "--batch.global_size=16"]
+SMALL += ["--data.sequence_length=1024", "--parallel.data=2", "--zero.stage=1"]
+"""A search that takes no time."""
 
 
 @pytest.fixture(scope="module")
@@ -61,9 +65,15 @@ def test_the_table_says_the_same(answer, tmp_path):
 
 
 def test_one_node_starts_its_command_once():
-    small = ["--model", str(MODELS / "gpt2_124m.yaml"), "--hardware=h100", "--devices=2", "--batch.global_size=16"]
-    text = output("search", *small, "--data.sequence_length=1024", "--parallel.data=2", "--zero.stage=1")
+    text = output("search", *SMALL)
     assert "to train with it, add --write_config plan.yaml, then run\n  megapipe train -n 2 --config" in text
+
+
+def test_a_shell_reads_the_printed_command(tmp_path):
+    file = tmp_path / "my plan (1).yaml"
+    text = output("search", *SMALL, "--write-config", str(file))
+    command = next(line for line in text.splitlines() if line.startswith("  megapipe train"))
+    assert str(file) in shlex.split(command)
 
 
 def test_fields_of_a_file_and_of_flags_stay(tmp_path):
