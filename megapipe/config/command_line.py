@@ -335,15 +335,17 @@ class ProgressBar:
 
             columns = ("{task.description}", BarColumn(), TextColumn("{task.fields[amount]}"), TimeRemainingColumn())
             self._bar = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._bar.add_task(self._task, total=self._total, amount="")
+            self._bar.add_task(self._task, total=None, amount="")  # a pulsing bar until work is done
             self._bar.start()
         (task,) = self._bar.task_ids
-        self._bar.update(task, completed=self._done, amount=self._amount(elapsed))
+        self._bar.update(
+            task, total=self._total if self._done else None, completed=self._done, amount=self._amount(elapsed)
+        )
 
     def _amount(self, elapsed: float) -> str:
         done, total, unit = self._done, self._total, self._unit
         if not unit:
-            return f"{done / total:.0%}"
+            return f"{done / total:.0%}" if done else ""
         if unit == "bytes":
             return f"{done / 1e9:,.1f} of {total / 1e9:,.1f} GB"
         return f"{done:,.0f} of {total:,.0f} {unit}, {done / elapsed:,.1f} {unit}/s"

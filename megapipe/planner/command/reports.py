@@ -21,7 +21,7 @@ from megapipe.planner.cost.estimate import Estimate
 from megapipe.planner.cost.model import Prediction, estimate
 from megapipe.planner.search.findings import Findings
 from megapipe.schedules.drawing import draw_svg
-from megapipe.schedules.drawing.bars import activation_curves, bars_of
+from megapipe.schedules.drawing.bars import activation_curves, bars_of, drawn_rows
 from megapipe.schedules.drawing.page import Curves, Line, html_page
 from megapipe.schedules.simulation.simulate import Simulation
 
@@ -290,8 +290,8 @@ def _cell(text: str) -> str:
 def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sections: list[str]) -> str:
     """Return an HTML document. figures: (name, value, meaning). simulation: a simulated step, in seconds. sections:
     see `section_html`."""
-    bars, ranks = bars_of(simulation), simulation.table.header.num_ranks
-    count = min(ranks, max(1, MOST_BARS * ranks // max(1, len(bars))))
+    bars, ranks = len(drawn_rows(simulation)), simulation.table.header.num_ranks
+    count = min(ranks, max(1, MOST_BARS * ranks // max(1, bars)))
     shown = [round(index * (ranks - 1) / max(1, count - 1)) for index in range(count)]
     line_of = {rank: index for index, rank in enumerate(shown)}
     curves = Curves(
@@ -301,7 +301,7 @@ def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sect
         1.0,
     )
     lines = [Line(f"stage {rank}") for rank in shown]
-    drawn = [(line_of[bar.rank], bar, "") for bar in bars if bar.rank in line_of]
+    drawn = [(line_of[bar.rank], bar, "") for bar in bars_of(simulation, shown)]
     page = html_page(title, figures, lines, drawn, simulation.finish, curves, "s")
     return page.replace("</body>", f"{STYLE}\n{''.join(sections)}\n</body>")
 

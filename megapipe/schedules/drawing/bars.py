@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Kind, describe
+from megapipe.schedules.actions import RECEIVES, SENDS, SUMS_OF_RANKS, Ints, Kind, describe
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.memory import activations_gone, activations_made, rank_shares
 from megapipe.schedules.schedule import Header
@@ -61,18 +61,23 @@ class Bar(NamedTuple):
         return f"{self.microbatch}{place}" if self.microbatch >= 0 else ""
 
 
-def bars_of(simulation: Simulation) -> list[Bar]:
-    """Return every action that takes time, by rank, then in program order; waiting has no bar."""
-    table = simulation.table
+def bars_of(simulation: Simulation, ranks: Sequence[int] | None = None) -> list[Bar]:
+    """Return every action that takes time, by rank, then in program order; waiting has no bar. ranks: all if None."""
+    table, rows = simulation.table, drawn_rows(simulation)
     critical, chunk_of = set(simulation.critical_path()), chunks_of(table.header)
-    travelling = table.is_kind(*SENDS) & (simulation.end > simulation.start)
     bars = []
-    for row in np.flatnonzero(simulation.working | travelling).tolist():
+    for row in (rows if ranks is None else rows[np.isin(table.rank[rows], ranks)]).tolist():
         bar = bar_of(table, row, chunk_of, float(simulation.start[row]), float(simulation.end[row]), row in critical)
         first, last = int(table.action_first[row]), int(table.action_last[row])
         box = float(simulation.start[first]), float(simulation.end[last])
         bars.append(bar._replace(drawn=box, part=(row - first, last - first + 1)) if last > first else bar)
     return bars
+
+
+def drawn_rows(simulation: Simulation) -> Ints:
+    """Return the rows that have a bar, in order."""
+    travelling = simulation.table.is_kind(*SENDS) & (simulation.end > simulation.start)
+    return np.flatnonzero(simulation.working | travelling)
 
 
 def chunks_of(header: Header) -> dict[int, int]:
