@@ -129,7 +129,7 @@ def main(argv: Sequence[str]) -> int:
     if argv and argv[0] == "stalls":
         return stalls(argv[1:])
     arguments = build_parser().parse_args(list(argv))
-    return exit_status(lambda: _run(arguments), "no shard was written")
+    return exit_status(lambda: _run(arguments), "every shard is complete or absent")
 
 
 def build_parser() -> argparse.ArgumentParser:

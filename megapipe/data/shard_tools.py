@@ -138,7 +138,10 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
     parts /= parts.max()  # so that the sum is finite
     edges = np.round(np.concatenate(([0.0], np.cumsum(parts) / parts.sum())) * dataset.num_documents).astype(np.int64)
     if (np.diff(edges) == 0).any():
-        raise DataError(f"{prefix} has {dataset.num_documents} documents, too few for --shares {shares}")
+        raise DataError(
+            f"{prefix} has {dataset.num_documents} documents, too few for --shares {shares}, each of which must give "
+            "at least one: use fewer shares, or shares that differ less"
+        )
     for number in range(len(parts)):
         if _same_shard(f"{output}_{number}", [prefix]):
             raise DataError(f"{output}_{number} is the shard to split; name another --output-prefix")
@@ -149,7 +152,7 @@ def split(prefix: str, shares: str, output: str) -> Iterator[str]:
             writer.append_shard(prefix, keep)
             described = _counted(manifest, [writer]) if manifest is not None else None
             writer.commit(described and copy_tokenizer(described, prefix, writer.prefix))
-        yield f"{output}_{number}: documents {begin:,} to {end:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
+        yield f"{output}_{number}: documents {begin:,} to {end - 1:,}, {counts(IndexedDataset(f'{output}_{number}'))}"
 
 
 def _same_shard(output: str, prefixes: Sequence[str]) -> bool:

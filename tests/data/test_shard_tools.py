@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.cli.data import main
-from megapipe.data.manifest import manifest_path
+from megapipe.data.manifest import ShardManifest, manifest_path
 from megapipe.data.shards import HEADER, MAGIC, VERSION, IndexedDataset
 from tests.data.commands import Printed, manifest_of, preprocess, run_command, write_json_lines
 from tests.data.shards import write_shard
@@ -57,7 +57,8 @@ def test_merging_what_was_split_gives_the_same_bytes(tmp_path: Path, documents: 
 def test_manifests_are_carried_over(tmp_path: Path) -> None:
     one, two = (write_text(tmp_path, name, texts) for name, texts in ((("one"), ["a", "bc"]), ("two", ["", "def"])))
     merge(one, two, output=tmp_path / "merged")
-    split(tmp_path / "merged", "3,1", tmp_path / "part")
+    lines = split(tmp_path / "merged", "3,1", tmp_path / "part").out.splitlines()
+    assert [" ".join(line.split()[1:6]) for line in lines] == ["documents 0 to 2, 3", "documents 3 to 3, 1"]
     run("verify", one, two, tmp_path / "merged", tmp_path / "part_0", tmp_path / "part_1")
     manifest = manifest_of(tmp_path / "part_1")
     assert (manifest.tokenizer, manifest.num_documents, manifest.num_tokens) == ("bytes", 1, 4)
@@ -66,6 +67,22 @@ def test_manifests_are_carried_over(tmp_path: Path) -> None:
     merge(one, two, output=tmp_path / "no", status=2)
     run("inspect", one, status=2)
     assert not list(tmp_path.glob("no*"))
+
+
+def test_an_interrupted_split_leaves_whole_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, copied = write_text(tmp_path, "whole", ["a", "bc"]), []
+
+    def copy_once(manifest: ShardManifest, *prefixes: object) -> ShardManifest:
+        if copied:
+            raise KeyboardInterrupt
+        copied.append(manifest)
+        return manifest
+
+    monkeypatch.setattr("megapipe.data.shard_tools.copy_tokenizer", copy_once)
+    printed = split(whole, "1,1", tmp_path / "part", status=130)
+    assert printed.err == "interrupted; every shard is complete or absent\n"
+    assert printed.out.startswith(f"{tmp_path / 'part_0'}: ")
+    assert [each.name for each in sorted(tmp_path.glob("part*.idx"))] == ["part_0.idx"]
 
 
 def test_inspect_shows_counts_lengths_and_text(tmp_path: Path) -> None:
@@ -127,7 +144,7 @@ def test_inspect_shows_documents_once_for_any_sample_count(tmp_path: Path, sampl
         ("verify wide absent", "absent.idx does not exist: give the prefix of a shard"),
         ("verify .", ". is a folder; give the prefix of a shard in it, such as one"),
         ("verify texts", "texts is a folder without shards; megapipe preprocess --input texts writes one"),
-        ("split one --output-prefix out --shares 1,1", "too few for --shares"),
+        ("split one --output-prefix out --shares 1,1", "for --shares 1,1, each of which must give at least one: use"),
         ("split wide_0 --output-prefix wide --shares 1,1", "wide_0 is the shard to split"),
         ("split wide_1 --output-prefix wide --shares 1,1", "wide_1 is the shard to split"),
         ("split one --output-prefix out --shares 1,x", "--shares '1,x' is not a list of numbers"),
