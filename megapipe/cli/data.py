@@ -160,7 +160,9 @@ def build_parser() -> argparse.ArgumentParser:
     split = add("split", help="split one shard into several, between documents")
     split.add_argument("prefix", help="path of the shard without .bin or .idx")
     split.add_argument("--shares", required=True, metavar="A,B,...", help="sizes of the outputs, in any unit")
-    split.add_argument("--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="for PREFIX_0, ...")
+    split.add_argument(
+        "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="outputs are PREFIX_0, PREFIX_1, ..."
+    )
 
     add("stalls", help=STALLS_HELP)
     return parser

@@ -96,7 +96,7 @@ def _parser() -> argparse.ArgumentParser:
         if name == "plot":
             command.add_argument("--over", choices=curves.AXES, default="steps", help="x axis (default: steps)")
             for kind in ("html", "svg", "png"):
-                command.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"picture as {kind.upper()}")
+                command.add_argument(f"--{kind}", type=Path, metavar="FILE", help=f"write it as {kind.upper()}")
     return parser
 
 

@@ -340,7 +340,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nodes", type=positive, metavar="N", help="number of hosts; start this command on each")
     parser.add_argument("--rendezvous", metavar="HOST:PORT", help="a host and a free port on it, to which all connect")
-    parser.add_argument("--restarts", type=natural, metavar="N", help="maximum restarts after failures (default 0)")
+    parser.add_argument("--restarts", type=natural, metavar="N", help="restart failed ranks up to N times (default 0)")
 
 
 def main(arguments: Sequence[str]) -> int:

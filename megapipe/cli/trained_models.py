@@ -96,7 +96,14 @@ def generate_parser() -> argparse.ArgumentParser:
         ("--temperature", real_number, 1.0, "T", "divisor of the logits; 0 takes the likeliest token"),
         ("--top-p", real_number, 1.0, "P", "use the likeliest tokens with a total probability of P"),
         ("--min-p", real_number, 0.0, "P", "use tokens at least P times as likely as the likeliest"),
-        ("--repetition-penalty", real_number, 1.0, "X", "factor by which repeated tokens are less likely"),
+        (
+            "--repetition-penalty",
+            real_number,
+            1.0,
+            "X",
+            "make tokens that the prompt or the text has less likely: divide their positive logits "
+            "by X, multiply their negative ones by X",
+        ),
     ):
         help_text = f"{about} (default {default:g})"
         parser.add_argument(flag, type=kind, default=default, metavar=metavar, help=help_text)
@@ -159,7 +166,9 @@ def fill_mask(argv: Sequence[str]) -> int:
 def fill_mask_parser() -> argparse.ArgumentParser:
     """Return the parser; it reports wrong values with status 2. Rules that depend on the model are checked later."""
     parser = _parser("fill-mask", FILL_MASK_DESCRIPTION, FILL_MASK_EXAMPLES)
-    parser.add_argument("--text", action="append", required=True, metavar="TEXT", help="text with gaps; repeatable")
+    parser.add_argument(
+        "--text", action="append", required=True, metavar="TEXT", help="text with gaps; may be repeated"
+    )
     parser.add_argument("--top-k", type=positive, default=5, metavar="K", help="candidates per gap (default 5)")
     parser.add_argument(
         "--tokenizer",
@@ -221,7 +230,7 @@ def evaluate_parser() -> argparse.ArgumentParser:
     for flag, metavar, about in (
         ("--data-prefix", "PREFIX", "another shard of the same tokenizer, without .bin or .idx; all of it is used"),
         ("--tasks", "NAME[,NAME]", "tasks of lm-eval, or paths of their YAML files, instead of a shard"),
-        ("--tasks-folder", "DIR", "folder of YAML files, which --tasks names (default: the tasks of lm-eval)"),
+        ("--tasks-folder", "DIR", "folder of YAML files, the only tasks to name (default: the tasks of lm-eval)"),
         ("--tokenizer", "NAME", "tokenizer of the texts of --tasks (default: the one of the training data)"),
     ):
         parser.add_argument(flag, metavar=metavar, help=about)

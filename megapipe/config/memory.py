@@ -115,16 +115,16 @@ class OffloadConfig:
             names = "offload.every and offload.num_blocks"
             problems.append(_needs(names, "offload.activations", "blocks", self.activations))
         if self.activations == "auto" and self.memory is None:
-            problems.append("offload.activations auto needs offload.memory; set it in GiB")
+            problems.append("offload.activations auto needs offload.memory, the GiB that a rank may hold; set it")
         if self.activations != "auto" and (self.memory, self.bandwidth, self.compute) != (None, None, None):
             names = "offload.memory, offload.bandwidth and offload.compute"
             problems.append(_needs(names, "offload.activations", "auto", self.activations))
         if self.activations == "none" and self.prefetch is not None:
-            problems.append("offload.prefetch needs offload.activations blocks or auto")
+            problems.append("offload.prefetch needs offload.activations blocks or auto; set one, or leave it out")
         if self.weights and not self.optimizer:
             problems.append(
                 "offload.weights needs offload.optimizer, because weights are updated where "
-                "the optimizer is;  set offload.optimizer true, or leave offload.weights out"
+                "the optimizer state is; set offload.optimizer true, or leave offload.weights out"
             )
         limits = {
             "weight_buffers": self.weight_buffers != OffloadConfig.weight_buffers,

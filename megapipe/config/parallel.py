@@ -227,12 +227,14 @@ def _layer_problems(config: "PretrainConfig", strategy: LayerStrategy, where: st
     if strategy.recompute is not None and config.recompute.method == "auto":
         problems.append(
             f"{where}: recompute {strategy.recompute} cannot be combined with "
-            "recompute.method auto, which chooses for all blocks; change recompute.method"
+            "recompute.method auto, which chooses for all blocks; set recompute.method none, "
+            "selective or full"
         )
     if strategy.recompute not in (None, "none") and config.offload.activations == "auto":
         problems.append(
             f"{where}: recompute {strategy.recompute} cannot be combined with "
-            "offload.activations auto, which recomputes itself; set that none or blocks"
+            "offload.activations auto, which chooses by itself what to recompute; set "
+            "offload.activations none or blocks"
         )
     if strategy.recompute == "selective" and (config.training.compile or config.offload.activations != "none"):
         problems.append(

@@ -75,7 +75,9 @@ class DataConfig:
                 "needs data.pack concat; set that, or data.order to keyed"
             )
         if not self.fim_rate and self.fim_tokens is not None:
-            problems.append(f"data.fim_tokens is {self.fim_tokens} but data.fim_rate is 0; set it, or leave both out")
+            problems.append(
+                f"data.fim_tokens is {self.fim_tokens} but data.fim_rate is 0; set the rate, or leave both out"
+            )
         return problems
 
     def token_problems(self, vocabulary_size: int) -> list[str]:
@@ -159,12 +161,12 @@ class CheckpointConfig:
         if self.snapshot == "next_step" and not self.asynchronous:
             problems.append(
                 "checkpoint.snapshot is next_step, but checkpoint.asynchronous is false; set "
-                "it true, or leave checkpoint.snapshot out"
+                "checkpoint.asynchronous true, or leave checkpoint.snapshot out"
             )
         if self.keep_every is not None and self.keep_last is None:
             problems.append(
                 f"checkpoint.keep_every is {self.keep_every} and checkpoint.keep_last null, "
-                "which keeps all; set that to at least 1, or leave checkpoint.keep_every out"
+                "which keeps all; set checkpoint.keep_last to at least 1, or leave keep_every out"
             )
         return problems
 
@@ -414,8 +416,8 @@ class PretrainConfig:
         ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
             problems.append(
-                "model.attention is 'flex' but data.isolate_documents is false; set that to "
-                "true, or model.attention to auto"
+                "model.attention is 'flex', which is only for isolated documents; set "
+                "data.isolate_documents to true, or model.attention to auto"
             )
         if self.recompute.method == "selective" and self.training.compile:
             problems.append(
@@ -431,7 +433,7 @@ class PretrainConfig:
         if not self.training.master_weights and self.training.precision != "bf16":
             problems.append(
                 "training.master_weights is false but training.precision is "
-                f"{self.training.precision}; set that bf16, or training.master_weights true"
+                f"{self.training.precision}; set training.precision bf16, or master_weights true"
             )
         if self.recompute.method == "selective" and self.offload.activations != "none":
             problems.append(
@@ -456,8 +458,8 @@ class PretrainConfig:
         problems += self.budget_problems() + strategy_problems(self)
         if self.offload.weights and self.zero.stage:
             problems.append(
-                f"offload.weights cannot be combined with zero.stage {self.zero.stage}; set "
-                "zero.stage 0, or offload.weights false"
+                f"offload.weights cannot be combined with zero.stage {self.zero.stage}, whose ranks "
+                "fetch no weights from host memory; set zero.stage 0, or offload.weights false"
             )
         problems += self._skipping_problems()
         for name in ("parallel", "training", "evaluation", "profile", "watchdog", "spikes"):
@@ -474,7 +476,8 @@ class PretrainConfig:
         if self.schedule.file:
             problems.append(
                 "recompute.method auto cannot be combined with the schedule file "
-                f"{self.schedule.file}; name a schedule, or set another recompute.method"
+                f"{self.schedule.file}, which may contain recomputation itself; name a schedule, "
+                "or set another recompute.method"
             )
         if self.offload.activations != "none":
             problems.append(
@@ -511,12 +514,14 @@ class PretrainConfig:
             if any(kept):
                 return [
                     f"training.fp8_first_kept is {kept[0]} and training.fp8_last_kept "
-                    f"{kept[1]}, but training.fp8 is none; set it, or leave them out"
+                    f"{kept[1]}, but training.fp8 is none; set it to tensorwise or rowwise, or leave "
+                    "them out"
                 ]
             return []
         problems = [
             f"training.fp8 {training.fp8} cannot be combined with model.kv_latent_size "
-            f"{each.kv_latent_size}: multi-latent attention has no fp8; set it to none"
+            f"{each.kv_latent_size}: multi-latent attention has no fp8 matrix products; set "
+            "training.fp8 none"
             for each in self.model.kinds_of_layers.values()
             if each.kv_latent_size is not None
         ][:1]
@@ -528,7 +533,7 @@ class PretrainConfig:
         if sum(kept) >= blocks:
             problems.append(
                 f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must "
-                f"leave some of the {blocks} blocks for fp8; lower them, or set fp8 none"
+                f"leave some of the {blocks} blocks for fp8; lower them, or set training.fp8 none"
             )
         return problems
 

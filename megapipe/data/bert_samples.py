@@ -67,7 +67,7 @@ class BertSamples:
         if self.vocabulary.size > vocabulary_size:
             raise DataError(
                 f"the vocabulary has {self.vocabulary.size} ids, but the model's "
-                f"vocabulary_size is {vocabulary_size}; raise it"
+                f"vocabulary_size is {vocabulary_size}; raise it to at least that"
             )
         self._pairs = SentencePairs(self.shard, data, split=split, seed=seed, shuffle=shuffle)
         self._masking = Masking.of(data, self.vocabulary)

@@ -80,7 +80,8 @@ def verify(prefix: str) -> str:
         if (bad := first_outside(tokens, manifest.vocabulary_size)) is not None:
             raise DataError(
                 f"{prefix}.bin holds token {tokens[bad]} at position {begin + bad}, but the "
-                f"vocabulary has {manifest.vocabulary_size} ids; preprocess again"
+                f"vocabulary has {manifest.vocabulary_size} ids: the shard or its manifest is "
+                "damaged; preprocess again"
             )
     if manifest.end_of_document_appended:
         _check_ends(dataset, manifest)

@@ -403,7 +403,9 @@ class Schedule:
         """Return the rows of :meth:`expand` for each rank, cut into prologue, every body and epilogue."""
         bodies = steps - self.prologue_steps
         if bodies < 0:
-            raise ScheduleError(f"{self.header.name} cannot run {steps} steps, because its prologue starts one")
+            raise ScheduleError(
+                f"{self.header.name} cannot run {steps} steps, because its prologue already starts one"
+            )
         return [
             [prologue, *(self._at_step(body, step) for step in range(bodies)), self._at_step(epilogue, bodies)]
             for prologue, body, epilogue in zip(*(self.sections[name] for name in SECTIONS), strict=True)

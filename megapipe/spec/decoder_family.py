@@ -95,7 +95,7 @@ def described_rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def all_rotated(fields: Fields) -> Fields:
     """Return the fields of rotary positions. Raises FamilyError if a part of the channels does not rotate."""
     if fields["rotary_fraction"] != 1:
-        raise FamilyError("partial_rotary_factor is not 1, which transformers ignores here")
+        raise FamilyError("partial_rotary_factor is not 1, which transformers ignores in models of this type")
     return fields
 
 
@@ -192,7 +192,7 @@ def windowed_layers(default: Callable[[Mapping[str, Any]], list[str]], **sliding
         kinds = listed_layers(config, default)
         window = window_fields(config)["sliding_window"]
         if SLIDING in kinds and not window:
-            raise FamilyError(f"layer_types has {SLIDING!r}, but sliding_window is {window}")
+            raise FamilyError(f"layer_types has {SLIDING!r}, but sliding_window is {window}; correct one of them")
         return layer_fields(
             ["local" if kind == SLIDING else FULL for kind in kinds],
             {"local": {"sliding_window": window, **sliding}},
@@ -225,7 +225,7 @@ def ropes_of_kinds(config: Mapping[str, Any], whole: Fields, local: Fields) -> t
     """
     rope = config.get("rope_parameters") or {FULL: {}, SLIDING: {}}
     if set(rope) != {FULL, SLIDING}:
-        raise FamilyError(f"rope_parameters has {sorted(rope)}; it needs {FULL} and {SLIDING}")
+        raise FamilyError(f"rope_parameters has {', '.join(sorted(rope))}; it needs {FULL} and {SLIDING}")
     untruncated = [kind for kind, each in rope.items() if each.get("truncate") is False]
     if untruncated:
         raise FamilyError(

@@ -261,7 +261,7 @@ class Family:
             values |= more(config)
         for name, value in values.items():
             if isinstance(value, complex):
-                raise FamilyError(f"model.{name} would be the root of a negative number")
+                raise FamilyError(f"model.{name} would be the root of a negative number; its sizes must be positive")
         return values
 
     def _check_bounds(self, config: Mapping[str, Any]) -> None:
@@ -314,7 +314,7 @@ class Family:
                     raise FamilyError(f"{key} is {_shown(value)}: {_how_to_convert(value)}")
                 raise FamilyError(
                     f"{key} is {_shown(value)}, which is not known for {self.model_type} and "
-                    "may change what the model computes; remove the key if it does not"
+                    "may change what the model computes; remove the key if you know that it does not"
                 )
         return config
 
@@ -354,7 +354,8 @@ class Family:
             assert spec is not None, f"{self.model_type} has no {path}"
             raise FamilyError(
                 f"{self.model_type} weights have no tensor for {spec.name} of shape "
-                f"{spec.shape}; check its positions, norms, activation and experts"
+                f"{spec.shape}; check positions, normalization, activation, qk_norm, num_experts "
+                "and expert_balance_rate of the model"
             )
         names, steps = Tensors((tensors,)) if isinstance(tensors, str) else tensors
         return Tensors(tuple(name + end for name in names), steps)
@@ -455,7 +456,7 @@ def family_problems(model: ModelConfig) -> list[str]:
         return []
     family = families().get(model.family)
     if family is not None and family.kind != model.kind:
-        hint = ", leave out options of BERT like data.pairs" if model.kind == "bert" else ""
+        hint = ", leave out options of BERT such as data.pairs" if model.kind == "bert" else ""
         return [
             f"model.family is {model.family!r}, a family of {family.kind.upper()} models, but "
             f"this run is a {model.kind.upper()}; train with --kind {family.kind}{hint}, or "

@@ -70,10 +70,12 @@ def build_parser() -> argparse.ArgumentParser:
         ".tiktoken file (cl100k_base:PATH if the encoding is not its name), bert-uncased:PATH "
         "or bert-cased:PATH of a vocab.txt, or a folder with one of them",
     )
-    parser.add_argument("--end-of-document", metavar="TOKEN", help="end of documents, if the tokenizer has none")
+    parser.add_argument(
+        "--end-of-document", metavar="TOKEN", help="token that ends documents, if the tokenizer does not define it"
+    )
     for flag, choices, about in (
-        ("--special-tokens-in-text", ["text", "token", "error"], "how to read names of special tokens"),
-        ("--tokenizer-core", ["auto", "library"], "auto uses a faster core if it agrees on a sample"),
+        ("--special-tokens-in-text", ["text", "token", "error"], "how to read names of special tokens in a text"),
+        ("--tokenizer-core", ["auto", "library"], "auto uses a faster core for BPE if it agrees on a sample"),
     ):
         first = choices[0]
         parser.add_argument(flag, choices=choices, default=first, help=f"{about} ({first})")
@@ -89,7 +91,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="end every document with the end-of-document token, as GPT needs",
     )
-    parser.add_argument("--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="prefix of outputs")
+    parser.add_argument(
+        "--output-prefix", type=not_empty, required=True, metavar="PREFIX", help="start of the output's paths"
+    )
     parser.add_argument("--workers", type=positive, default=os.cpu_count(), metavar="N", help="processes (all cores)")
     return parser
 

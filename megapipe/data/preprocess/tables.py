@@ -140,7 +140,7 @@ def rows_of(
 def check_columns(path: Path, names: Sequence[str], keys: Sequence[str]) -> None:
     """Raise DataError for the first of `keys` that is not among the columns `names`."""
     if missing := [key for key in keys if key not in names]:
-        raise DataError(f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}; set --json-keys")
+        raise DataError(f"{path} has no column {missing[0]!r}, only {', '.join(map(repr, names))}; change --json-keys")
 
 
 def _values(column: "pyarrow.Array") -> list[object]:

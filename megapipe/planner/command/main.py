@@ -118,14 +118,14 @@ _MACHINE = (
     _flag("--devices", "total number of ranks (default: the product of the sizes of the layout)", Devices),
     _flag(
         "--memory_reserve",
-        f"memory to keep free on each device, for CUDA and NCCL (default {MEMORY_RESERVE:.0%} of it)",
+        f"memory to keep free on each device for CUDA, NCCL and fragmentation (default {MEMORY_RESERVE:.0%} of it)",
         float,
         metavar="GB",
     ),
 )
 _TRAINING = (
-    _flag("--tokens", "tokens to train on; also prints steps, days and price", Amount),
-    _flag("--price_per_hour", "price per node-hour (default: hardware file)", NaturalFloat),
+    _flag("--tokens", "tokens to train on, such as 300e9; also prints steps, days and price", Amount),
+    _flag("--price_per_hour", "price of a node-hour, in any currency (default: from the hardware file)", NaturalFloat),
     _flag(
         "--mean_time_between_failures",
         "mean time between failures of the job; with --save_seconds, prints how often to save",

@@ -323,7 +323,7 @@ def _check_recompute(table: Table) -> None:
     recomputed, place = table.rows_with(Kind.RECOMPUTE), unit_places(table)
     refuse_repeated(table, recomputed, place[recomputed], REMOVE_ONE)
     has_forward = np.isin(place[recomputed], place[table.rows_with(Kind.FORWARD)])
-    refuse(table, recomputed, ~has_forward, "no forward of this chunk or unit to recompute")
+    refuse(table, recomputed, ~has_forward, "there is no forward of this chunk or unit to recompute")
 
 
 def _count_chunks(table: Table, kind: Kind, units: Ints) -> tuple[Mask, Mask]:

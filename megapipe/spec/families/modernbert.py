@@ -45,7 +45,7 @@ def _layers(config: Mapping[str, Any]) -> Fields:
     FamilyError."""
     for key, least in (("local_attention", 0), ("global_attn_every_n_layers", 1)):
         if type(config[key]) is not int or config[key] < least:
-            raise FamilyError(f"{key} is {config[key]!r}; use a whole number >= {least}")
+            raise FamilyError(f"{key} is {config[key]!r}; it must be a whole number, at least {least}")
     whole, rope = ropes_of_kinds(
         config, {"rope_theta": config["global_rope_theta"]}, {"rope_theta": config["local_rope_theta"]}
     )

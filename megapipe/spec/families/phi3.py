@@ -13,7 +13,7 @@ def _rotary_fields(config: Mapping[str, Any]) -> Fields:
     fields = stretched(described_rope(config), config)
     kind = fields["rope_scaling.kind"]
     if kind not in ("none", "longrope"):
-        raise FamilyError(f"the rotary parameters are of kind {kind}; they must be longrope")
+        raise FamilyError(f"the rotary parameters are of kind {kind}; models of this type have only longrope")
     return fields
 
 
