@@ -364,21 +364,27 @@ def print_advice(advice: Mapping[str, Any]) -> None:
             print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
     if "two_buffered" in advice:
         plan = advice["two_buffered"]
-        settings = " ".join(f"--{name} {value}" for name, value in plan["settings"].items())
+        settings = " ".join(f"--{name} {_argument(value)}" for name, value in plan["settings"].items())
         print(
             f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, "
             f"micro-batch {plan['micro_size']}, {bytes_text(plan['memory_bytes'])}, "
-            f"{seconds_text(plan['step_time_s'])} per step by its model\n  {settings}"
+            f"{seconds_text(plan['step_time_s'])} per step by its model\n"
+            f"  to train with it, add to the best layout: {settings}"
         )
     if "partition" in advice:
         plan = advice["partition"]
         print(
             f"\n{plan['source']}: {plan['tokens_per_s']:,.0f} tokens/s with "
-            f"{plan['in_flight']} micro-batches in flight, by its model; megapipe "
-            "can train it only if all stages have the same number of replicas"
+            f"{plan['in_flight']} micro-batches in flight, by its model, which ignores memory; "
+            "megapipe trains it if it fits and all stages have the same number of replicas"
         )
         for number, stage in enumerate(plan["stages"]):
             print(f"  stage {number}: {' to '.join(dict.fromkeys(stage['layers']))}, {stage['replicas']} replicas")
+
+
+def _argument(value: object) -> str:
+    """Return the value of a field as a shell reads it."""
+    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -15,10 +15,9 @@ instead of the closed form of appendix A (`two_buffered_plan`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cache
 from itertools import product
-from operator import attrgetter
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -209,7 +208,7 @@ PAPER = "arXiv 2006.09503"
 SETTINGS = (
     "parallel.data", "parallel.pipeline", "parallel.tensor", "batch.micro_size", "schedule.name", "recompute.method",
 )  # fmt: skip
-"""Configuration fields that run a plan."""
+"""Configuration fields that every plan sets."""
 Execution = Literal["no_pipelining", "pipelined", "recomputed"]
 """The planner's r: one micro-batch in the pipeline at a time, a full pipeline, or a full one with recomputation."""
 
@@ -343,9 +342,9 @@ def two_buffered_plan(
     """Return the answer of algorithm 1 for batches of batch.global_size, ready for JSON.
 
     The paper's blocks are equal, so the time of embedding and head is spread over them. `memory_bytes` is that of the
-    fullest stage. `settings` are the configuration fields that run the plan. `by_cost_model` is the estimate of
-    this project's cost model; it differs, because the paper's model ignores the update before the next forwards. Times
-    of layers are the roofline of the first group's device. report: receives the fraction of the work that is done.
+    fullest stage. `settings` are `SETTINGS` and all other fields of `config` that the plan changes. `by_cost_model`
+    is this project's estimate; it differs, because the paper's model ignores the update before the next forwards.
+    Times of layers are the roofline of the first group's device. report: receives the fraction of work that is done.
 
     Raises ConfigError if nothing fits, the precision is auto, or the device has no peak for it.
     """
@@ -356,6 +355,7 @@ def two_buffered_plan(
     except ValueError as error:
         raise ConfigError(f"2bw plan: {error}") from error
     configured = _configured(config, chosen)
+    before, after = _fields(config), _fields(configured)
     return {
         "source": f"PipeDream-2BW's planner, {PAPER}, algorithm 1",
         **{name: getattr(chosen, name) for name in ("width", "depth", "micro_size", "execution", "accumulation")},
@@ -363,9 +363,15 @@ def two_buffered_plan(
         "memory_bytes": chosen.memory_bytes,
         "tokens_per_s": chosen.sequences_per_second * config.data.sequence_length,
         "step_time_s": chosen.batch_size / chosen.sequences_per_second,
-        "settings": {name: attrgetter(name)(configured) for name in SETTINGS},
+        "settings": {name: after[name] for name in after if name in SETTINGS or after[name] != before[name]},
         "by_cost_model": estimate(configured, hardware, times=times).as_json(),
     }
+
+
+def _fields(config: PretrainConfig) -> dict[str, Any]:
+    """Return the fields of all groups by name."""
+    groups = {group: members for group, members in asdict(config).items() if isinstance(members, dict)}
+    return {f"{group}.{name}": value for group, members in groups.items() for name, value in members.items()}
 
 
 def _block_model(config: PretrainConfig, hardware: Hardware, times: LayerTimes) -> BlockModel:
@@ -417,7 +423,7 @@ def uniform_run(
 
 
 def _configured(config: PretrainConfig, chosen: Configuration) -> PretrainConfig:
-    """Return the run with the fields `SETTINGS` of a plan, without any other field that changes its layout.
+    """Return the run with the layout of a plan, and defaults for all other fields of its layout.
 
     No schedule here keeps one micro-batch at a time in the pipeline. So plans without pipelining use the default
     schedule, which is never slower; with depth 1 it is plain gradient accumulation.

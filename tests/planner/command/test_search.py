@@ -125,6 +125,7 @@ def test_other_planners_are_asked_on_demand():
     assert "this is a paper's method; megapipe can train it only if" in text
     assert f"depth {advice['two_buffered']['depth']}, width {advice['two_buffered']['width']}, " in text
     assert f"stage 0: embedding to {advice['partition']['stages'][0]['layers'][1]}, " in text
+    assert "by its model, which ignores memory; megapipe trains it if it fits and" in text
     layers = [layer["name"] for stage in advice["per_layer"]["stages"] for layer in stage["layers"]]
     assert layers[0] == "embedding"
     assert "embedding" in text

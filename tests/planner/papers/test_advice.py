@@ -1,19 +1,24 @@
 """Plans of the planners of Galvatron, PipeDream and PipeDream-2BW for runs of this project."""
 
 import json
+import shlex
 from dataclasses import replace
 from itertools import pairwise
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megapipe.config import ConfigError
+from megapipe.config.load import parse
 from megapipe.config.memory import RecomputeConfig
 from megapipe.config.parallel import LayerStrategy, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import load_hardware
 from megapipe.layout.stages import layers_of
+from megapipe.planner.command.layouts import print_advice
+from megapipe.planner.command.planning import config_yaml
 from megapipe.planner.cost.model import estimate, predict
 from megapipe.planner.papers.galvatron import Method, OpCosts, Strategy, iteration_seconds, per_layer
 from megapipe.planner.papers.pipedream import Machine, partition_plan, two_buffered_plan, uniform_run
@@ -165,6 +170,22 @@ def test_two_buffered_plans_can_run_and_are_estimated(hidden: int) -> None:
     assert plan["by_cost_model"] == ours.as_json()
     assert ours.fits
     assert plan["memory_bytes"] == ours.peak_bytes
+
+
+def test_printed_2bw_settings_turn_any_layout_into_the_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, hardware = paper(2304), load_hardware("v100-16")
+    base = replace(base, zero=ZeroConfig(stage=3), recompute=RecomputeConfig(method="full", num_blocks=2))
+    split = replace(base.parallel, tensor=2, pipeline=4, context=2, sequence=True, layers_per_stage=[4] * 8)
+    interleaved = replace(base.schedule, name="interleaved_1f1b", chunks=2)
+    base = replace(base, parallel=replace(split, sequence_chunks=2), schedule=interleaved)
+    (tmp_path / "best.yaml").write_text(config_yaml(base))
+    plan = two_buffered_plan(base, hardware, 64)
+    print_advice({"two_buffered": plan})
+    flags = shlex.split(capsys.readouterr().out.rpartition("add to the best layout: ")[2])
+    config = parse(["--config", str(tmp_path / "best.yaml"), *flags])
+    assert estimate(config, hardware).as_json() == plan["by_cost_model"]
 
 
 def test_what_2bw_cannot_plan_is_said() -> None:
