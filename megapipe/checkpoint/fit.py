@@ -223,7 +223,7 @@ def model_differences(manifest: Manifest, model: Mapping[str, Any]) -> list[str]
     return [
         f"model.{name} is {value!r} here and {stored[name]!r} in the checkpoint"
         for name, value in model.items()
-        if name in stored and stored[name] != value
+        if name in stored and stored[name] != _plain(value)
     ]
 
 

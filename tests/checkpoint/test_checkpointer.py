@@ -103,6 +103,13 @@ def test_checkpoints_of_another_model_are_refused(
         restored(alone(), config)
 
 
+def test_weights_of_the_same_model_are_read_without_a_note(config: PretrainConfig, tmp_path: Path) -> None:
+    config.init_from, config.training.directory = config.training.directory, str(tmp_path / "other")
+    said = train(alone(), config, 1).said
+    assert any(line.startswith("initial weights from ") for line in said)
+    assert not [line for line in said if line.startswith("note: ")]
+
+
 def test_changes_that_a_resume_allows_are_reported(config: PretrainConfig) -> None:
     config.model = replace(config.model, hidden_dropout=0.1)
     config.optimizer = replace(config.optimizer, learning_rate=1e-3)
