@@ -204,8 +204,8 @@ def run_search(request: Request) -> None:
     findings = _findings(request, config, hardware, pinned)
     best = findings.best
     facts, lines = training_facts(request, best.estimate, hardware)
-    file = flags["write_config"] or OUTPUT_NAME
-    command = _start_command(best.config, hardware, best.estimate.world_size, str(file))
+    file = str(flags["write_config"] or OUTPUT_NAME)
+    command = _start_command(best.config, hardware, best.estimate.world_size, file)
     if flags["html"] is not None or flags["pictures"] is not None:
         times = measured_times(hardware, best.estimate.world_size)
         prediction = predict(best.config, hardware, times=times, node_order=best.node_order)
@@ -216,11 +216,14 @@ def run_search(request: Request) -> None:
             write_search(request, hardware, prediction, findings, command, [*remarks, *lines])
     if flags["write_config"] is not None:
         write_text(flags["write_config"], _config_text(hardware, best, command))
-    advice = {}
+    advice: dict[str, Any] = {}
     for flag, (name, plan) in PUBLISHED.items():
         if flags[flag]:
             with progress_bar(f"asking {name}") as report:
-                advice[flag] = plan(best.config, hardware, devices, report)
+                try:
+                    advice[flag] = plan(best.config, hardware, devices, report)
+                except ConfigError as error:  # the search has an answer, which must not be lost
+                    advice[flag] = {"error": str(error)}
     if flags["json"]:
         more = {"advice": advice, "launch": command, **facts, "remarks": remarks}
         print(json.dumps(best.as_json() | more | {"search": findings.as_json()}, indent=2))
@@ -356,7 +359,9 @@ def _print_start(request: Request, hardware: Hardware, best: PlannedLayout, comm
 
 
 def print_advice(advice: Mapping[str, Any]) -> None:
-    """Print the plans of `PUBLISHED` planners that flags request."""
+    """Print the plans of `PUBLISHED` planners that flags request, or why a planner has none."""
+    print(*(f"\n{plan['error']}\n" for plan in advice.values() if "error" in plan), sep="", end="")
+    advice = {flag: plan for flag, plan in advice.items() if "error" not in plan}
     if "per_layer" in advice:
         plan = advice["per_layer"]
         print(f"\n{plan['source']}: {seconds_text(plan['step_time_s'])} per step by its model; {plan['note']}")
@@ -364,7 +369,8 @@ def print_advice(advice: Mapping[str, Any]) -> None:
             print(f"  stage {number}, {bytes_text(stage['memory_bytes'])}: {'; '.join(_runs(stage['layers']))}")
     if "two_buffered" in advice:
         plan = advice["two_buffered"]
-        settings = " ".join(f"--{name} {_argument(value)}" for name, value in plan["settings"].items())
+        words = {name: each if isinstance(each, str) else json.dumps(each) for name, each in plan["settings"].items()}
+        settings = " ".join(f"--{name} {shlex.quote(word)}" for name, word in words.items())
         print(
             f"\n{plan['source']}: depth {plan['depth']}, width {plan['width']}, "
             f"micro-batch {plan['micro_size']}, {bytes_text(plan['memory_bytes'])}, "
@@ -380,11 +386,6 @@ def print_advice(advice: Mapping[str, Any]) -> None:
         )
         for number, stage in enumerate(plan["stages"]):
             print(f"  stage {number}: {' to '.join(dict.fromkeys(stage['layers']))}, {stage['replicas']} replicas")
-
-
-def _argument(value: object) -> str:
-    """Return the value of a field as a shell reads it."""
-    return shlex.quote(value if isinstance(value, str) else json.dumps(value))
 
 
 def _runs(layers: Sequence[Mapping[str, Any]]) -> Iterator[str]:

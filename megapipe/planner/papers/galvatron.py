@@ -149,8 +149,9 @@ def search(costs: "OpCosts", batch_size: int, *, units: int = 512, report: Repor
     work that is done. The numbers of micro-batches are powers of 2. Raises ValueError if the number of devices is not
     a power of 2, or no plan fits.
     """
-    if costs.devices & (costs.devices - 1):
-        raise ValueError(f"devices must be a power of 2, got {costs.devices}")
+    less = 1 << costs.devices.bit_length() - 1
+    if less != costs.devices:
+        raise ValueError(f"devices must be a power of 2, got {costs.devices}; use {less} or {2 * less}")
     shapes = [
         _Shape(costs, options, depth, microbatches, batch_size // microbatches)
         for depth in (2**power for power in range(costs.devices.bit_length()))

@@ -69,6 +69,14 @@ def test_one_node_starts_its_command_once():
     assert "to train with it, add --write_config plan.yaml, then run\n  megapipe train -n 2 --config" in text
 
 
+def test_a_planner_without_a_plan_does_not_hide_the_layouts():
+    three = [*SMALL, "--devices=3", "--parallel.data=3", "--batch.global_size=18", "--per_layer"]
+    text, advice = output("search", *three), json_of("search", *three)["advice"]
+    assert "best layout:" in text
+    assert f"\n\n{advice['per_layer']['error']}\n" in text
+    assert advice["per_layer"]["error"] == "per-layer plan: devices must be a power of 2, got 3; use 2 or 4"
+
+
 def test_a_shell_reads_the_printed_command(tmp_path):
     file = tmp_path / "my plan (1).yaml"
     text = output("search", *SMALL, "--write-config", str(file))
