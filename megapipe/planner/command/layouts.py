@@ -190,8 +190,7 @@ def run_search(request: Request) -> None:
     """Print the result of a search, and write the files that flags request."""
     flags = request.flags
     check_folders(flags["html"], flags["write_config"], folder=flags["pictures"])
-    hardware, devices = _machine(request)
-    hardware = priced(hardware, flags["price_per_hour"])
+    hardware = priced(_machine(request), flags["price_per_hour"])
     config, remarks = planned_config(request, hardware, layout_open=True)
     pinned = request.given
     if config.recompute.method == "auto":
@@ -221,7 +220,7 @@ def run_search(request: Request) -> None:
         if flags[flag]:
             with progress_bar(f"asking {name}") as report:
                 try:
-                    advice[flag] = plan(best.config, hardware, devices, report)
+                    advice[flag] = plan(best.config, hardware, best.estimate.world_size, report)
                 except ConfigError as error:  # the search has an answer, which must not be lost
                     advice[flag] = {"error": str(error)}
     if flags["json"]:
@@ -286,8 +285,8 @@ def _figures(layout: PlannedLayout) -> dict[str, str]:
     return cells | ({} if layout.price is None else {"price/M tokens": f"{layout.price:.4g}"})
 
 
-def _machine(request: Request) -> tuple[Hardware, int]:
-    """Return the machine, and the number of devices that the search may use.
+def _machine(request: Request) -> Hardware:
+    """Return the machine of a search.
 
     Raises ConfigError, which names everything that is missing. A search needs --devices, because it chooses the sizes
     of the layout that are not given.
@@ -303,7 +302,7 @@ def _machine(request: Request) -> tuple[Hardware, int]:
         raise ConfigError([*error.problems, *missing]) from error
     if missing:
         raise ConfigError(missing)
-    return hardware, request.devices()
+    return hardware
 
 
 def _models(request: Request) -> list[tuple[str, ModelConfig]]:

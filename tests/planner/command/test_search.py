@@ -77,6 +77,13 @@ def test_a_planner_without_a_plan_does_not_hide_the_layouts():
     assert advice["per_layer"]["error"] == "per-layer plan: devices must be a power of 2, got 3; use 2 or 4"
 
 
+def test_other_planners_use_the_devices_of_the_answer():
+    """At a price of 0, all numbers of devices cost the same, and the smallest is taken."""
+    free = ["--parallel.data=null", "--zero.stage=0", "--schedules=1f1b", "--objective=cost", "--price_per_hour=0"]
+    answer = json_of("search", *SMALL, *free, "--two_buffered")
+    assert answer["layout"]["data"] == answer["advice"]["two_buffered"]["devices"] == 1
+
+
 def test_a_shell_reads_the_printed_command(tmp_path):
     file = tmp_path / "my plan (1).yaml"
     text = output("search", *SMALL, "--write-config", str(file))
