@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from megapipe.config import ConfigError
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import BatchConfig, PretrainConfig
-from megapipe.data.files import drop_from_page_cache, memory_for_files, resident_share
+from megapipe.data.files import drop_from_page_cache, resident_share
 from megapipe.data.shards import bin_path, idx_path
 from megapipe.engine.step import StepInput
 from megapipe.models import ModelFamily, family_of
@@ -27,6 +27,7 @@ from megapipe.training.device import with_precision
 from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import Consumer, Loader, StepBatch
 from megapipe.training.loop.replica import Replica
+from megapipe.training.memory_check import free_on_host
 from megapipe.training.pretrain import ChooseRecompute, named_recompute
 from megapipe.training.validation import validate
 
@@ -494,10 +495,11 @@ def measure_stalls(
         warm_up=warm_up,
         say=say,
     )
+    free = free_on_host()
     return StallReport(
         prefixes=config.data.prefixes,
         corpus_bytes=shards.num_bytes,
-        memory_bytes=memory_for_files(),
+        memory_bytes=None if free is None else free.num_bytes,
         samples=samples,
         tokens=tokens,
         num_steps=num_steps,

@@ -416,8 +416,8 @@ class PretrainConfig:
         ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
             problems.append(
-                "model.attention is 'flex', which is only for isolated documents; set "
-                "data.isolate_documents to true, or model.attention to auto"
+                "model.attention is 'flex' but data.isolate_documents is false; flex is only for "
+                "isolated documents: set that to true, or model.attention to auto"
             )
         if self.recompute.method == "selective" and self.training.compile:
             problems.append(

@@ -146,16 +146,6 @@ def resident_share(paths: Iterable[str | Path]) -> float:
     return resident / pages if pages else 0.0
 
 
-def memory_for_files() -> int | None:
-    """Return the bytes of memory that are available for caching files (MemAvailable of Linux); None if the system does
-    not report it."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/meminfo").read_text("ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
 def _resident_share(mapped: np.ndarray, pages: int) -> float:
     """Return the fraction of the pages of one mapped file that are in memory."""
     length = min(pages, PAGES_IN_A_RUN)

@@ -96,7 +96,7 @@ def document_attention(config: PretrainConfig, device: torch.device) -> str | No
     if reason is None:
         return "attention within documents: flex_attention over the blocks of each document"
     if config.model.attention == "flex":
-        raise ConfigError(f"model.attention is 'flex', but {reason}; set it to auto")
+        raise ConfigError(f"model.attention is 'flex', but {reason}; set model.attention to auto")
     return f"attention within documents: a mask [samples, tokens, tokens] ({reason})"
 
 
