@@ -85,7 +85,7 @@ def versions(findings: Diagnosis) -> None:
     """Add the versions of Python, torch and the other packages that runs record."""
     from megapipe.training.resilience.run_identity import package_versions
 
-    findings.add("versions", ", ".join(map(" ".join, package_versions().items())))
+    findings.add("versions", ", ".join(f"{name} {version}" for name, version in package_versions().items()))
 
 
 def devices(findings: Diagnosis) -> None:

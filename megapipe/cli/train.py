@@ -384,7 +384,7 @@ def _check_layout(parsed: Given[PretrainConfig], world_size: int) -> None:
 
 def _job(flags: argparse.Namespace) -> Job | None:
     """Return the job that the flags describe; None if this process is a rank. Raises ConfigError."""
-    if (flags.ranks, flags.nodes, flags.rendezvous, flags.restarts) == (None,) * 4:
+    if flags.ranks is None and flags.nodes is None and flags.rendezvous is None and flags.restarts is None:
         return None
     if "RANK" in os.environ:
         raise ConfigError(

@@ -111,7 +111,7 @@ class RankPrediction:
         offload, state = self.costs.config.offload, self.state_of(place)
         if not offload.optimizer:
             return 0
-        return state.master + state.moments + state.weights * self.weights_in_host(place)
+        return state.master + state.moments + (state.weights if self.weights_in_host(place) else 0)
 
     def weights_in_host(self, place: tuple[int, int]) -> bool:
         """Return whether a unit's weights are in host memory between their uses."""

@@ -371,7 +371,7 @@ class Family:
         for name in stored:
             canonical = name
             for old, new in self.old_ends.items():
-                canonical = re.sub(re.escape(old) + "$", new, canonical)
+                canonical = canonical.removesuffix(old) + new if canonical.endswith(old) else canonical
             canonical = self.body + canonical if bare and not canonical.startswith(self.heads) else canonical
             if canonical in origins:
                 raise FamilyError(

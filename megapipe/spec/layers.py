@@ -75,7 +75,7 @@ def layer_ops(kind: LayerKind, shape: MicrobatchShape) -> tuple[Op, ...]:
 
 
 def _head_ops(shape: MicrobatchShape) -> Iterable[Op]:
-    return (bert_head_ops if isinstance(shape.model, BertModelConfig) else gpt_head_ops)(shape)
+    return bert_head_ops(shape) if isinstance(shape.model, BertModelConfig) else gpt_head_ops(shape)
 
 
 def layer_flops(

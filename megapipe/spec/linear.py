@@ -59,7 +59,7 @@ def vector(path: str, shape: tuple[int, ...], axis: int | None, init: Init) -> P
 
 def residual_std(model: ModelConfig) -> float:
     """Return the initial deviation of matrices that write to the residual stream (GPT-2 report, section 2.3)."""
-    return model.init_std / math.sqrt(2 * model.num_layers if model.scale_residual_init else 1)
+    return model.init_std / math.sqrt(2 * model.num_layers) if model.scale_residual_init else model.init_std
 
 
 def with_bias(model: ModelConfig, weight: ParameterSpec) -> tuple[ParameterSpec, ...]:
@@ -192,12 +192,12 @@ def linear_op(
         weight_needs=(source, grad_output),
         flops=linear_flops(all_tokens(shape) if all_rows is None else all_rows, weight.num_elements),
         collectives=collectives,
-        kernels=partial(products, shape, weight, shape.tokens if rows is None else rows),
+        kernels=partial(linear_products, shape, weight, shape.tokens if rows is None else rows),
         peaks=peaks,
     )
 
 
-def products(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:
+def linear_products(shape: MicrobatchShape, spec: ParameterSpec, rows: int) -> tuple[Kernel, ...]:
     """Return the products of a linear layer's shard with `rows` rows."""
     local = spec.local_shape(shape.tensor, shape.alignment)
     return linear_kernels(

@@ -386,7 +386,7 @@ def position_ops(shape: MicrobatchShape) -> Iterator[Op]:
     model, stream = shape.model, shape.own_stream
     learned, normalized = model.positions == "learned", model.normalizes_embeddings
     changed = normalized or model.embedding_dropout > 0
-    tables = [table(model, "position.weight", model.max_positions, padded=False)] * learned
+    tables = [table(model, "position.weight", model.max_positions, padded=False)] if learned else []
     read = [gradient("positions", stream // shape.micro_size)]
     if shape.isolate_documents:
         read = [Value("gradient of sum" if changed else OUTPUT_GRADIENT, stream)]

@@ -106,7 +106,7 @@ class LayerSizes:
         like, local = np.array(cut.like)[list(stages)], cut.local[list(stages)]
         returned = np.where(local, 0.0, self.returned[[cut.kinds[stage][-1] for stage in stages]])
         sizes.of[Tensor.KEPT, :, 0] = of_stages.kept[like]
-        sizes.of[Tensor.PENDING, :, 0] = of_stages.pending[like] - returned * splits
+        sizes.of[Tensor.PENDING, :, 0] = of_stages.pending[like] - (returned if splits else 0.0)
         for tensor, values in getattr(of_stages, part).items():
             sizes.of[tensor, :, 0] = values[1 - local, like]
         return sizes

@@ -231,7 +231,7 @@ class Refiner:
         known: dict[tuple[str, str, int], float] = {}
         seconds = []
         for layer in layers_of(config):
-            key = layer.kind, layer.variant, layer.index * (config.training.fp8 != "none")
+            key = layer.kind, layer.variant, layer.index if config.training.fp8 != "none" else 0
             if key not in known:
                 known[key] = sum(self.times.of(config, layer)[:4])  # all phases
             seconds.append(known[key])
