@@ -52,7 +52,7 @@ plan serch | did you mean 'search'?
 plan search --devices 8 --batch.global_size 8 | --hardware is missing
 plan search --hardware h1000 --devices 8 --batch.global_size 8 | h1000
 plan search --hardware h100 --devices 0 --model llama3_8b --batch.global_size 8 | --devices is 0; it must be at least 1
-plan predict --model gpt3_1.3b --hardware a100-80 --devices 1 --pictures text.txt/p | text.txt/p cannot be created
+plan predict --model gpt3_1.3b --hardware a100-80 --devices 1 --pictures text.txt/p | text.txt/p cannot be written
 plan search --hardware h100 --devices 8 --model llama3_9b | did you mean llama3_8b
 plan predict --config missing.yaml --hardware h100 --devices 8 | missing.yaml: the file does not exist
 plan links --hardware h100 --output links.yaml --megabytes 1e400 | --megabytes is inf; it must be from 0.000001
