@@ -12,13 +12,11 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import groupby
-from multiprocessing import parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from megapipe.config import ConfigError, InputError
 from megapipe.config.field_types import real_number, whole_number
-from megapipe.config.files import write_whole
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -131,6 +129,8 @@ def not_empty(text: str) -> str:
 def end_with_parent() -> None:
     """End this process when the process that started it with multiprocessing ends, because nothing else ends it if
     that process is killed. In a process that multiprocessing did not start, do nothing."""
+    from multiprocessing import parent_process  # help does not need its imports
+
     if (parent := parent_process()) is not None:
         threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
 
@@ -221,6 +221,8 @@ def write_text(path: Path, text: str) -> None:
 
     Raises ConfigError if the file cannot be written.
     """
+    from megapipe.config.files import write_whole  # help does not need its imports
+
     try:
         if path.exists() and not path.is_file():  # a pipe or a device, such as /dev/stdout
             path.write_text(text, encoding="utf-8")

@@ -5,14 +5,19 @@ files that are part of the package, by name: `--config quickstart`, `--model lla
 """
 
 import argparse
+import ast
 import copy
 import difflib
+import inspect
 import json
 import os
 import re
 import sys
 from argparse import SUPPRESS, Action
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -125,6 +130,37 @@ class HelpAll(argparse._HelpAction):
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         parser._print_message(parser.format_all(), sys.stdout)
         parser.exit()
+
+
+def describe_fields(parser: ArgumentParser, kind: Any, group: str) -> None:
+    """Make the docstrings of a dataclass's fields the help texts of the options of `group`. The docstring of a field
+    that is a dataclass itself becomes the title of its group of options."""
+    texts = _docstrings(kind)
+    for field in fields(kind):
+        name, inner = f"{group}.{field.name}", field.default_factory
+        if is_dataclass(inner):
+            parser.groups[name].title = texts[field.name].removesuffix(".")
+            describe_fields(parser, inner, name)
+        else:
+            parser._option_string_actions[f"--{name}"].help = texts[field.name]
+
+
+def _docstrings(kind: type) -> dict[str, str]:
+    """Return the docstrings of the fields of a dataclass, and of those that it inherits, by name."""
+    texts = {}
+    for each in reversed(kind.__mro__[:-1]):
+        for field, text in pairwise(_classes(each.__module__)[each.__name__].body):
+            match field, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(docstring))):
+                    texts[name] = inspect.cleandoc(docstring)
+    return texts
+
+
+@cache
+def _classes(module: str) -> dict[str, ast.ClassDef]:
+    """Return the syntax trees of the classes of an imported module, by name."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
 def describe_library_options(parser: ArgumentParser) -> None:

@@ -18,7 +18,7 @@ from megapipe.config.help_format import packaged_files
 from megapipe.config.load import Given, asks_for_help, build_parser, kind_of, parse_given
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import PRESETS, Hardware, load_hardware
-from megapipe.planner.search.space import Objective
+from megapipe.planner.search import Objective
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.registry import GENERATORS, searched
 from megapipe.spec.model_folder import with_model_folders

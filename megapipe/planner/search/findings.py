@@ -13,8 +13,9 @@ from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Hardware
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import Estimate
+from megapipe.planner.search import Objective
 from megapipe.planner.search.explorer import Explorer, LayoutFilter
-from megapipe.planner.search.space import Layout, Objective, Shape, ZeroStage, divisors
+from megapipe.planner.search.space import Layout, Shape, ZeroStage, divisors
 
 EXPOSED = ("tensor", "context", "pipeline", "data", "tied", "scalars", "waiting")
 """Terms of a step for communication and waiting, without the bubble."""

@@ -23,11 +23,12 @@ from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate
 from megapipe.planner.cost.layer_times import LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.search import Objective
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation
 from megapipe.planner.search.explorer import Explorer, order
 from megapipe.planner.search.findings import Findings, NothingFits, PlannedLayout, Trial, alternatives, hints
-from megapipe.planner.search.space import PROMISING, Layouts, Objective, SearchSpace
+from megapipe.planner.search.space import PROMISING, Layouts, SearchSpace
 from megapipe.schedules.building_blocks import balance_layers
 from megapipe.spec.ops import FULL_BYTES
 

@@ -31,10 +31,6 @@ Scheduled = list[tuple[str, int | None, tuple[Recompute, ...]]]
 """Names of schedules and numbers of chunks, each with methods of recomputation."""
 Value = TypeVar("Value")
 SCHEDULE_FIELDS = frozenset({"schedule.name", "schedule.chunks"})
-
-Objective = Literal["speed", "cost", "time", "size"]
-"""speed: most tokens per second on all devices. cost: lowest price per token, on all devices or fewer. time: shortest
-training time for a number of tokens, on all devices or fewer. size: largest fitting model of a family, then speed."""
 MIN_CONTEXT_TOKENS = 2048
 """Default minimum number of tokens of a sample on each context rank."""
 PROMISING = 24
