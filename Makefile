@@ -6,6 +6,9 @@ TEST_WORKERS ?= 2
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU')
 BIN := .venv/bin
 
+# Tests and the quickstart start hundreds of programs, each of which would compile the whole package.
+unexport PYTHONDONTWRITEBYTECODE
+
 RUN_TIME := .venv/.run-time
 READY := .venv/.ready
 CONSTRAINTS := .venv/constraints.txt
@@ -16,7 +19,7 @@ help:
 	@echo "make quickstart       tokenize real text, train a GPT in a two-rank pipeline, resume, sample, export"
 	@echo "make quickstart-bert  the same for a BERT: sentences, masked tokens, gaps filled in"
 	@echo "make test             fast tests, under 9 minutes on two cores"
-	@echo "make test-slow        what takes longer, under 25 minutes"
+	@echo "make test-slow        what takes longer, under 30 minutes"
 	@echo "make test-exhaustive  more layouts, schedules and random examples of what those two show"
 	@echo "make gpu-check        GPU tests and benchmarks, on a machine with one or more; continues where it ended"
 	@echo "make lint             ruff, mypy for Python 3.11 to 3.13, import-linter"
