@@ -384,6 +384,8 @@ class ModelConfig:
     def activation_kind(self) -> ActivationKind:
         """Properties of the activation function."""
         kind = ACTIVATIONS[self.activation]
+        if not kind.fields:
+            return kind
         return replace(kind, arguments=(*kind.arguments, *(getattr(self, name) for name in kind.fields)))
 
     @property

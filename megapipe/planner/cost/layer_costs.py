@@ -3,7 +3,7 @@ replicas of its weights."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 from typing import NamedTuple, TypeVar
@@ -388,17 +388,17 @@ class StageCosts:
         """Return the seconds to gather weights that an update leaves in shards (ZeRO 1 and 2)."""
         return self.gather - self.sharded_gather
 
-    @property
+    @cached_property
     def whole_forward(self) -> Floats:
         """Return the seconds of a micro-batch's forward, including waits."""
         return self.forward + self.tensor.forward + self.context.forward
 
-    @property
+    @cached_property
     def whole_again(self) -> Floats:
         """Return the seconds to recompute whole layers, including waits."""
         return self.recompute + self.tensor.recompute + self.context.recompute
 
-    @property
+    @cached_property
     def input_half(self) -> Floats:
         """Return the seconds of the backward's input half, including waits, without recomputation of whole layers."""
         return self.backward_input + self.made_again + self.tensor.backward_input + self.context.backward_input

@@ -50,10 +50,12 @@ class Evaluation:
         """Return the bytes of the fullest rank. Raises ConfigError like `estimate`."""
         return max(memory.total for memory in self._memory(layout))
 
+    @cached_method
     def least_bytes(self, layout: Layout) -> float:
         """Return a lower bound of `num_bytes`."""
         return 0.0 if self.base.schedule.file else least_bytes(*self._held(layout))
 
+    @cached_method
     def least_seconds(self, layout: Layout) -> float:
         """Return a lower bound of the estimate's seconds."""
         return 0.0 if self.base.schedule.file else self._step(layout).least_seconds()

@@ -28,7 +28,12 @@ STEADY_BODIES: Final = 3
 
 
 def lower(
-    schedule: Schedule, *, receive_ahead: int = 1, recompute: Spans = (), offload: Offload = NOTHING
+    schedule: Schedule,
+    *,
+    receive_ahead: int = 1,
+    recompute: Spans = (),
+    offload: Offload = NOTHING,
+    updates: bool = True,
 ) -> Schedule:
     """Add to a schedule of compute actions everything else that a step does.
 
@@ -38,6 +43,7 @@ def lower(
     gathered, every chunk is cut into units, whose weights are gathered before their use and released after it.
     ``recompute``: the spans that each stage recomputes before its backward; then, too, every chunk is cut into units.
     ``offload``: copies to host memory; for those of activations and weights, too, every chunk is cut into units.
+    ``updates``: add reductions and optimizer steps; what ranks hold for their micro-batches does not depend on them.
     Raises ScheduleError if the compute actions do not fit together.
     """
     if receive_ahead < 1:
@@ -62,7 +68,7 @@ def lower(
         table, messages, posts = _with_recompute(table, messages, posts, recompute)
     insertions = [messages.sends(table), messages.receives(table, posts)]
     added = []
-    if training:
+    if training and updates:
         added = add_reductions(table, lazy=schedule.header.gradient_buffers > 1, flushes=schedule.flushes)
     if gathers:
         insertions += add_gathers(table, added)
