@@ -9,6 +9,9 @@ halves of a micro-batch, so it also fixes how long activations live and how many
 the free time (Qi et al., arXiv 2405.15362, sections 2 and 3).
 """
 
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from megapipe.schedules.actions import Kind
@@ -16,6 +19,12 @@ from megapipe.schedules.building_blocks import Step, Timed, Times, fill_idle_tim
 from megapipe.schedules.schedule import Sections
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+
+
+def numbered(actions: Iterable[tuple[Kind, int]]) -> list[Step]:
+    """Return actions of (kind, stage) with their micro-batches: each kind and stage counts its own."""
+    microbatches: defaultdict[tuple[Kind, int], itertools.count[int]] = defaultdict(itertools.count)
+    return [(*action, next(microbatches[action])) for action in actions]
 
 
 def one_stage(rank: int, count: int, warmup: int, waiting: int, drain_one_by_one: bool) -> list[Step]:

@@ -1,11 +1,13 @@
 """DualPipeV: a V whose forwards and backwards run in pairs."""
 
-from collections import deque
+from typing import Final
 
-from megapipe.schedules.actions import GROUP, Kind, Rows
-from megapipe.schedules.building_blocks import Step, rows_from_steps, v_shape
+import numpy as np
+
+from megapipe.schedules.actions import GROUP, KIND, MICROBATCH, STAGE, Kind, Rows
+from megapipe.schedules.building_blocks import rows_from_steps, v_shape
 from megapipe.schedules.errors import ScheduleError
-from megapipe.schedules.generators._zero_bubble import FORWARD, INPUT, WEIGHT
+from megapipe.schedules.generators._zero_bubble import FORWARD, INPUT, WEIGHT, numbered
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -30,71 +32,44 @@ def dualpipe_v(num_ranks: int, num_microbatches: int) -> Sections:
     return Sections.flushing(_rows(rank, num_ranks, num_microbatches) for rank in range(num_ranks))
 
 
+Together = tuple[tuple[Kind, int], ...]
+"""Kind and stage of the rows of one action."""
+WEIGHT_HALF: Final = ((WEIGHT, -1),)
+"""The weight half that waits longest, of whatever stage."""
+
+
 def _rows(rank: int, num_ranks: int, count: int) -> Rows:
-    """Return one rank's actions in DualPipe's eight phases. Chunk 0 is on the way down, chunk 1 on the way up."""
-    order, ranks_after = _Order(rank, num_ranks), num_ranks - 1 - rank
-    for _ in range(2 * ranks_after):
-        order.forward(0)
-    for _ in range(rank + 1):
-        order.forward(0)
-        order.forward(1)
-    for _ in range(ranks_after):
-        order.backward(1, half=True)
-        order.weight_half()
-        order.forward(1)
-    for turn in range(count - 2 * num_ranks + rank + 1):
-        # The last rank's first forward is of the micro-batch that it turns back first: nothing to overlap yet.
-        order.pair(0, 1, overlapped=ranks_after > 0 or turn > 0)
-        order.pair(1, 0)
-    for _ in range(ranks_after):
-        order.backward(1)
-        order.pair(1, 0)
-    middle, odd = (rank + 1) // 2, rank % 2 == 1
-    for turn in range(rank + 1):
-        order.backward(1, half=turn > middle or (turn == middle and odd))
-        order.backward(0, half=turn >= middle)
-    for _ in range(ranks_after):
-        order.weight_half()
-        order.backward(0, half=True)
-    for _ in range(rank + 1):
-        order.weight_half()
-    return order.rows()
+    """Return one rank's actions in DualPipe's eight phases."""
+    down, up, ranks_after = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
+    forward_down, forward_up = ((FORWARD, down),), ((FORWARD, up),)
+    down_and_up, up_and_down = (*forward_down, (Kind.BACKWARD, up)), (*forward_up, (Kind.BACKWARD, down))
+    # The last rank's first forward is of the micro-batch that it turns back first: nothing to overlap yet.
+    turning = [down_and_up] if ranks_after else [(each,) for each in down_and_up]
+    last = [up, down] * (rank + 1)
+    return _numbered_rows([
+        *[forward_down] * (2 * ranks_after),
+        *[forward_down, forward_up] * (rank + 1),
+        *[((INPUT, up),), WEIGHT_HALF, forward_up] * ranks_after,
+        *turning,
+        *[up_and_down, down_and_up] * (count - 2 * num_ranks + rank),
+        up_and_down,
+        *[((Kind.BACKWARD, up),), up_and_down] * ranks_after,
+        *(((Kind.BACKWARD, stage),) for stage in last[: rank + 1]),
+        *(((INPUT, stage),) for stage in last[rank + 1 :]),
+        *[WEIGHT_HALF, ((INPUT, down),)] * ranks_after,
+        *[WEIGHT_HALF] * (rank + 1),
+    ])  # fmt: skip
 
 
-class _Order:
-    """A rank's actions so far; each chunk counts its own micro-batches."""
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self._stages = rank, 2 * num_ranks - 1 - rank
-        self._forwards, self._backwards = [0, 0], [0, 0]
-        self._waiting: deque[Step] = deque()
-        self._steps: list[Step] = []
-        self._groups: list[int] = []
-
-    def rows(self) -> Rows:
-        rows = rows_from_steps(self._steps)
-        rows[:, GROUP] = self._groups
-        return rows
-
-    def forward(self, chunk: int, group: int = -1) -> None:
-        self._add((FORWARD, self._stages[chunk], self._forwards[chunk]), group)
-        self._forwards[chunk] += 1
-
-    def backward(self, chunk: int, group: int = -1, *, half: bool = False) -> None:
-        stage, microbatch = self._stages[chunk], self._backwards[chunk]
-        self._add((INPUT if half else Kind.BACKWARD, stage, microbatch), group)
-        self._backwards[chunk] += 1
-        if half:
-            self._waiting.append((WEIGHT, stage, microbatch))
-
-    def weight_half(self) -> None:
-        self._add(self._waiting.popleft(), -1)
-
-    def pair(self, forward: int, backward: int, *, overlapped: bool = True) -> None:
-        group = len(self._steps) if overlapped else -1
-        self.forward(forward, group)
-        self.backward(backward, group)
-
-    def _add(self, step: Step, group: int) -> None:
-        self._steps.append(step)
-        self._groups.append(group)
+def _numbered_rows(actions: list[Together]) -> Rows:
+    """Return the rows of some actions, with their groups and micro-batches; weight halves in the order of their input
+    halves."""
+    kinds, stages = np.array([each for together in actions for each in together]).T
+    # Whole backwards and halves of a stage count together.
+    rows = rows_from_steps(numbered(zip(np.where(kinds == INPUT, Kind.BACKWARD, kinds), stages, strict=True)))
+    rows[:, KIND] = kinds
+    waiting = rows[kinds == INPUT]
+    rows[kinds == WEIGHT, STAGE], rows[kinds == WEIGHT, MICROBATCH] = waiting[:, STAGE], waiting[:, MICROBATCH]
+    sizes = [len(together) for together in actions]
+    rows[:, GROUP] = np.repeat([number if size > 1 else -1 for number, size in enumerate(sizes)], sizes)
+    return rows
