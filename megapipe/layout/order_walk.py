@@ -87,7 +87,7 @@ def stage_walk(asked: Order) -> Walk:
 
     The header of the walk is lowered, with the slots of messages.
     """
-    schedule = lower(asked.actions, receive_ahead=asked.receive_ahead, updates=False)
+    schedule = lower(asked.actions, receive_ahead=asked.receive_ahead, checked=True, updates=False)
     sections = schedule.sections
     rows = [np.concatenate(each) for each in zip(sections.prologue, sections.epilogue, strict=True)]
     return Walk(schedule.header, sections.body if schedule.flushes else rows)

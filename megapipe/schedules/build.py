@@ -78,7 +78,7 @@ def build(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
         data_parallel=data_parallel, states=states, vocabulary=vocabulary, **options,
     )  # fmt: skip
-    lowered = lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
+    lowered = lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload, checked=True)
     generator = find_generator(name)
     if not generator.built_in:  # tests validate the built-in ones, and this takes time
         validate(lowered)
@@ -241,7 +241,6 @@ def load_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:
     check_ranks(str(path), schedule.header.num_ranks)
     if schedule.header.lowered:
         return schedule
-    check_compute(schedule)
     return lower(schedule)
 
 
@@ -311,7 +310,6 @@ def fit_for_training(
             states=states,
         )
         schedule = replace(schedule, header=filled)
-        check_compute(schedule)
         schedule = lower(schedule, receive_ahead=receive_ahead, recompute=recompute, offload=offload)
     validate(schedule)
     return schedule

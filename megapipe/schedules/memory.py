@@ -15,10 +15,34 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import BACKWARDS, Ints, Kind, Mask, Rows, rows_of
+from megapipe.schedules.actions import BACKWARDS, GRADIENT_KINDS, Ints, Kind, Mask, Rows, rows_of
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Header, Schedule, SectionName
 from megapipe.schedules.table import Table
+
+
+@dataclass(frozen=True)
+class Lives:
+    """For every receive of one direction, by stage, then by row: the rows between which its buffer is in use."""
+
+    stage: Ints
+    microbatch: Ints
+    start: Ints
+    end: Ints
+
+
+def receive_lives(table: Table, receive: Kind) -> Lives:
+    """Return the lives of the buffers that ``receive`` fills, each until the last backward of its stage and
+    micro-batch: the weight half may need that very tensor. Without backwards, until the last forward."""
+    release = (Kind.FORWARD,) if table.header.mode == "forward" else GRADIENT_KINDS
+    start = table.rows_with(receive)
+    start = start[np.argsort(table.stage[start], kind="stable")]
+    end = table.last_by_key(*release)[table.key[start]]
+    return Lives(table.stage[start].astype(np.int64), table.microbatch[start].astype(np.int64), start, end)
+
+
+READERS: Final = ((Kind.RECV_ACTIVATION, (Kind.FORWARD,)), (Kind.RECV_GRADIENT, BACKWARDS))
+"""Receives, and the kinds that read what they receive."""
 
 
 def peak_activations(table: Table) -> tuple[float, ...]:

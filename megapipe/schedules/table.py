@@ -217,12 +217,6 @@ class Table:
         opens: Mask = (self.unit < 0) | (self.unit == first)
         return opens
 
-    def closes_chunk(self) -> Mask:
-        """Return which rows give the chunk's output: whole chunks, a forward's last unit, a backward's first one."""
-        last = np.where(self.is_kind(Kind.FORWARD), self.units - 1, 0)
-        closes: Mask = (self.unit < 0) | (self.unit == last)
-        return closes
-
     def last_by_key(self, *kinds: Kind) -> Ints:
         """Return the last row of the kinds for each stage and micro-batch, -1 where none; shape [stages *
         micro-batches]."""

@@ -73,7 +73,7 @@ def test_the_units_of_a_group_go_together():
 def test_a_group_that_waits_for_itself_deadlocks():
     """Rank 1 needs the forward of micro-batch 1, which leaves rank 0 with the pair that waits for its backward."""
     with pytest.raises(ScheduleError, match="deadlocks"):
-        lower(loads(OVERLAPPED.replace("F0.1 F0.2+B0.0 F0.3+B0.1", "F0.1+B0.1 F0.2 B0.0 F0.3")))
+        lower(loads(OVERLAPPED.replace("F0.1 F0.2+B0.0 F0.3+B0.1", "F0.1+B0.1 F0.2 B0.0 F0.3")), checked=True)
 
 
 def paired(data, rows):

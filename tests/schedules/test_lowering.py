@@ -149,9 +149,9 @@ rank 1: F1.0 B1.0
 @pytest.mark.parametrize(
     ("schedule", "message"),
     [
-        (loads(CIRCLE), r"circle deadlocks.*rank 0"),
-        (loads(CIRCLE.replace("F1.0 B1.0", "")), "FORWARD stage 0, micro-batch 0: no stage takes its output"),
-        (loads(CIRCLE.replace("B0.0 F0.0", "F0.0 SA0.0 B0.0")), "lowering adds it"),
+        (loads(CIRCLE), r"circle.*rank 0.* needs FORWARD stage 0.* move F0.0 before it"),
+        (loads(CIRCLE.replace("F1.0 B1.0", "")), "FORWARD stage 1, micro-batch 0: it never happens; add F1.0"),
+        (loads(CIRCLE.replace("B0.0 F0.0", "F0.0 SA0.0 B0.0")), "give only forwards and backwards"),
         (build("gpipe", 2, 2), "already lowered"),
     ],
 )

@@ -150,7 +150,7 @@ def test_the_walk_treats_grouped_rows_as_one_action(name: str, data: st.DataObje
     schedule = replace(plain, sections=Sections(*sections))
     steps = 1 if schedule.flushes else 3
     try:
-        lowered = lower(schedule, recompute=((range(1),),) * (ranks * chunks))
+        lowered = lower(schedule, recompute=((range(1),),) * (ranks * chunks), checked=True)
     except ScheduleError:
         assume(False)
     costs, graph = random_costs(seed, ranks, ranks * chunks, layouts=2), OrderGraph(schedule, steps)

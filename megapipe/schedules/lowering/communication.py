@@ -8,15 +8,16 @@ import itertools
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import BACKWARDS, GRADIENT_KINDS, SLOT, Ints, Kind, Mask, rows_of
+from megapipe.schedules.actions import BACKWARDS, GRADIENT_KINDS, SLOT, Ints, Kind, Mask, describe, rows_of
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
-from megapipe.schedules.table import Table
+from megapipe.schedules.memory import READERS, Lives, receive_lives
+from megapipe.schedules.table import Table, action_at, failure
 
 
 class Posts(NamedTuple):
@@ -48,21 +49,13 @@ class MessageTable:
     def of(cls, table: Table) -> "MessageTable":
         """Return the messages that a program of compute rows needs: forwards to the next stage, gradients to the
         previous one."""
-        following = _neighbours(table, table.header.following_stages)
-        preceding = _neighbours(table, table.header.preceding_stages)
-        opens, closes = table.opens_chunk(), table.closes_chunk()
-        forward = table.is_kind(Kind.FORWARD)
-        backward = table.is_kind(*BACKWARDS)
-        pairs = [
-            _match(table, np.flatnonzero(forward & closes & (following >= 0)),
-                   np.flatnonzero(forward & opens & (preceding >= 0)), following),
-            _match(table, np.flatnonzero(backward & closes & (preceding >= 0)),
-                   np.flatnonzero(backward & opens & (following >= 0)), preceding),
-        ]  # fmt: skip
-        producer, consumer = map(np.concatenate, zip(*pairs, strict=True))
-        gradient = np.repeat(np.arange(2), [len(producers) for producers, _ in pairs])
+        needs = Dependencies(table).hand_overs(same_rank=False)
+        shard = table.header.is_shard[table.stage]
+        sent = ~(shard[needs.row] | shard[needs.needed])  # shards of the vocabulary have collectives
+        producer, consumer = needs.needed[sent], needs.row[sent]
         link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
         order = np.lexsort((producer, link))
+        gradient = table.is_kind(*BACKWARDS)[producer].astype(np.int64)
         microbatch = table.microbatch[producer].astype(np.int64)
         return cls(*(each[order] for each in (gradient, microbatch, producer, consumer, link)))
 
@@ -84,47 +77,6 @@ class MessageTable:
         kind = np.where(self.gradient == 1, int(Kind.SEND_GRADIENT), int(Kind.SEND_ACTIVATION))
         rows = rows_of(kind, table.stage[self.producer], self.microbatch)
         return Insertion(rows, self.producer, InsertionOrder.SEND, table.section[self.producer])
-
-
-def _neighbours(table: Table, neighbours: Ints) -> Ints:
-    """Return the stage next to each row's stage on the micro-batch's route, -1 where there is none or it is on this
-    rank."""
-    neighbour: Ints = neighbours[table.microbatch % len(neighbours), table.stage]
-    local = table.header.stage_ranks[neighbour] == table.rank
-    return np.where(local, -1, neighbour)
-
-
-def _match(table: Table, producers: Ints, consumers: Ints, target: Ints) -> tuple[Ints, Ints]:
-    """Pair the rows that give a message with the rows that take it, by receiving stage and micro-batch."""
-    num_microbatches = table.num_microbatches
-    produced = target[producers] * num_microbatches + table.microbatch[producers]
-    consumed = table.key[consumers]
-    produced_order, consumed_order = np.argsort(produced, kind="stable"), np.argsort(consumed, kind="stable")
-    for rows, keys in ((producers, produced), (consumers, consumed)):
-        _, first = np.unique(keys, return_index=True)
-        repeated = np.delete(rows, first)
-        if len(repeated):
-            raise _misfit(table, int(repeated.min()), "it appears a second time")
-    for rows, keys, other_keys, problem in (
-        (producers, produced, consumed, "no stage takes its output"),
-        (consumers, consumed, produced, "no stage gives its input"),
-    ):
-        alone = rows[~np.isin(keys, other_keys)]
-        if len(alone):
-            raise _misfit(table, int(alone.min()), problem)
-    return producers[produced_order], consumers[consumed_order]
-
-
-EVERY_STAGE: Final = "every micro-batch must pass every stage of its route exactly once, forward and backward"
-
-
-def _misfit(table: Table, row: int, problem: str, remedy: str = EVERY_STAGE) -> ScheduleError:
-    where = f"{table.place_of(row)}, {_named(table, row)}"
-    return ScheduleError(f"{table.header.name} cannot be lowered: {where}: {problem}; {remedy}")
-
-
-def _named(table: Table, row: int) -> str:
-    return f"{Kind(int(table.kind[row])).name} stage {table.stage[row]}, micro-batch {table.microbatch[row]}"
 
 
 def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> Posts:
@@ -158,18 +110,15 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
         raise ScheduleError(
             f"{table.header.name} deadlocks: its compute actions wait for each other in a cycle: "
             + "; ".join(
-                f"{table.place_of(row)} at {_named(table, row)}"
+                f"{table.place_of(row)} at {describe(action_at(table, row), table.header.slices)}"
                 for row in _waiting_rows(table, messages, posts)[stuck].tolist()
             )
             + "; change the order on one of these ranks"
         )
     if np.any(posts.row < section_start):
-        raise _misfit(
-            table,
-            int(messages.consumer[np.argmax(posts.row < section_start)]),
-            "its receive would have to be posted before its section starts",
-            "use micro-batches in the order in which the other rank sends them",
-        )
+        problem = "its receive would have to be posted before its section starts"
+        remedy = "use micro-batches in the order in which the other rank sends them"
+        raise failure(table, int(messages.consumer[np.argmax(posts.row < section_start)]), f"{problem}; {remedy}")
     return posts
 
 
@@ -260,30 +209,6 @@ def _early_enough(
     if np.any((row[before] > row[after]) | ((row[before] == row[after]) & (turn[before] > turn[after]))):
         return posts, first_stuck
     return posts, _progress(table, messages, posts).stuck()
-
-
-@dataclass(frozen=True)
-class Lives:
-    """For every receive of one direction, by stage, then by row: the rows between which its buffer is in use."""
-
-    stage: Ints
-    microbatch: Ints
-    start: Ints
-    end: Ints
-
-
-def receive_lives(table: Table, receive: Kind) -> Lives:
-    """Return the lives of the buffers that ``receive`` fills, each until the last backward of its stage and
-    micro-batch: the weight half may need that very tensor. Without backwards, until the last forward."""
-    release = (Kind.FORWARD,) if table.header.mode == "forward" else GRADIENT_KINDS
-    start = table.rows_with(receive)
-    start = start[np.argsort(table.stage[start], kind="stable")]
-    end = table.last_by_key(*release)[table.key[start]]
-    return Lives(table.stage[start].astype(np.int64), table.microbatch[start].astype(np.int64), start, end)
-
-
-READERS: Final = ((Kind.RECV_ACTIVATION, (Kind.FORWARD,)), (Kind.RECV_GRADIENT, BACKWARDS))
-"""Receives, and the kinds that read what they receive."""
 
 
 def assign_slots(table: Table) -> Table:

@@ -5,7 +5,7 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_KINDS, GROUP, UNIT, VERSION, Kind, Rows, kind_mask, repeats
+from megapipe.schedules.actions import GROUP, UNIT, VERSION, Kind, Rows, repeats
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.gathers import check_states
 from megapipe.schedules.lowering.communication import MessageTable, Posts, assign_slots, place_receives
@@ -22,6 +22,7 @@ from megapipe.schedules.lowering.insertion import (
 from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.schedule import Schedule, Sections, shift_rows
 from megapipe.schedules.table import Table
+from megapipe.schedules.validation.rows import check_compute
 
 STEADY_BODIES: Final = 3
 """Bodies that a never-flushing schedule is lowered over; the middle one is its steady state."""
@@ -33,6 +34,7 @@ def lower(
     receive_ahead: int = 1,
     recompute: Spans = (),
     offload: Offload = NOTHING,
+    checked: bool = False,
     updates: bool = True,
 ) -> Schedule:
     """Add to a schedule of compute actions everything else that a step does.
@@ -43,12 +45,15 @@ def lower(
     gathered, every chunk is cut into units, whose weights are gathered before their use and released after it.
     ``recompute``: the spans that each stage recomputes before its backward; then, too, every chunk is cut into units.
     ``offload``: copies to host memory; for those of activations and weights, too, every chunk is cut into units.
+    ``checked``: the compute actions are known to fit together. Raises ScheduleError if they do not.
     ``updates``: add reductions and optimizer steps; what ranks hold for their micro-batches does not depend on them.
-    Raises ScheduleError if the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead is {receive_ahead}; it must be at least 1, as receives precede their use")
-    _require_compute_only(schedule)
+    if schedule.header.lowered:
+        raise ScheduleError(f"{schedule.header.name} is already lowered; lower the compute actions it was made from")
+    if not checked:
+        check_compute(schedule)
     check_states(schedule)
     offload.check(schedule.header, recompute if schedule.header.mode == "train" else ())
     table = unrolled(schedule)
@@ -94,14 +99,6 @@ def _with_recompute(
     opens = opens[action]
     moved = replace(messages, producer=index[messages.producer], consumer=index[messages.consumer])
     return table, moved, posts._replace(row=np.where(posts.late, index[posts.row], opens[posts.row]))
-
-
-def _require_compute_only(schedule: Schedule) -> None:
-    if schedule.header.lowered:
-        raise ScheduleError(f"{schedule.header.name} is already lowered; lower the compute actions it was made from")
-    for rows in (*schedule.sections.prologue, *schedule.sections.body, *schedule.sections.epilogue):
-        if not np.all(kind_mask(rows[:, 0], *COMPUTE_KINDS)):
-            raise ScheduleError(f"{schedule.header.name} contains communication, but lowering adds it; remove it")
 
 
 def unrolled(schedule: Schedule) -> Table:

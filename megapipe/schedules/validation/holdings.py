@@ -4,8 +4,16 @@ import numpy as np
 
 from megapipe.schedules.actions import ADDING, Ints, Kind, Mask, describe
 from megapipe.schedules.gathers import GATHERS, USES, StateRows, by_place, of_states
-from megapipe.schedules.lowering.communication import READERS, Lives, receive_lives
-from megapipe.schedules.memory import STATES_ON_DEVICE, activations_moved, state_places, states_moved, unit_places
+from megapipe.schedules.memory import (
+    READERS,
+    STATES_ON_DEVICE,
+    Lives,
+    activations_moved,
+    receive_lives,
+    state_places,
+    states_moved,
+    unit_places,
+)
 from megapipe.schedules.table import Table, action_at, refuse, refuse_repeated
 
 

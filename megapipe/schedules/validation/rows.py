@@ -274,7 +274,7 @@ def check_coverage(table: Table) -> None:
 def check_compute(schedule: Schedule) -> None:
     """Raise ScheduleError unless each micro-batch passes every stage of its route once, forward and backward.
 
-    schedule: compute actions alone. Lowering relies on this, so schedules of users are checked before it.
+    schedule: compute actions alone. Lowering relies on this.
     """
     header = schedule.header
     for section in SECTIONS:
