@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -113,6 +114,28 @@ def alternate(forwards: Rows, backwards: Rows, warmup: int) -> Rows:
     return rows
 
 
+def in_groups(
+    num_ranks: int, num_microbatches: int, chunks: int, group_size: int, rank: int, *, ahead: int, slices: int = 1
+) -> Rows:
+    """Return the rows of one rank, whose stages micro-batches pass in groups: a group passes a chunk before the next
+    one, forward in ascending and backward in descending order.
+
+    num_microbatches, group_size: in whole micro-batches; a chunk passes all slices of those of a group in a row.
+    ahead: forwards of the last chunk before the first backward. slices: of each micro-batch, which pass one by one;
+    backward from the last one on.
+    """
+    count, size = num_microbatches * slices, min(group_size, num_microbatches) * slices
+    group, chunk, place = (grid.ravel() for grid in np.mgrid[: -(-count // size), :chunks, :size])
+    unit = group * size + place
+    rows = alternate(
+        rows_of(Kind.FORWARD, chunk * num_ranks + rank, unit),
+        rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, unit - 2 * (unit % slices) + slices - 1),
+        # The first rank may start at most two groups before the last rank, or a chunk would wait for itself.
+        warmup=(chunks - 1) * size + min(ahead, 2 * size) + slices - 1,
+    )
+    return rows[rows[:, MICROBATCH] < count]
+
+
 def rows_from_steps(steps: list[Step]) -> Rows:
     """Return the rows of (kind, stage, micro-batch) triples."""
     kind, stage, microbatch = np.array(steps, dtype=np.int64).reshape(-1, 3).T
@@ -188,8 +211,12 @@ def split_backwards(sections: Sections, placement: StagePlacement, times: Times,
             "because each backward's weight half is postponed at least once"
         )
     programs = tuple(steps_of(rows) for rows in sections.body)
-    timed = fill_idle_time(programs, placement, times, max_pending)
-    return Sections.flushing(map(rows_from_steps, timed.programs))
+    return cheapest([fill_idle_time(programs, placement, times, max_pending)])
+
+
+def cheapest(orders: Iterable[Timed]) -> Sections:
+    """Return the order with the least cost as a schedule that flushes."""
+    return Sections.flushing(map(rows_from_steps, min(orders, key=lambda timed: timed.cost).programs))
 
 
 def steps_of(rows: Rows) -> list[Step]:
@@ -221,6 +248,19 @@ def fill_idle_time(
     return Timed(tuple(filler.out), max(filler.finish(rank) for rank in ranks))
 
 
+def ready_time(step: Step, ends: Mapping[Step, float], stages: Sequence[StagePlace], latency: float) -> float:
+    """Return when the result that a step needs arrives on its rank, by the ends of earlier steps of a single route:
+    infinity while it is not known, 0 if the step needs none."""
+    kind, stage, microbatch = step
+    if kind == Kind.BACKWARD_WEIGHT or (kind == Kind.FORWARD and stage == 0):
+        return 0.0
+    source = kind, stage + (-1 if kind == Kind.FORWARD else 1), microbatch
+    if source[1] == len(stages):
+        source = Kind.FORWARD, stage, microbatch
+    hop = stages[source[1]].rank != stages[stage].rank
+    return ends.get(source, inf) + (latency if hop else 0.0)
+
+
 class _Filler:
     """Runs the programs of all ranks in time, and places the weight halves."""
 
@@ -243,8 +283,8 @@ class _Filler:
         program = self._programs[rank]
         while self._next[rank] < len(program):
             step = program[self._next[rank]]
-            ready = self._ready(rank, step)
-            if ready is None:
+            ready = ready_time(step, self._ends, self._stages, self._times.latency)
+            if ready == inf:
                 break
             self._fill(rank, step, ready)
             self._run(rank, step, ready)
@@ -256,21 +296,6 @@ class _Filler:
         while self._pending[rank]:
             self._run(rank, self._pending[rank].popleft(), 0.0)
         return self._clock[rank] - (self._started[rank] or 0.0)
-
-    def _ready(self, rank: int, step: Step) -> float | None:
-        kind, stage, microbatch = step
-        if kind == Kind.BACKWARD_WEIGHT or (kind == Kind.FORWARD and stage == 0):
-            return 0.0
-        source: Step
-        if kind == Kind.FORWARD:
-            source = (kind, stage - 1, microbatch)
-        else:
-            last = stage == len(self._stages) - 1
-            source = (Kind.FORWARD, stage, microbatch) if last else (kind, stage + 1, microbatch)
-        if source not in self._ends:
-            return None
-        hop = self._stages[source[1]].rank != rank
-        return self._ends[source] + (self._times.latency if hop else 0.0)
 
     def _fill(self, rank: int, step: Step, ready: float) -> None:
         """Run weight halves that fit before the step is ready, and those that may wait no longer."""

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from megapipe.schedules.actions import Kind
-from megapipe.schedules.building_blocks import Step, Timed, Times, fill_idle_time, rows_from_steps, v_shape
+from megapipe.schedules.building_blocks import Step, Timed, Times, cheapest, fill_idle_time, v_shape
 from megapipe.schedules.schedule import Sections
 
 FORWARD, INPUT, WEIGHT = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
@@ -86,8 +86,7 @@ def repeated(
     num_ranks: int, num_microbatches: int, block: BuildingBlock, most_held: int, times: Times | None
 ) -> Sections:
     """Return the order of a block as a schedule."""
-    timed = filled(num_ranks, num_microbatches, block, most_held, times or Times())
-    return Sections.flushing(map(rows_from_steps, timed.programs))
+    return cheapest([filled(num_ranks, num_microbatches, block, most_held, times or Times())])
 
 
 def _program(rank: int, num_ranks: int, count: int, block: BuildingBlock) -> list[Step]:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from megapipe.schedules.actions import KIND, MICROBATCH, Kind, Rows, rows_of
-from megapipe.schedules.building_blocks import alternate, round_robin
+from megapipe.schedules.actions import KIND, Kind, Rows
+from megapipe.schedules.building_blocks import in_groups, round_robin
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -24,17 +24,9 @@ def gis(num_ranks: int, num_microbatches: int, *, chunks: int, group_size: int |
 
 
 def _grouped(num_ranks: int, num_microbatches: int, chunks: int, size: int, rank: int) -> Rows:
-    """Return the rows of one rank."""
-    groups = -(-num_microbatches // size)
-    group, chunk, place = (grid.ravel() for grid in np.mgrid[:groups, :chunks, :size])
-    microbatch = group * size + place
-    down, up = chunk * num_ranks + rank, (chunks - 1 - chunk) * num_ranks + rank
-    rows = alternate(
-        rows_of(Kind.FORWARD, down, microbatch),
-        rows_of(Kind.BACKWARD_INPUT, up, microbatch),
-        warmup=(chunks - 1) * size + num_ranks - 1 - rank,
-    )
+    """Return the rows of one rank, each backward as its halves."""
+    rows = in_groups(num_ranks, num_microbatches, chunks, size, rank, ahead=num_ranks - 1 - rank)
     rows = np.repeat(rows, np.where(rows[:, KIND] == Kind.FORWARD, 1, 2), axis=0)
-    second = np.flatnonzero(rows[:, KIND] == Kind.BACKWARD_INPUT)[1::2]
-    rows[second, KIND] = Kind.BACKWARD_WEIGHT
-    return rows[rows[:, MICROBATCH] < num_microbatches]
+    halves = np.flatnonzero(rows[:, KIND] == Kind.BACKWARD)
+    rows[halves, KIND] = np.resize([Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT], len(halves))
+    return rows

@@ -5,8 +5,8 @@ from typing import Final
 
 import numpy as np
 
-from megapipe.schedules.actions import KIND, MICROBATCH, Floats, Kind, Rows, rows_of
-from megapipe.schedules.building_blocks import alternate, round_robin
+from megapipe.schedules.actions import KIND, Floats, Kind
+from megapipe.schedules.building_blocks import in_groups, round_robin
 from megapipe.schedules.registry import Options, schedule
 from megapipe.schedules.schedule import Sections
 
@@ -30,26 +30,9 @@ def default_group_size(num_ranks: int, num_microbatches: int, chunks: int) -> in
     return larger if held <= usual + MORE_HELD * chunks else num_ranks
 
 
-def in_groups(num_ranks: int, num_microbatches: int, chunks: int, group_size: int, rank: int, slices: int = 1) -> Rows:
-    """Return the rows of one rank. slices: of each micro-batch, which pass one by one; backward from the last one on.
-
-    num_microbatches, group_size: in whole micro-batches; a chunk passes all slices of those of a group in a row.
-    """
-    count, size = num_microbatches * slices, min(group_size, num_microbatches) * slices
-    group, chunk, place = (grid.ravel() for grid in np.mgrid[: -(-count // size), :chunks, :size])
-    unit = group * size + place
-    rows = alternate(
-        rows_of(Kind.FORWARD, chunk * num_ranks + rank, unit),
-        rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, unit - 2 * (unit % slices) + slices - 1),
-        # The first rank may start at most two groups before the last rank, or a chunk would wait for itself.
-        warmup=(chunks - 1) * size + min(2 * (num_ranks - 1 - rank), 2 * size) + slices - 1,
-    )
-    return rows[rows[:, MICROBATCH] < count]
-
-
 def _peak_held(num_ranks: int, num_microbatches: int, chunks: int, group_size: int) -> int:
     """Return the peak number of chunk activations on the first rank, which holds the most."""
-    rows = in_groups(num_ranks, num_microbatches, chunks, group_size, 0)
+    rows = in_groups(num_ranks, num_microbatches, chunks, group_size, 0, ahead=2 * (num_ranks - 1))
     return int(np.cumsum(np.where(rows[:, KIND] == Kind.FORWARD, 1, -1)).max())
 
 
@@ -118,5 +101,6 @@ def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, grou
     if group_size is None:
         group_size = default_group_size(num_ranks, num_microbatches, chunks)
     return Sections.flushing(
-        in_groups(num_ranks, num_microbatches, chunks, group_size, rank) for rank in range(num_ranks)
+        in_groups(num_ranks, num_microbatches, chunks, group_size, rank, ahead=2 * (num_ranks - 1 - rank))
+        for rank in range(num_ranks)
     )

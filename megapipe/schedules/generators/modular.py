@@ -1,9 +1,6 @@
 """The modular pipeline: all micro-batches pass a chunk before the next chunk starts."""
 
-import numpy as np
-
-from megapipe.schedules.actions import Kind, rows_of
-from megapipe.schedules.building_blocks import alternate, held_after_all_forwards, round_robin
+from megapipe.schedules.building_blocks import held_after_all_forwards, in_groups, round_robin
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -25,12 +22,7 @@ def modular(num_ranks: int, num_microbatches: int, *, chunks: int) -> Sections:
     A chunk's gradient is complete after one run of backwards, so its reduction overlaps all that follow, and sharded
     weights are gathered once a pass whatever the number of micro-batches. Every activation is kept.
     """
-    chunk, microbatch = (grid.ravel() for grid in np.mgrid[:chunks, :num_microbatches])
     return Sections.flushing(
-        alternate(
-            rows_of(Kind.FORWARD, chunk * num_ranks + rank, microbatch),
-            rows_of(Kind.BACKWARD, (chunks - 1 - chunk) * num_ranks + rank, microbatch),
-            warmup=len(microbatch),
-        )
+        in_groups(num_ranks, num_microbatches, chunks, num_microbatches, rank, ahead=num_microbatches)
         for rank in range(num_ranks)
     )

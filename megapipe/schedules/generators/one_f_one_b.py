@@ -2,10 +2,7 @@
 
 from typing import Final
 
-import numpy as np
-
-from megapipe.schedules.actions import Kind, Rows, rows_of
-from megapipe.schedules.building_blocks import alternate, held_after_warmup, one_stage_file
+from megapipe.schedules.building_blocks import held_after_warmup, in_groups, one_stage_file
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -17,16 +14,6 @@ ROWS: Final = """\
 """
 
 
-def in_turn(num_ranks: int, num_microbatches: int, rank: int, slices: int = 1) -> Rows:
-    """Return the rows of one rank. slices: of each micro-batch, which pass one by one, backward in reverse order."""
-    order = np.arange(num_microbatches * slices)
-    return alternate(
-        rows_of(Kind.FORWARD, rank, order),
-        rows_of(Kind.BACKWARD, rank, order - 2 * (order % slices) + slices - 1),
-        warmup=num_ranks - rank - 2 + slices,
-    )
-
-
 @schedule(
     "1f1b", "A", takes_two_bp=True, repeats=True, looped="interleaved_1f1b", held=held_after_warmup, search="all",
     text=one_stage_file("1f1b", ROWS),
@@ -34,4 +21,7 @@ def in_turn(num_ranks: int, num_microbatches: int, rank: int, slices: int = 1) -
 def one_forward_one_backward(num_ranks: int, num_microbatches: int) -> Sections:
     """One forward, one backward: at most ``num_ranks - rank`` activations are kept (PipeDream-Flush, arXiv 2006.09503,
     section 3.2; Megatron-LM, arXiv 2104.04473, section 2.2)."""
-    return Sections.flushing(in_turn(num_ranks, num_microbatches, rank) for rank in range(num_ranks))
+    return Sections.flushing(
+        in_groups(num_ranks, num_microbatches, 1, num_microbatches, rank, ahead=num_ranks - 1 - rank)
+        for rank in range(num_ranks)
+    )

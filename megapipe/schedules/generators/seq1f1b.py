@@ -1,9 +1,6 @@
 """Seq1F1B: 1F1B over slices of sequences."""
 
-from megapipe.schedules.actions import Rows
-from megapipe.schedules.building_blocks import round_robin
-from megapipe.schedules.generators.interleaved_1f1b import in_groups
-from megapipe.schedules.generators.one_f_one_b import in_turn
+from megapipe.schedules.building_blocks import in_groups, round_robin
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
@@ -18,11 +15,10 @@ def seq1f1b(num_ranks: int, num_microbatches: int, *, chunks: int, slices: int =
     slices of the ceil(p / s) micro-batches of a group, g slices, pass a chunk in a row, and rank r starts with
     (v - 1) g + 2 (p - 1 - r) + s - 1 forwards of v chunks.
     """
-    group_size = -(-num_ranks // slices)
-
-    def rows(rank: int) -> Rows:
-        if chunks > 1:
-            return in_groups(num_ranks, num_microbatches, chunks, group_size, rank, slices)
-        return in_turn(num_ranks, num_microbatches, rank, slices)
-
-    return Sections.flushing(map(rows, range(num_ranks)))
+    group_size, ahead = -(-num_ranks // slices), 1 if chunks == 1 else 2
+    return Sections.flushing(
+        in_groups(
+            num_ranks, num_microbatches, chunks, group_size, rank, ahead=ahead * (num_ranks - 1 - rank), slices=slices
+        )
+        for rank in range(num_ranks)
+    )

@@ -7,9 +7,9 @@ from itertools import product
 from megapipe.schedules.building_blocks import (
     Timed,
     Times,
+    cheapest,
     fill_idle_time,
     most_held,
-    rows_from_steps,
     steps_of,
     v_shape,
 )
@@ -41,8 +41,7 @@ def v_auto(
             f"memory_limit is {limit:g}; with {num_ranks} ranks it must "
             f"be a finite number of at least {least}, which V-Min holds"
         )
-    candidates = _candidates(num_ranks, num_microbatches, int(2 * limit), times)
-    return Sections.flushing(map(rows_from_steps, min(candidates, key=lambda timed: timed.cost).programs))
+    return cheapest(_candidates(num_ranks, num_microbatches, int(2 * limit), times))
 
 
 def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times) -> Iterator[Timed]:

@@ -11,10 +11,11 @@ from megapipe.schedules.building_blocks import (
     Step,
     Timed,
     Times,
+    cheapest,
     fill_idle_time,
     linear,
     most_held,
-    rows_from_steps,
+    ready_time,
     steps_of,
 )
 from megapipe.schedules.errors import ScheduleError
@@ -51,8 +52,7 @@ def zb_auto(
             f"memory_limit is {limit:g}; it must be a finite number of "
             "at least 1, because a rank holds at least one micro-batch"
         )
-    best = min(_candidates(num_ranks, num_microbatches, int(limit), times), key=lambda timed: timed.cost)
-    return Sections.flushing(map(rows_from_steps, best.programs))
+    return cheapest(_candidates(num_ranks, num_microbatches, int(limit), times))
 
 
 def _candidates(num_ranks: int, num_microbatches: int, limit: int, times: Times) -> Iterator[Timed]:
@@ -70,7 +70,8 @@ class _Greedy:
     """Orders in which each rank that is free takes the best action that it can start."""
 
     def __init__(self, num_ranks: int, count: int, limit: int, times: Times, rules: Rules) -> None:
-        self._ranks, self._count, self._limit, self._times, self._rules = num_ranks, count, limit, times, rules
+        self._count, self._limit, self._times, self._rules = count, limit, times, rules
+        self._stages = linear(num_ranks, 1).stages
         self._out: list[list[Step]] = [[] for _ in range(num_ranks)]
         self._done = [dict.fromkeys((FORWARD, INPUT, WEIGHT), 0) for _ in range(num_ranks)]
         self._clock = [0.0] * num_ranks
@@ -79,7 +80,7 @@ class _Greedy:
     def programs(self) -> tuple[list[Step], ...]:
         """Return every rank's order."""
         total = 3 * self._count
-        choices = {rank: self._choose(rank) for rank in range(self._ranks)}
+        choices = {rank: self._choose(rank) for rank in range(len(self._stages))}
         while choices:
             # The rank that is free first moves first, so that no rank decides on actions that have not happened yet.
             start, rank = min((start, rank) for rank, (start, _) in choices.items())
@@ -126,12 +127,10 @@ class _Greedy:
         index = self._done[rank][FORWARD]
         if index >= self._count or self._full(rank):
             return float("inf")
-        return 0.0 if rank == 0 else self._ends.get((FORWARD, rank - 1, index), float("inf")) + self._times.latency
+        return ready_time((FORWARD, rank, index), self._ends, self._stages, self._times.latency)
 
     def _input_ready(self, rank: int) -> float:
         index = self._done[rank][INPUT]
         if index >= self._done[rank][FORWARD]:
             return float("inf")
-        if rank == self._ranks - 1:
-            return self._ends[FORWARD, rank, index]
-        return self._ends.get((INPUT, rank + 1, index), float("inf")) + self._times.latency
+        return ready_time((INPUT, rank, index), self._ends, self._stages, self._times.latency)
