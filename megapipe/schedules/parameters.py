@@ -383,16 +383,11 @@ class BlockReader:
             raise scanner.error(f"the file has more than {MOST_STEPS:,} actions and repetitions; shorten ranges", 0)
 
 
-class Expanded(NamedTuple):
-    """The lines of a fixed file, and the line that names the number of ranks, with that number."""
-
-    lines: list[TextLine]
-    ranks: TextLine
-    num_ranks: int
-
-
-def expand(lines: Sequence[TextLine], source: str, sizes: FileParameters, header_only: bool = False) -> Expanded:
-    """Return the lines of the fixed file into which a file with parameters expands for a run.
+def expand(
+    lines: Sequence[TextLine], source: str, sizes: FileParameters, header_only: bool = False
+) -> tuple[list[TextLine], TextLine]:
+    """Return the lines of the fixed file into which a file with parameters expands for a run, and the line of the file
+    that names the number of ranks.
 
     Args:
         lines: of the file.
@@ -408,23 +403,22 @@ def expand(lines: Sequence[TextLine], source: str, sizes: FileParameters, header
     declared = _declarations(lines[1:end], source)
     values = _values(declared, source, sizes)
     names, run = set(values), f"{source}{_with(values)}"
-    num_ranks, num_microbatches, *_ = values.values()
 
     def fixed_line(line: TextLine, words: Sequence[Word]) -> TextLine:
         text = " ".join(word.text for word in words)
         return TextLine(run, words[0].line or line.number, tuple(words), text, line.file)
 
     line = declared["microbatches"]
-    fixed_lines = [lines[0], fixed_line(line, [line.words[0], line.words[1]._replace(text=str(num_microbatches))])]
+    fixed_lines = [lines[0], fixed_line(line, [line.words[0], line.words[1]._replace(text=str(sizes.microbatches))])]
     header = BlockReader([each for each in lines[1:end] if each not in declared.values()], not header_only)
     for statement in header.block(names):
         fixed_lines += [fixed_line(lines[0], words) for words in statement(values)]
     for start, stop in pairwise([*starts, len(lines)]) if not header_only else ():
         fixed_lines.append(fixed_line(lines[start], lines[start].words))
         if start + 1 < stop:
-            rows = BlockReader(lines[start + 1 : stop]).rows(set(names), num_ranks, values)
+            rows = BlockReader(lines[start + 1 : stop]).rows(set(names), sizes.ranks, values)
             fixed_lines += [fixed_line(line, words) for line, words in rows]
-    return Expanded(fixed_lines, declared["ranks"], num_ranks)
+    return fixed_lines, declared["ranks"]
 
 
 def _declarations(header: Sequence[TextLine], source: str) -> dict[str, TextLine]:

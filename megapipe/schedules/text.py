@@ -377,10 +377,9 @@ def _read_header(
     lines = list(split_lines(text, source))
     if not lines or lines[0].text.split()[:2] != MAGIC.split():
         raise ScheduleError(f"{source}: the first line must be '{MAGIC} {FORMAT_VERSION}'")
-    reader, expanded = HeaderReader(lines[0]), None
+    reader, line_of_ranks = HeaderReader(lines[0]), None
     if has_parameters(text):
-        expanded = expand(lines, source, sizes, header_only)
-        lines = expanded.lines
+        lines, line_of_ranks = expand(lines, source, sizes, header_only)
     elif sizes.options:
         raise ScheduleError(
             f"{source} is a file without parameters, which takes no options, but {', '.join(sizes.options)} was "
@@ -391,10 +390,10 @@ def _read_header(
             break
         reader.read(line)
     header = reader.finish(source)
-    if expanded is not None and header.num_ranks != expanded.num_ranks:
-        raise expanded.ranks.error(
-            expanded.ranks.words[0],
-            f"the run has {expanded.num_ranks} ranks, but the stages are on "
+    if line_of_ranks is not None and header.num_ranks != sizes.ranks:
+        raise line_of_ranks.error(
+            line_of_ranks.words[0],
+            f"the run has {sizes.ranks} ranks, but the stages are on "
             f"ranks 0 to {header.num_ranks - 1}; change the ranks of the stages",
         )
     return lines, reader, header
