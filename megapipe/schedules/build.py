@@ -15,9 +15,9 @@ from megapipe.schedules.memory import NOTHING, Offload
 from megapipe.schedules.parameters import UNKNOWN, FileParameters
 from megapipe.schedules.registry import Options, find_generator
 from megapipe.schedules.schedule import Header, Mode, Schedule, Sections, StagePlace
-from megapipe.schedules.states import WHOLE_STATES, StateTable, check_number
+from megapipe.schedules.states import WHOLE_STATES, StateTable
 from megapipe.schedules.text import has_parameters, loads, loads_header
-from megapipe.schedules.validation import check_compute, validate
+from megapipe.schedules.validation import check_compute, check_stages, validate
 from megapipe.schedules.vocabulary import vocabulary_shards, with_vocabulary
 
 MOST_FORWARDS = 4_000_000
@@ -106,7 +106,7 @@ def order(
     policy = generator.policy_of(num_ranks, num_microbatches, options)
     shards = vocabulary_shards(len(placement.stages), num_ranks) if vocabulary else ()
     stages = (*placement.stages, *shards)
-    units = _checked_units(units_per_stage, len(stages))
+    units = (1,) * len(stages) if units_per_stage is None else tuple(units_per_stage)
     header = Header(
         name=name,
         mode="train",
@@ -117,7 +117,7 @@ def order(
         units_per_stage=units,
         numerical_class="C" if vocabulary else generator.numerical_class,
         versions_per_stage=tuple(policy.versions_by_rank[place.rank] for place in stages),
-        tied_groups=_checked_tied(tied_groups, len(stages)),
+        tied_groups=tuple(map(tuple, tied_groups)),
         data_parallel=data_parallel,
         updates_per_step=policy.updates_per_step,
         gradient_buffers=policy.gradient_buffers,
@@ -125,6 +125,7 @@ def order(
         vocabulary=tuple(place.part for place in shards),
         states=states.checked(name, units),
     )
+    check_stages(header)
     sections = generator.order(num_ranks, num_microbatches, **arguments)
     if not generator.built_in and not vocabulary:
         check_compute(Schedule(header, sections))
@@ -189,22 +190,6 @@ def forward_only(schedule: Schedule) -> Schedule:
         gradient_buffers=1,
     )
     return Schedule(header, Sections.flushing(body), schedule.origin)
-
-
-def _checked_units(units_per_stage: Sequence[int] | None, num_stages: int) -> tuple[int, ...]:
-    units = (1,) * num_stages if units_per_stage is None else tuple(units_per_stage)
-    check_number(sum(units))
-    if len(units) != num_stages or min(units) < 1:
-        raise ScheduleError(f"units_per_stage {list(units)} must give at least 1 unit to each of {num_stages} stages")
-    return units
-
-
-def _checked_tied(tied_groups: Sequence[Sequence[int]], num_stages: int) -> tuple[tuple[int, ...], ...]:
-    groups = tuple(tuple(group) for group in tied_groups)
-    for group in groups:
-        if not group or any(not 0 <= stage < num_stages for stage in group):
-            raise ScheduleError(f"tied group {list(group)} must name at least one stage from 0 to {num_stages - 1}")
-    return groups
 
 
 def read_file(path: Path, sizes: FileParameters = UNKNOWN) -> Schedule:

@@ -89,6 +89,7 @@ class StateTable:
 
         name: of the schedule, for errors.
         """
+        check_number(sum(layers_per_stage))
         for pool, size in (("weight_pool", self.weight_pool), ("gradient_pool", self.gradient_pool)):
             if size < 0:
                 raise ScheduleError(f"{name}: {pool} is {size}; it must be at least 0")

@@ -39,18 +39,7 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
     for rank in range(header.num_ranks):
         if not header.stages_on(rank):
             raise ScheduleError(f"{header.name}: rank {rank} of {header.num_ranks} has no stage")
-    for name, least in (
-        ("units_per_stage", 1),
-        ("versions_per_stage", 1),
-        ("activation_slots", 0),
-        ("gradient_slots", 0),
-    ):
-        values = getattr(header, name)
-        if len(values) != len(stages) or min(values) < least:
-            raise ScheduleError(
-                f"{header.name}: {name} {list(values)} must have a value "
-                f"of at least {least} for each of {len(stages)} stages"
-            )
+    check_stages(header, origin)
     visited = {stage for route in header.routes for stage in route} | set(header.vocabulary)
     _check_shards(header, origin)
     for route in header.routes:
@@ -62,8 +51,6 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
     for holders in header.holders:
         _check_holders(header, holders)
     for group in header.tied_groups:
-        if not group or not set(group) <= set(stages):
-            raise ScheduleError(f"{tied}: tied group {list(group)} must name stages 0 to {len(stages) - 1}")
         apart = {other for stage in group for other in header.holders[stage]} - set(group)
         if apart:
             raise ScheduleError(
@@ -91,6 +78,20 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
             f"{header.name}: {header.whole_microbatches} micro-batches "
             f"cannot be divided evenly into {header.updates_per_step} updates"
         )
+
+
+def check_stages(header: Header, origin: Origin | None = None) -> None:
+    """Raise ScheduleError unless there are counts for each stage, and tied groups consist of stages."""
+    count, slots = len(header.stages), ("activation_slots", "gradient_slots") if header.lowered else ()
+    for name, least in (("units_per_stage", 1), ("versions_per_stage", 1), *((each, 0) for each in slots)):
+        values = getattr(header, name)
+        if len(values) != count or min(values) < least:
+            wrong = f"{header.name}: {name} {list(values)}"
+            raise ScheduleError(f"{wrong} must have a value of at least {least} for each of {count} stages")
+    for group in header.tied_groups:
+        if not group or not set(group) <= set(range(count)):
+            tied = _placed(header.name, origin, "tied")
+            raise ScheduleError(f"{tied}: tied group {list(group)} must name stages 0 to {count - 1}")
 
 
 def _check_shards(header: Header, origin: Origin | None) -> None:
