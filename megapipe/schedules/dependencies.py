@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind
+from megapipe.schedules.actions import ADDING, BACKWARDS, Ints, Kind, Mask
 from megapipe.schedules.gathers import USES, awaited_reductions, by_place, num_places, of_states
 from megapipe.schedules.memory import activations_moved, state_places, states_moved, unit_places
 from megapipe.schedules.schedule import Connection, Header
@@ -89,8 +89,11 @@ class Needs(NamedTuple):
 
     def where_known(self) -> "Needs":
         """Return the entries that have both rows; -1 marks a row that does not exist."""
-        has_both = (self.row >= 0) & (self.needed >= 0)
-        return Needs(self.row[has_both], self.needed[has_both])
+        return self.where((self.row >= 0) & (self.needed >= 0))
+
+    def where(self, chosen: Mask | Ints) -> "Needs":
+        """Return the chosen entries, by a mask or by their indices."""
+        return Needs(self.row[chosen], self.needed[chosen])
 
 
 NO_NEEDS = Needs(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64))
@@ -154,8 +157,7 @@ class Dependencies:
         """Return for each key, the key of the same micro-batch at the neighbouring stage, -1 where there is none."""
         microbatch = np.arange(self.table.num_microbatches)
         stage = neighbours[microbatch % len(neighbours)].T
-        keys: Ints = np.where(stage < 0, -1, stage * len(microbatch) + microbatch).ravel()
-        return keys
+        return np.where(stage < 0, -1, stage * len(microbatch) + microbatch).ravel()
 
     @cached_property
     def messages(self) -> Messages:
@@ -203,15 +205,8 @@ class Dependencies:
         if table.header.updates_per_step == 1:
             return NO_NEEDS
         rows = table.rows_with(Kind.REDUCE_GRADIENTS, Kind.REDUCE_TIED)
-        return Needs(self._first_updates[table.rank[rows], table.update[rows]], rows).where_known()
-
-    @cached_property
-    def _first_updates(self) -> Ints:
-        """The first update row of each rank and update, shape [ranks, updates]."""
-        table, rows = self.table, self.table.rows_with(Kind.UPDATE)
-        shape = table.header.num_ranks, table.num_updates
-        place = np.ravel_multi_index((table.rank[rows], table.update[rows]), shape)
-        return first_row_per(place, rows, shape[0] * shape[1]).reshape(shape)
+        first_updates = table.first_by_update(table.rows_with(Kind.UPDATE))
+        return Needs(first_updates[table.rank[rows], table.update[rows]], rows).where_known()
 
     def local_needs(self) -> Iterator[Needs]:
         """Yield needs between rows of one rank, by kind of need."""
@@ -244,18 +239,28 @@ class Dependencies:
         yield from self._unit_needs()
 
     def hand_overs(self, *, same_rank: bool) -> Needs:
-        """Return needs between stages of one rank, or of different ranks: a forward needs the forward of the preceding
-        stage, a backward needs the backward of the following one."""
-        header, parts = self.table.header, [self.shard_needs]
+        """Return needs between stages of one rank, or of different ranks, shards of the vocabulary included."""
+        needs = joined(self.shard_needs, self.route_needs)
+        return needs.where((self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank)
+
+    @cached_property
+    def route_needs(self) -> Needs:
+        """Needs along the routes: a forward needs the forward of the preceding stage, a backward needs the backward of
+        the following one."""
+        header, parts = self.table.header, []
         for (first, last), neighbours in (
             (self._forward, header.preceding_stages),
             (self._backward, header.following_stages),
         ):
             neighbour = self._neighbour_keys(neighbours)
             parts.append(Needs(first, np.where(neighbour < 0, -1, last[neighbour])))
-        needs = joined(*parts).where_known()
-        wanted = (self.table.rank[needs.row] == self.table.rank[needs.needed]) == same_rank
-        return Needs(needs.row[wanted], needs.needed[wanted])
+        return joined(*parts).where_known()
+
+    def sent(self) -> Needs:
+        """Return the needs along the routes that a message meets, in the order of the rows that send."""
+        needs = self.route_needs
+        apart = needs.where(self.table.rank[needs.row] != self.table.rank[needs.needed])
+        return apart.where(np.argsort(apart.needed))
 
     @cached_property
     def shard_needs(self) -> Needs:
@@ -420,10 +425,7 @@ class Dependencies:
 
     def _collective_rows(self, kind: Kind) -> Ints:
         """Return the row of a whole-pipeline collective for each rank and step; shape [ranks, steps]."""
-        table, rows = self.table, self.table.rows_with(kind)
-        collective_rows = np.full((table.header.num_ranks, table.steps), -1, dtype=np.int64)
-        collective_rows[table.rank[rows], table.step[rows]] = rows
-        return collective_rows
+        return self.table.first_by_step(self.table.rows_with(kind))
 
     def collective_needs(self) -> Needs:
         """Return the rows that need a collective's result, each with the starts of the collective on all ranks that
@@ -436,7 +438,7 @@ class Dependencies:
         parts = [against_all(self._counts_users(), self._collective_rows(Kind.REDUCE_COUNTS)), self.shard_needs]
         if header.updates_per_step == 1:
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
-            updates = self._first_updates
+            updates = table.first_by_update(table.rows_with(Kind.UPDATE))
             parts.append(against_all(updates, self._collective_rows(Kind.REDUCE_SCALARS)))
             parts.append(Needs(updates[:, table.update[tied]].ravel(), np.tile(tied, len(updates))))
         return joined(*parts).where_known()

@@ -41,6 +41,17 @@ def receive_lives(table: Table, receive: Kind) -> Lives:
     return Lives(table.stage[start].astype(np.int64), table.microbatch[start].astype(np.int64), start, end)
 
 
+def slots_read(table: Table, receives: Ints, slots: Ints | Rows, readers: Sequence[Kind]) -> tuple[Ints, Ints]:
+    """Return the compute rows of some kinds, and the slot that each reads, -1 for none.
+
+    receives: the receives of their direction, into ``slots``.
+    """
+    slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)
+    slot_of[table.key[receives]] = slots
+    rows = table.rows_with(*readers)
+    return rows, np.where(table.opens_chunk()[rows], slot_of[table.key[rows]], -1)
+
+
 READERS: Final = ((Kind.RECV_ACTIVATION, (Kind.FORWARD,)), (Kind.RECV_GRADIENT, BACKWARDS))
 """Receives, and the kinds that read what they receive."""
 
@@ -164,8 +175,7 @@ def states_moved(table: Table, kind: Kind) -> Ints:
 
 def unit_places(table: Table) -> Ints:
     """Return stage, micro-batch and unit (or whole chunk) of each row as one number."""
-    places: Ints = table.key * (max(table.header.units_per_stage) + 1) + table.unit + 1
-    return places
+    return table.key * (max(table.header.units_per_stage) + 1) + table.unit + 1
 
 
 def state_places(table: Table) -> Ints:

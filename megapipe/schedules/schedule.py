@@ -232,8 +232,7 @@ class Header:
     @cached_property
     def reduced(self) -> Mask:
         """Whether the gradients of each stage are summed over replicas or holders of its part, shape [stages]."""
-        reduced: Mask = self.shared | self.data_parallel
-        return reduced
+        return self.shared | self.data_parallel
 
     @property
     def model_copies(self) -> int:

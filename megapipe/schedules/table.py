@@ -231,9 +231,15 @@ class Table:
 
     def first_by_step(self, rows: Ints) -> Ints:
         """Return the first of the ascending ``rows`` of each rank and step, -1 where none; shape [ranks, steps]."""
-        place = self.rank[rows] * self.steps + self.step[rows]
-        first = first_row_per(place, rows, self.header.num_ranks * self.steps)
-        return first.reshape(self.header.num_ranks, self.steps)
+        return self._first_by_rank(rows, self.step, self.steps)
+
+    def first_by_update(self, rows: Ints) -> Ints:
+        """Return the same for each rank and update; shape [ranks, updates]."""
+        return self._first_by_rank(rows, self.update, self.num_updates)
+
+    def _first_by_rank(self, rows: Ints, period: Ints, count: int) -> Ints:
+        first = first_row_per(self.rank[rows] * count + period[rows], rows, self.header.num_ranks * count)
+        return first.reshape(self.header.num_ranks, count)
 
 
 def last_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:

@@ -16,7 +16,7 @@ from megapipe.schedules.actions import BACKWARDS, GRADIENT_KINDS, SLOT, Ints, Ki
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
-from megapipe.schedules.memory import READERS, Lives, receive_lives
+from megapipe.schedules.memory import READERS, Lives, receive_lives, slots_read
 from megapipe.schedules.table import Table, action_at, failure
 
 
@@ -49,12 +49,9 @@ class MessageTable:
     def of(cls, table: Table) -> "MessageTable":
         """Return the messages that a program of compute rows needs: forwards to the next stage, gradients to the
         previous one."""
-        needs = Dependencies(table).hand_overs(same_rank=False)
-        shard = table.header.is_shard[table.stage]
-        sent = ~(shard[needs.row] | shard[needs.needed])  # shards of the vocabulary have collectives
-        producer, consumer = needs.needed[sent], needs.row[sent]
+        consumer, producer = Dependencies(table).sent()
         link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
-        order = np.lexsort((producer, link))
+        order = np.argsort(link, kind="stable")
         gradient = table.is_kind(*BACKWARDS)[producer].astype(np.int64)
         microbatch = table.microbatch[producer].astype(np.int64)
         return cls(*(each[order] for each in (gradient, microbatch, producer, consumer, link)))
@@ -128,15 +125,13 @@ def _slot_free(table: Table, messages: MessageTable) -> Ints:
     period = table.header.num_microbatches
     done = table.last_by_key(*GRADIENT_KINDS)
     last = table.action_last[done[table.key[messages.consumer] - period]]
-    free: Ints = np.where(messages.microbatch < period, 0, last + 1)
-    return free
+    return np.where(messages.microbatch < period, 0, last + 1)
 
 
 def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
     """Post no receive after one that the same link delivers later: a running minimum from each link's end."""
     lift = messages.link * (num_rows + 1)  # keeps a link's minimum below earlier ones
-    ordered: Ints = np.minimum.accumulate((post + lift)[::-1])[::-1] - lift
-    return ordered
+    return np.minimum.accumulate((post + lift)[::-1])[::-1] - lift
 
 
 def _progress(table: Table, messages: MessageTable, posts: Posts) -> Progress:
@@ -215,17 +210,14 @@ def assign_slots(table: Table) -> Table:
     """Fill the slot column of receives and of the compute rows that read them, and the header's slot counts."""
     header = table.header
     rows = table.rows.copy()
-    opens = table.opens_chunk()
     counts = []
-    for receive, users in READERS:
+    for receive, readers in READERS:
         lives = receive_lives(table, receive)
         slots, count = _colour(lives, table.num_stages, None if table.flushes else header.num_microbatches)
         counts.append(count)
         rows[lives.start, SLOT] = slots
-        slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)
-        slot_of[table.key[lives.start]] = slots
-        reading = np.flatnonzero(table.is_kind(*users) & opens)
-        rows[reading, SLOT] = slot_of[table.key[reading]]
+        reading, read = slots_read(table, lives.start, slots, readers)
+        rows[reading, SLOT] = read
     header = replace(header, activation_slots=counts[0], gradient_slots=counts[1])
     return replace(table, header=header, rows=rows)
 
@@ -267,8 +259,7 @@ def _periodic(microbatch: Ints, period: int, most_live: int, in_order: bool) -> 
         return place
     blocks = period // most_live
     starts = np.arange(blocks) * period // blocks
-    slots: Ints = place - starts[np.searchsorted(starts, place, side="right") - 1]
-    return slots
+    return place - starts[np.searchsorted(starts, place, side="right") - 1]
 
 
 def _first_free(start: list[int], end: list[int]) -> list[int]:

@@ -209,8 +209,7 @@ def _of_chosen(table: Table, compute: Ints, offload: Offload, kinds: tuple[Kind,
     for stage, stage_units in enumerate(offload.units):
         chosen[stage, list(stage_units)] = True
     positions = np.flatnonzero(table.is_kind(*kinds)[compute] & chosen[table.stage[compute], table.unit[compute]])
-    ordered: Ints = positions[np.argsort(unit_places(table)[compute[positions]])]
-    return ordered
+    return positions[np.argsort(unit_places(table)[compute[positions]])]
 
 
 def _moving(table: Table, kind: Kind, rows: Ints, anchor: Ints, place: InsertionOrder) -> Insertion:

@@ -8,13 +8,13 @@ from statistics import median
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Action, Ints, Kind, Mask
+from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Action, Floats, Ints, Kind, Mask
 from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.measured.traces import Event, Execution, MeasuredRun
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.simulation import CostPlace, Costs, Link, stage_times
-from megapipe.schedules.simulation.costs import TIMED, Times
+from megapipe.schedules.simulation.costs import TIMED
 from megapipe.schedules.table import Table
 
 LEAD_BODIES = 2
@@ -35,9 +35,9 @@ class Window:
     table: Table
     first_step: int
     steps: tuple[int, ...]
-    start: Times
-    wait: Times
-    end: Times
+    start: Floats
+    wait: Floats
+    end: Floats
     rows: Ints
     owner: Ints
 

@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, SENDS, Action, Ints, Kind, write_action
+from megapipe.schedules.actions import COMPUTE_STREAM, Action, Floats, Ints, Kind, write_action
 from megapipe.schedules.drawing.bars import (
     COMPUTE,
     LANES,
@@ -23,6 +23,7 @@ from megapipe.schedules.drawing.bars import (
     bar_of,
     chunks_of,
     counted,
+    drawn_rows,
     fill,
     ink,
     legend,
@@ -34,7 +35,6 @@ from megapipe.schedules.drawing.page import Curves, Line, html_page
 from megapipe.schedules.measured.medians import MILLISECOND, MeasuredCosts, Window
 from megapipe.schedules.measured.traces import MeasuredRun
 from megapipe.schedules.simulation import CostPlace, Simulation, simulate
-from megapipe.schedules.simulation.costs import Times
 from megapipe.schedules.table import action_at
 
 
@@ -86,10 +86,10 @@ class Overlay:
     measured_zero: float
     predicted_zero: float
     rows: Ints
-    measured_start: Times
-    measured_end: Times
-    predicted_start: Times
-    predicted_end: Times
+    measured_start: Floats
+    measured_end: Floats
+    predicted_start: Floats
+    predicted_end: Floats
 
     @cached_property
     def ranks(self) -> list[tuple[Side, Side]]:
@@ -163,7 +163,7 @@ class Overlay:
         waits: list[float] = (total[rows + 1] - total[before + 1]).tolist()
         return waits
 
-    def _side(self, mine: Ints, start: Times, end: Times, wait: float | None = None) -> Side:
+    def _side(self, mine: Ints, start: Floats, end: Floats, wait: float | None = None) -> Side:
         """Return a rank's time. wait: by default, all time without work."""
         span = float(end[mine[-1]] - start[mine[0]])
         work = end[mine] - start[mine]
@@ -197,7 +197,7 @@ def lay_over(run: MeasuredRun, window: Window, costs: MeasuredCosts) -> Overlay:
     )
 
 
-def predicted_ends(window: Window, simulation: Simulation) -> Times:
+def predicted_ends(window: Window, simulation: Simulation) -> Floats:
     """Return the end of each row; an update whose event covers its neighbours ends where the last of them does."""
     end = simulation.end.copy()
     np.maximum.at(end, window.owner[window.rows], simulation.end[window.rows])
@@ -359,9 +359,8 @@ def predicted_bars(overlay: Overlay) -> list[Bar]:
     """Return the simulated bars of the same actions; messages from their start to their arrival."""
     simulation, table = overlay.simulation, overlay.window.table
     chunk_of = chunks_of(table.header)
-    sends = table.is_kind(*SENDS) & (simulation.end > simulation.start)
-    rows = overlay.window.rows
-    shown = rows[(simulation.working | sends)[rows] & (overlay.window.owner[rows] == rows)]
+    rows = np.intersect1d(overlay.window.rows, drawn_rows(simulation))
+    shown = rows[overlay.window.owner[rows] == rows]
     start, end = simulation.start, predicted_ends(overlay.window, simulation)
     times = ((row, *(float(each[row]) - overlay.predicted_zero for each in (start, end))) for row in shown.tolist())
     return [_named(overlay, bar_of(table, row, chunk_of, *both)) for row, *both in times]

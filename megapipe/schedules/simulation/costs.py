@@ -7,13 +7,11 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Ints, Kind
+from megapipe.schedules.actions import COMPUTE_STREAM, KIND, STAGE, UNIT, Floats, Ints, Kind
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Header
 from megapipe.schedules.table import Table
 from megapipe.schedules.vocabulary import PASS_SECONDS
-
-Times = npt.NDArray[np.float64]
 
 OF_STATES: Final = (Kind.GATHER_WEIGHTS, Kind.REDUCE_GRADIENTS, Kind.UPDATE, Kind.SNAPSHOT)
 """Kinds whose rows name a state unit."""
@@ -80,7 +78,7 @@ class Costs:
         whole = {place.stage: time for place, time in self.times.items() if place == CostPlace(kind, place.stage)}
         return tuple(time for _, time in sorted(whole.items()))
 
-    def durations(self, table: Table) -> Times:
+    def durations(self, table: Table) -> Floats:
         """Return the time of every row, on its rank's compute stream or on the stream of its traffic; shape [rows].
 
         Raises:
@@ -98,7 +96,7 @@ class Costs:
         row_times[table.rows_with(Kind.REDUCE_SCALARS)] = self.reduce_scalars
         return self._grouped(table, row_times)
 
-    def _grouped(self, table: Table, row_times: Times) -> Times:
+    def _grouped(self, table: Table, row_times: Floats) -> Floats:
         """Return the rows' times, where those of a group are scaled so that they add up to the group's."""
         if not (table.group >= 0).any():
             return row_times
@@ -116,7 +114,7 @@ def _looked_up(
     rows: Ints,
     places: npt.NDArray[np.integer],
     times: Mapping[CostPlace, float] | Mapping[tuple[int, int], float],
-) -> Times:
+) -> Floats:
     """Return the time of some rows by their places, shape [all rows, columns]."""
     if len(rows) == 0:
         return np.zeros(0)
@@ -132,8 +130,7 @@ def _looked_up(
             f"the costs have no time of {Kind(row[KIND]).name} for unit {row[UNIT]} of stage {row[STAGE]} of "
             f"{table.header.name} (-1 is the whole stage); give one for every action"
         )
-    row_times: Times = unique[place]
-    return row_times
+    return unique[place]
 
 
 def stage_times(header: Header, totals: Mapping[Kind, Sequence[float]]) -> dict[CostPlace, float]:

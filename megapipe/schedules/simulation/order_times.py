@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.schedules.actions import BACKWARDS, COMPUTE_KINDS, KIND, MICROBATCH, STAGE, Floats, Ints, Kind, Mask
+from megapipe.schedules.actions import BACKWARDS, KIND, MICROBATCH, STAGE, Floats, Ints, Kind, Mask
+from megapipe.schedules.dependencies import Dependencies
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Schedule
 from megapipe.schedules.table import Table
@@ -67,27 +68,20 @@ class OrderGraph:
 
     def __init__(self, schedule: Schedule, steps: int = 1) -> None:
         table, header = Table.unroll(schedule, steps), schedule.header
-        compute = np.flatnonzero(table.is_kind(*COMPUTE_KINDS))
-        rows = table.rows[compute].astype(np.int64)
-        self._kind, self._stage, self._microbatch = rows[:, [KIND, STAGE, MICROBATCH]].T
-        rank_starts = np.searchsorted(table.rank[compute], np.arange(header.num_ranks))
-        bounds = table.action_first, table.action_last
-        nodes = _Nodes.of(*(np.searchsorted(compute, each[compute]) for each in bounds))
+        self._kind, self._stage, self._microbatch = table.rows[:, [KIND, STAGE, MICROBATCH]].T.astype(np.int64)
+        rank_starts = table.offsets[:-1]
+        nodes = _Nodes.of(table.action_first, table.action_last)
         self._timed, count = nodes.timed_by_row, len(nodes.row)
-        receiver = _receiving_stages(schedule, rows)
-        home = header.stage_ranks
-        self._sender = np.flatnonzero((receiver >= 0) & (home[self._stage] != home[receiver]))
-        self._pair = home[self._stage[self._sender]], home[receiver[self._sender]]
-        # Message i is node count + 1 + i and is taken by the same kind of action of the receiving stage.
+        taker, self._sender = Dependencies(table).sent()
+        # Message i is node count + 1 + i.
         message = np.arange(len(self._sender))
-        taker = _matching_rows(rows, np.stack([self._kind, receiver, self._microbatch], axis=1)[self._sender])
         self._taken = np.zeros(count, dtype=np.int64)
         self._taken[nodes.taker_by_row[taker]] = message + 1
         leaves = nodes.sender_by_row[self._sender] + 1
         self._starts = starts = np.searchsorted(nodes.row, rank_starts)
         previous = np.arange(count)
         previous[starts[starts < count]] = 0
-        link = self._pair[0] * header.num_ranks + self._pair[1]
+        link = table.rank[self._sender] * header.num_ranks + table.rank[taker]
         by_link = np.argsort(link, kind="stable")
         following = np.flatnonzero(np.diff(link[by_link]) == 0)
         before = np.zeros(len(message), dtype=np.int64)
@@ -196,8 +190,7 @@ class OrderGraph:
         if np.count_nonzero(np.bincount(places)) * count != len(places):
             return np.zeros((0, 0), dtype=np.int64)
         number = np.append(self._number[self._timed], self._number[len(self._taken) :])
-        grid: Ints = number[np.lexsort([microbatch, places])].reshape(-1, count)
-        return grid
+        return number[np.lexsort([microbatch, places])].reshape(-1, count)
 
 
 class _Nodes(NamedTuple):
@@ -250,31 +243,6 @@ def _backwards_before(kind: Ints, stage: Ints, starts: Ints) -> tuple[Ints, Ints
     before[rows[1:][same]] = stage[rows[:-1][same]]
     last[rank - 1] = stage[rows]
     return before, last
-
-
-def _receiving_stages(schedule: Schedule, rows: Ints) -> Ints:
-    """Return by action the stage that needs its result, -1 where there is none."""
-    header, kind = schedule.header, rows[:, KIND]
-    place = rows[:, MICROBATCH] % len(header.routes), rows[:, STAGE]
-    backward = np.where(kind == Kind.BACKWARD_WEIGHT, -1, header.preceding_stages[place])
-    receivers: Ints = np.where(kind == Kind.FORWARD, header.following_stages[place], backward)
-    return receivers
-
-
-def _matching_rows(rows: Ints, wanted: Ints) -> Ints:
-    """Return for each wanted kind, stage and micro-batch the row that has them; an input half is a backward."""
-    size = rows.max(axis=0) + 1
-
-    def keys(kind: Ints, stage: Ints, microbatch: Ints) -> Ints:
-        kind = np.where(kind == Kind.BACKWARD_INPUT, Kind.BACKWARD, kind)
-        numbers: Ints = (kind * size[STAGE] + stage) * size[MICROBATCH] + microbatch
-        return numbers
-
-    row_keys = keys(rows[:, KIND], rows[:, STAGE], rows[:, MICROBATCH])
-    row = np.zeros(int(row_keys.max(initial=0)) + 1, dtype=np.int64)
-    row[row_keys] = np.arange(len(rows))
-    matching: Ints = row[keys(*wanted.T)]
-    return matching
 
 
 def _levels(same: Ints, other: Ints, name: str) -> list[Ints]:

@@ -4,19 +4,29 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megapipe.schedules.actions import COMPUTE_STREAM, RECEIVES, SENDS, SUMS_OF_RANKS, VERSION, Ints, Kind, Mask
+from megapipe.schedules.actions import (
+    COMPUTE_STREAM,
+    RECEIVES,
+    SENDS,
+    SUMS_OF_RANKS,
+    VERSION,
+    Floats,
+    Ints,
+    Kind,
+    Mask,
+)
 from megapipe.schedules.dependencies import Dependencies, Needs, awaited_rows, joined
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.memory import peak_activations, pending_weight_halves
 from megapipe.schedules.schedule import Schedule
-from megapipe.schedules.simulation.costs import Costs, Times
+from megapipe.schedules.simulation.costs import Costs
 from megapipe.schedules.table import Table
 
 
 class _Clocks:
     """Clocks of the streams of all ranks, and the rows for which each row waits."""
 
-    def __init__(self, dependencies: Dependencies, costs: Costs, durations: Times) -> None:
+    def __init__(self, dependencies: Dependencies, costs: Costs, durations: Floats) -> None:
         table, messages = dependencies.table, dependencies.messages
         num_rows, num_ranks = len(table.rows), table.header.num_ranks
         self.start, self.end, self.cause = [0.0] * num_rows, [0.0] * num_rows, [-1] * num_rows
@@ -40,6 +50,11 @@ class _Clocks:
         self._compute, self._data_parallel, self._copied_out, self._offloaded, self._copied_in = (
             [(0.0, -1)] * num_ranks for _ in range(5)
         )
+        self._streams: dict[int, list[tuple[float, int]]] = {
+            Kind.GATHER_WEIGHTS: self._data_parallel,
+            Kind.REDUCE_GRADIENTS: self._data_parallel,
+            Kind.SNAPSHOT: self._copied_out,
+        }
         self._table = table
         self._collectives = dependencies.collective_needs()
 
@@ -69,10 +84,9 @@ class _Clocks:
         self._done[row] = True
         if kind in SENDS:
             self._send(rank, row)
-        elif kind == Kind.GATHER_WEIGHTS and row in self._from_host:
-            self._copied_in[rank] = self._put(row, self._compute[rank], self._copied_in[rank])
-        elif kind in (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS):
-            self._data_parallel[rank] = self._put(row, self._compute[rank], self._data_parallel[rank])
+        elif kind in self._streams:
+            stream = self._copied_in if row in self._from_host else self._streams[kind]
+            stream[rank] = self._put(row, self._compute[rank], stream[rank])
         elif kind in (*SUMS_OF_RANKS, *RECEIVES, Kind.RELEASE_WEIGHTS):
             # A collective is ready here; it ends for those who await it, when the last rank is ready.
             gradient_sums = [self._data_parallel[rank]] if kind == Kind.REDUCE_SCALARS else []
@@ -80,8 +94,6 @@ class _Clocks:
             self.end[row] = self.start[row]
         elif kind == Kind.OFFLOAD:
             self._offload(rank, row)
-        elif kind == Kind.SNAPSHOT:
-            self._copied_out[rank] = self._put(row, self._compute[rank], self._copied_out[rank])
         elif kind == Kind.RELOAD:
             self._reload(rank, row)
         else:
@@ -158,11 +170,11 @@ class Simulation:
     """
 
     table: Table
-    start: Times
-    end: Times
+    start: Floats
+    end: Floats
     cause: Ints
     working: Mask
-    durations: Times
+    durations: Floats
 
     @property
     def finish(self) -> float:

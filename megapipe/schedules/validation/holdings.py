@@ -1,5 +1,7 @@
 """Checks of what ranks hold: filled receive slots, gathered weights, unreduced gradients, data in host memory."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from megapipe.schedules.actions import ADDING, Ints, Kind, Mask, describe
@@ -10,6 +12,7 @@ from megapipe.schedules.memory import (
     Lives,
     activations_moved,
     receive_lives,
+    slots_read,
     state_places,
     states_moved,
     unit_places,
@@ -21,10 +24,9 @@ def check_buffers(table: Table) -> None:
     """Raise ScheduleError at the first receive into a slot that is in use or unknown, or row that reads a wrong
     slot."""
     header = table.header
-    opens = table.opens_chunk()
     for (receive, readers), slots in zip(READERS, (header.activation_slots, header.gradient_slots), strict=True):
         _check_slots(table, receive_lives(table, receive), slots)
-        _check_readers(table, receive, table.is_kind(*readers), opens)
+        _check_readers(table, receive, readers)
 
 
 def _check_slots(table: Table, lives: Lives, slots: tuple[int, ...]) -> None:
@@ -43,12 +45,9 @@ def _check_slots(table: Table, lives: Lives, slots: tuple[int, ...]) -> None:
     refuse(table, start[1:], early, problem)
 
 
-def _check_readers(table: Table, receive: Kind, reading: Mask, opens: Mask) -> None:
+def _check_readers(table: Table, receive: Kind, readers: Sequence[Kind]) -> None:
     received = table.rows_with(receive)
-    slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)
-    slot_of[table.key[received]] = table.slot[received]
-    rows = np.flatnonzero(reading)
-    expected = np.where(opens[rows], slot_of[table.key[rows]], -1)
+    rows, expected = slots_read(table, received, table.slot[received], readers)
 
     def problem(index: int) -> str:
         return f"slot {expected[index]} was filled for it" if expected[index] >= 0 else "it reads no receive buffer"
@@ -69,7 +68,8 @@ def check_gathers(table: Table) -> None:
     refuse(table, whole, np.full(len(whole), True), "the weights of its unit are whole: its header says so")
     every, place = by_place(table, rows, header.gathered_weights)
     _check_gather_turns(table, every.row, place)
-    _check_weight_pool(table)
+    gather, release = (table.is_kind(kind)[every.row] for kind in GATHERS)
+    _check_pool(table, "weight_pool", every, gather, release, "it")
 
 
 def _check_gather_turns(table: Table, rows: Ints, place: Ints) -> None:
@@ -91,14 +91,13 @@ def _check_gather_turns(table: Table, rows: Ints, place: Ints) -> None:
     refuse(table, rows, release & (microbatch != before), "it must name the micro-batch that last used the weights")
 
 
-def _check_weight_pool(table: Table) -> None:
-    """Raise if the units' weights on a rank at some time do not fit into its pool."""
-    rows = table.rows_with(*GATHERS)
-    sizes = table.header.state_sizes[table.stage[rows], table.unit[rows]]
-    change = np.where(table.is_kind(Kind.GATHER_WEIGHTS)[rows], sizes, -sizes)
-    held = np.cumsum(change)  # each rank releases all that it gathers, so it starts from 0
-    pool = table.header.states.weight_pool
-    refuse(table, rows, held > pool, f"the rank's weight_pool of {pool} has no room for it")
+def _check_pool(table: Table, name: str, every: StateRows, opens: Mask, closes: Mask, what: str) -> None:
+    """Raise if the units that are open on a rank at some time do not fit into a pool of the rank."""
+    sizes = table.header.state_sizes[table.stage[every.row], every.unit]
+    change = np.zeros(len(table.rows), dtype=np.int64)
+    np.add.at(change, every.row, sizes * (1 * opens - closes))
+    held, pool = np.cumsum(change), getattr(table.header.states, name)  # each rank closes all, so it starts from 0
+    refuse(table, np.arange(len(held)), held > pool, f"the rank's {name} of {pool} has no room for {what}")
 
 
 def check_gradients(table: Table) -> None:
@@ -110,7 +109,9 @@ def check_gradients(table: Table) -> None:
     refuse(table, rows, table.unit[rows] < 0, "gradients are reduced unit by unit, and this is a whole chunk")
     every, place = by_place(table, rows, header.sharded_gradients)
     _check_reduction_turns(table, every.row, place)
-    _check_gradient_pool(table, every, place)
+    reduces = table.is_kind(Kind.REDUCE_GRADIENTS)[every.row]
+    opens = ~reduces & np.append(True, (place[1:] != place[:-1]) | reduces[:-1])
+    _check_pool(table, "gradient_pool", every, opens, reduces, "another")
 
 
 def _check_reduction_turns(table: Table, rows: Ints, place: Ints) -> None:
@@ -124,19 +125,6 @@ def _check_reduction_turns(table: Table, rows: Ints, place: Ints) -> None:
     microbatch = table.microbatch[rows]
     before = np.append(microbatch[:1], microbatch[:-1])
     refuse(table, rows, reduces & (microbatch != before), "it must name the last micro-batch that it includes")
-
-
-def _check_gradient_pool(table: Table, every: StateRows, place: Ints) -> None:
-    """Raise if the unreduced gradients on a rank at some time do not fit into its pool."""
-    rows, sizes = every.row, table.header.state_sizes[table.stage[every.row], every.unit]
-    reduces = table.is_kind(Kind.REDUCE_GRADIENTS)[rows]
-    opens = ~reduces & np.append(True, (place[1:] != place[:-1]) | reduces[:-1])
-    change = np.zeros(len(table.rows), dtype=np.int64)
-    np.add.at(change, rows[opens], sizes[opens])
-    np.subtract.at(change, rows[reduces], sizes[reduces])
-    held = np.cumsum(change)  # each rank reduces all gradients, so it starts from 0
-    pool = table.header.states.gradient_pool
-    refuse(table, np.arange(len(held)), held > pool, f"the rank's gradient_pool of {pool} has no room for another")
 
 
 def check_offload(table: Table) -> None:

@@ -51,22 +51,18 @@ def check_compute_order(table: Table) -> None:
 def check_local_order(table: Table, kinds_of_needs: Iterable[Needs]) -> None:
     """Raise ScheduleError at the first action that comes before something that it needs on its rank."""
     for needs in kinds_of_needs:
-        wrong = needs.needed > needs.row
-        if wrong.any():
-            index = int(np.argmax(wrong))
-            row, late = int(needs.row[index]), int(needs.needed[index])
-            remedy = f"move {write_action(action_at(table, late), table.header.slices)} before it"
-            if table.text_place(row)[1] and not table.text_place(late)[1]:
-                remedy = "move it to a later place"  # lowering added what it must follow
-            shown = describe(action_at(table, late), table.header.slices)
-            raise failure(table, row, f"it needs {shown}, which comes after it; {remedy}")
-        joined = table.action_first[needs.needed] == table.action_first[needs.row]
-        if joined.any():
-            index = int(np.argmax(joined))
-            row, needed = int(needs.row[index]), action_at(table, int(needs.needed[index]))
-            slices = table.header.slices
-            what = f"it needs {describe(needed, slices)}, which is part of the same group"
-            raise failure(table, row, f"{what}; move {write_action(needed, slices)} before it")
+        for wrong, where in (
+            (needs.needed > needs.row, "comes after it"),
+            (table.action_first[needs.needed] == table.action_first[needs.row], "is part of the same group"),
+        ):
+            if wrong.any():
+                index, slices = int(np.argmax(wrong)), table.header.slices
+                row, other = int(needs.row[index]), int(needs.needed[index])
+                needed = action_at(table, other)
+                remedy = f"move {write_action(needed, slices)} before it"
+                if table.text_place(row)[1] and not table.text_place(other)[1]:
+                    remedy = "move it to a later place"  # lowering added what it must follow
+                raise failure(table, row, f"it needs {describe(needed, slices)}, which {where}; {remedy}")
 
 
 def hanging(table: Table, waits: Needs) -> Ints:
