@@ -155,10 +155,33 @@ def on_failure(undo: Callable[[], None]) -> Iterator[None]:
         raise
 
 
-def write_all(storage: StorageWriter, descriptor: int, content: memoryview) -> None:
-    """Write all of `content`; a single system call may write only a part of it."""
-    while content:
-        content = content[storage.write(descriptor, content) :]
+class NewFile:
+    """A new file, which is written from its beginning. Raises CheckpointError if the disk refuses a change."""
+
+    def __init__(self, path: Path, storage: StorageWriter = DISK) -> None:
+        self.path, self._storage = path, storage
+        with writing(path):
+            self._descriptor = storage.create(path)
+
+    def write(self, content: memoryview) -> None:
+        """Write all of `content`; a single system call may write only a part of it."""
+        with writing(self.path):
+            while content:
+                content = content[self._storage.write(self._descriptor, content) :]
+
+    def close(self) -> None:
+        """Make the content durable, and close the file."""
+        with writing(self.path):
+            try:
+                self._storage.flush(self._descriptor)
+            finally:
+                self.abandon()
+
+    def abandon(self) -> None:
+        """Close the file, which will be removed. Idempotent, also after `close`."""
+        if self._descriptor >= 0:
+            descriptor, self._descriptor = self._descriptor, -1
+            self._storage.close(descriptor)
 
 
 def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) -> int:
@@ -167,15 +190,13 @@ def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) 
     Raises CheckpointError with the file, the system's message and, for a full disk, the free space.
     """
     size = 0
+    file = NewFile(path, storage)
+    with on_failure(file.abandon):
+        for part in parts:
+            size += len(part)
+            file.write(part)
+    file.close()
     with writing(path):
-        descriptor = storage.create(path)
-        try:
-            for part in parts:
-                size += len(part)
-                write_all(storage, descriptor, part)
-            storage.flush(descriptor)
-        finally:
-            storage.close(descriptor)
         storage.flush_folder(path.parent)
     return size
 

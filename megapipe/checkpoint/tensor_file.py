@@ -8,6 +8,7 @@ reads one tensor at a time (`TensorStream`, `TensorReader`): pages of a mapped f
 are touched, so that reading a checkpoint through `safe_open` would keep all of it in memory.
 """
 
+import io
 import itertools
 import json
 import math
@@ -24,15 +25,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.storage import (
-    DISK,
     CheckpointError,
     DamagedCheckpointError,
+    NewFile,
     StorageWriter,
     check_safetensors,
     on_failure,
-    write_all,
     write_file,
-    writing,
 )
 
 PIECE_BYTES = 1 << 24
@@ -142,20 +141,20 @@ def check_piece(path: Path, key: str, start: int, piece: memoryview, checksum: s
         )
 
 
-def open_to_read(path: Path) -> int:
-    """Open a file for reading and return its descriptor. Raises CheckpointError if this fails."""
+def open_to_read(path: Path) -> io.FileIO:
+    """Open a file for reading without a buffer. Raises CheckpointError if this fails."""
     try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return path.open("rb", buffering=0)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
 
 
-def read_into(descriptor: int, content: memoryview, position: int) -> bool:
+def read_into(file: io.FileIO, content: memoryview, position: int) -> bool:
     """Fill `content` with the bytes of a file, starting at `position`; return False if the file ends first. Raises
     OSError."""
     while content:
         # The system reads no more than 2 GiB at once.
-        count = os.preadv(descriptor, [content[: 1 << 30]], position)
+        count = os.preadv(file.fileno(), [content[: 1 << 30]], position)
         if count == 0:
             return False
         content, position = content[count:], position + count
@@ -221,25 +220,23 @@ class TensorStream:
     """
 
     def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
-        self._path = path
         header, self._remaining = _layout(tensors, {"format": "pt"})
         self.size = len(header) + sum(entry.num_bytes for entry in self._remaining)
-        with writing(path):
-            self._descriptor = DISK.create(path)
-        self._write(memoryview(header))
+        self._file = NewFile(path)
+        self._file.write(memoryview(header))
 
     def add(self, key: str, values: Tensor) -> tuple[str, ...]:
         """Write the next tensor; return the checksum of each PIECE_BYTES of its bytes."""
         entry = self._remaining.pop(0)
         if (entry.key, entry.shape, DTYPES[entry.dtype]) != (key, tuple(values.shape), values.dtype):
             raise ValueError(
-                f"{self._path.name} expects {entry.key} {entry.dtype} {entry.shape} next, not "
+                f"{self._file.path.name} expects {entry.key} {entry.dtype} {entry.shape} next, not "
                 f"{key} {values.dtype} {tuple(values.shape)}"
             )
         checksums = []
         for piece in _pieces(values.contiguous().reshape(-1)):
             checksums.append(xxhash.xxh3_64_hexdigest(piece))
-            self._write(piece)
+            self._file.write(piece)
         return tuple(checksums)
 
     @property
@@ -250,22 +247,12 @@ class TensorStream:
     def close(self) -> None:
         """Make the file durable. Every tensor must have been added."""
         if self._remaining:
-            raise ValueError(f"{self._path.name} still lacks {self._remaining[0].key}")
-        try:
-            with writing(self._path):
-                DISK.flush(self._descriptor)
-        finally:
-            self.abandon()
+            raise ValueError(f"{self._file.path.name} still lacks {self._remaining[0].key}")
+        self._file.close()
 
     def abandon(self) -> None:
         """Close the file without completing it."""
-        if self._descriptor >= 0:
-            DISK.close(self._descriptor)
-            self._descriptor = -1
-
-    def _write(self, part: memoryview) -> None:
-        with writing(self._path):
-            write_all(DISK, self._descriptor, part)
+        self._file.abandon()
 
 
 class TensorReader:
@@ -277,7 +264,7 @@ class TensorReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         length = check_safetensors(path)
-        self._descriptor = open_to_read(path)
+        self._file = open_to_read(path)
         with on_failure(self.close):
             self.entries = self._checked_entries(length)
 
@@ -286,7 +273,7 @@ class TensorReader:
             # The library detects holes, overlaps, sizes that overflow, and repeated keys.
             with safe_open(str(self.path), framework="pt"):
                 pass
-            header = json.loads(os.pread(self._descriptor, length, _LENGTH.size))
+            header = json.loads(os.pread(self._file.fileno(), length, _LENGTH.size))
         except (SafetensorError, OSError, ValueError, RecursionError) as error:
             raise DamagedCheckpointError(
                 f"{self.path} is not a readable safetensors file: {error}", "unreadable"
@@ -319,7 +306,7 @@ class TensorReader:
     def read(self, key: str, content: memoryview, start: int) -> None:
         """Fill `content` with the bytes of a tensor, starting at its byte `start`."""
         try:
-            complete = read_into(self._descriptor, content, self.entry(key).start + start)
+            complete = read_into(self._file, content, self.entry(key).start + start)
         except OSError as error:
             raise CheckpointError(f"cannot read {self.path}: {error.strerror}") from error
         if not complete:
@@ -327,6 +314,4 @@ class TensorReader:
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()

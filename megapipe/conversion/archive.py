@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError, explained, on_failure, writing
+from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError, NewFile, on_failure
 from megapipe.checkpoint.tensor_file import DTYPES, PIECE_BYTES, bytes_of, open_to_read, read_into
 from megapipe.config.files import DECODING_ERRORS, decode_json
 from megapipe.conversion import confined
@@ -195,13 +195,13 @@ class Archive:
 
     def __init__(self, path: Path, sandbox: Sandbox, start: int = 0, stop: int | None = None) -> None:
         self.path = path
-        self._descriptor = open_to_read(path)
+        self._file = open_to_read(path)
         with on_failure(self.close):
-            size = os.fstat(self._descriptor).st_size
+            size = os.fstat(self._file.fileno()).st_size
             self._start, stop = start, size if stop is None else stop
             if not 0 <= start <= stop <= size:
                 raise self._damaged(f"it has {size} bytes, and bytes {start} to {stop} are requested")
-            self.value = sandbox.load(self._descriptor, start, stop, str(path), archive=True)
+            self.value = sandbox.load(self._file.fileno(), start, stop, str(path), archive=True)
 
     def _damaged(self, why: str) -> DamagedCheckpointError:
         return DamagedCheckpointError(f"{self.path} is not a readable torch archive: {why}", "unreadable")
@@ -218,7 +218,7 @@ class Archive:
         dtype: torch.dtype = getattr(torch, place.dtype)
         flat = torch.empty(place.span, dtype=dtype)
         first = self._start + place.start + place.offset * dtype.itemsize
-        if not read_into(self._descriptor, bytes_of(flat), first):
+        if not read_into(self._file, bytes_of(flat), first):
             raise self._damaged("it ends inside a storage")
         return flat.as_strided(place.shape, place.stride).contiguous() if place.span else flat.reshape(place.shape)
 
@@ -231,7 +231,7 @@ class Archive:
         first = self._start + place.start
         checksum = 0
         for position in range(first, first + place.num_bytes, PIECE_BYTES):
-            content = os.pread(self._descriptor, min(PIECE_BYTES, first + place.num_bytes - position), position)
+            content = os.pread(self._file.fileno(), min(PIECE_BYTES, first + place.num_bytes - position), position)
             checksum = zlib.crc32(content, checksum)
         # torch can be configured to write no checksums, and then writes zeros.
         if place.crc32 in (0, checksum):
@@ -240,9 +240,7 @@ class Archive:
 
     def close(self) -> None:
         """Close the file."""
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        self._file.close()
 
 
 class Slot:
@@ -272,38 +270,25 @@ class _Pickler(pickle.Pickler):
 
 
 class _Output:
-    """A new file for torch's writer of archives, which changes the disk only by StorageWriter.
+    """A new file for torch's writer of archives.
 
     failure: the error of the disk. It is stored and not raised, because torch's writer aborts the process if its
     destructor, which completes the file, meets an exception.
     """
 
     def __init__(self, path: Path) -> None:
-        self._folder, self.failure, self._descriptor = path.parent, "", DISK.create(path)
+        self.file = NewFile(path)
+        self.failure: CheckpointError | None = None
 
     def write(self, content: Any) -> int:
-        """Write all of `content`. After a failure or after `close`, write nothing. Return the size of `content`."""
-        remaining = memoryview(content)
-        size = remaining.nbytes
-        try:
-            while remaining and self._descriptor >= 0 and not self.failure:
-                remaining = remaining[DISK.write(self._descriptor, remaining) :]
-        except OSError as error:
-            self.failure = explained(error, self._folder)
-        return size
-
-    def close(self, *, durable: bool) -> None:
-        """Close the file, after a flush if `durable`. Idempotent."""
-        if self._descriptor < 0:
-            return
-        try:
-            if durable and not self.failure:
-                DISK.flush(self._descriptor)
-        except OSError as error:
-            self.failure = explained(error, self._folder)
-        finally:
-            descriptor, self._descriptor = self._descriptor, -1
-            DISK.close(descriptor)
+        """Write all of `content`, or nothing after a failure. Return the size of `content`."""
+        view = memoryview(content)
+        if self.failure is None:
+            try:
+                self.file.write(view)
+            except CheckpointError as error:
+                self.failure = error
+        return view.nbytes
 
 
 class ArchiveWriter:
@@ -316,9 +301,7 @@ class ArchiveWriter:
     def __init__(self, path: Path, value: Any) -> None:
         content = io.BytesIO()
         _Pickler(content, protocol=2).dump(value)
-        self.path = path
-        with writing(path):
-            self._output = _Output(path)
+        self._output = _Output(path)
         self._writer = torch._C.PyTorchFileWriter(self._output)  # type: ignore[call-overload]  # it needs only `write`
         self._record("data.pkl", content.getvalue(), len(content.getvalue()))
         self._record("byteorder", b"little", len(b"little"))
@@ -333,21 +316,21 @@ class ArchiveWriter:
     def close(self) -> None:
         """Complete the file and make it durable."""
         self._writer.write_end_of_file()
-        self._output.close(durable=True)
         self._check()
+        self._output.file.close()
 
     def abandon(self) -> None:
         """Close the file without completing it, because it will be removed."""
-        self._output.close(durable=False)
+        self._output.file.abandon()
 
     def _record(self, name: str, content: Any, size: int) -> None:
         self._writer.write_record(name, content, size)
         self._check()
 
     def _check(self) -> None:
-        if self._output.failure:
-            self._output.close(durable=False)
-            raise CheckpointError(f"cannot write {self.path}: {self._output.failure}")
+        if self._output.failure is not None:
+            self.abandon()
+            raise self._output.failure
 
 
 class PickledTensor(NamedTuple):

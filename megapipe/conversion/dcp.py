@@ -39,12 +39,11 @@ from megapipe.checkpoint.storage import (
     DISK,
     CheckpointError,
     DamagedCheckpointError,
+    NewFile,
     inside,
     on_failure,
     read_json,
-    write_all,
     write_file,
-    writing,
 )
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config import nearest
@@ -212,9 +211,7 @@ class DcpWriter:
     def __post_init__(self) -> None:
         self._tensors: dict[str, Any] = {}
         self._places: dict[MetadataIndex, _StorageInfo] = {}
-        self._position, self._path = 0, self.folder / _DATA
-        with writing(self._path):
-            self._descriptor = DISK.create(self._path)
+        self._position, self._file = 0, NewFile(self.folder / _DATA)
 
     def add(self, name: str, shape: Sequence[int], offsets: Sequence[int], values: Tensor) -> None:
         """Write the chunk of a tensor of `shape` that starts at `offsets`."""
@@ -238,13 +235,11 @@ class DcpWriter:
         buffer = content.getbuffer()
         self._places[index] = _StorageInfo(_DATA, self._position, len(buffer))
         self._position += len(buffer)
-        with writing(self._path):
-            write_all(DISK, self._descriptor, buffer)
+        self._file.write(buffer)
 
     def finish(self) -> None:
         """Make the file durable and write `.metadata`."""
-        with closing(self), writing(self._path):
-            DISK.flush(self._descriptor)
+        self._file.close()
         metadata = Metadata(
             self._tensors,
             planner_data=self.nesting or None,
@@ -254,11 +249,9 @@ class DcpWriter:
         )
         write_file(DISK, self.folder / METADATA, [memoryview(pickle.dumps(metadata))])
 
-    def close(self) -> None:
+    def abandon(self) -> None:
         """Close the file without completing it."""
-        if self._descriptor >= 0:
-            DISK.close(self._descriptor)
-            self._descriptor = -1
+        self._file.abandon()
 
 
 CONFIG = "megapipe.json"
@@ -362,5 +355,5 @@ class DcpTarget:
         return [f"a state dict of model.NAME and optimizer.state.NAME.KIND; the model is described in {CONFIG}"]
 
     def abandon(self) -> None:
-        self._writer.close()
+        self._writer.abandon()
         self._folder.abandon()

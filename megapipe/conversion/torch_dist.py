@@ -178,7 +178,7 @@ class TorchDistTarget:
         return ["weights only: load them in Megatron-LM with --no-load-optim --no-load-rng"]
 
     def abandon(self) -> None:
-        self._writer.close()
+        self._writer.abandon()
         self._folder.abandon()
 
     def _add_extra_states(
