@@ -29,13 +29,11 @@ from megapipe.checkpoint.directory import partial_folder, step_folder
 from megapipe.checkpoint.manifest import Manifest, RunState, encoded, read_manifest_file
 from megapipe.checkpoint.save_and_load import (
     Content,
-    Written,
     begin,
     contents_of,
-    counts_of,
     discard,
     finish,
-    manifest_of,
+    part_without_file,
     write_rank_file,
 )
 from megapipe.checkpoint.shards import Shard, shards_to_write
@@ -249,10 +247,10 @@ class BackgroundSaver:
             contents = agreed(world, lambda: self._snapshot.take(planned))
         self._copying = self._untaken = copying
         path = step_folder(self.directory, run.step)
-        counts = counts_of(plan, applied)
+        part = part_without_file(plan, applied, run)
 
         def work(job: _Job) -> None:
-            self._persist(job, run, lambda: contents if copying is None else copying.whole(job.abandoned), counts)
+            self._persist(job, part, lambda: contents if copying is None else copying.whole(job.abandoned))
 
         self._job = _Job(run.step, path, work)
         return path
@@ -345,25 +343,21 @@ class BackgroundSaver:
             job.reported = True
             self._ended.append(EndedSave(job.step, job.path, job.seconds, job.error))
 
-    def _persist(
-        self, job: "_Job", run: RunState, contents: Callable[[], Sequence[Content]], counts: Mapping[str, int]
-    ) -> None:
+    def _persist(self, job: "_Job", part: Manifest, contents: Callable[[], Sequence[Content]]) -> None:
         """Write this rank's part in the thread; on rank 0, also complete the checkpoint.
 
-        contents: waits until the contents are copied, and returns them.
+        part: see `part_without_file`. contents: waits until the contents are copied, and returns them.
         """
-        partial, rank = partial_folder(self.directory, run.step), self.mesh.rank
+        partial, rank = partial_folder(self.directory, job.step), self.mesh.rank
         if rank:
-            written = write_rank_file(self.storage, partial, rank, contents(), counts)
-            report_written(self.storage, partial, rank, manifest_of(run, [written]))
+            report_written(self.storage, partial, rank, write_rank_file(self.storage, partial, rank, part, contents()))
             return
         try:
-            written = write_rank_file(self.storage, partial, rank, contents(), counts)
-            manifests = await_written(self.storage, partial, self.mesh.world_size, self.patience, job.abandoned)
-            shares = [written, *(Written(each.files, each.chunks, each.applied_updates) for each in manifests)]
+            parts = [write_rank_file(self.storage, partial, rank, part, contents())]
+            parts += await_written(self.storage, partial, self.mesh.world_size, self.patience, job.abandoned)
             if job.abandoned.is_set():
                 raise CheckpointError(f"the save into {partial} was abandoned")
-            finish(self.storage, self.directory, run, shares)
+            finish(self.storage, self.directory, parts)
         except Exception:
             discard(self.storage, partial)
             raise

@@ -10,7 +10,7 @@ before every rank has checked every byte that it will read, so that a damaged ch
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -63,15 +63,6 @@ class Content:
     tensor: FileTensor
 
 
-@dataclass(frozen=True)
-class Written:
-    """Output of one rank: its file (none if it had nothing to write), the chunks in the file, and update counts."""
-
-    files: Mapping[str, int]
-    chunks: tuple[Chunk, ...]
-    applied: Mapping[str, int]
-
-
 def save(
     directory: Path,
     states: Sequence[UnitState],
@@ -93,11 +84,11 @@ def save(
     """
     partial = partial_folder(directory, run.step)
     shards = shards_to_write(states, mesh.world)
-    contents, counts = contents_of(shards), counts_of(shards, applied)
+    contents, part = contents_of(shards), part_without_file(shards, applied, run)
     try:
         on_first_rank(mesh.world, lambda: begin(storage, directory, run.step))
-        written = gathered(mesh.world, lambda: write_rank_file(storage, partial, mesh.rank, contents, counts))
-        on_first_rank(mesh.world, lambda: finish(storage, directory, run, written))
+        parts = gathered(mesh.world, lambda: write_rank_file(storage, partial, mesh.rank, part, contents))
+        on_first_rank(mesh.world, lambda: finish(storage, directory, parts))
     except CheckpointError:
         if mesh.rank == 0:
             discard(storage, partial)
@@ -134,18 +125,19 @@ def contents_of(shards: Sequence[Shard]) -> list[Content]:
     ]
 
 
-def counts_of(shards: Sequence[Shard], applied: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of updates applied to each parameter. applied: the number for each unit."""
-    return {shard.name: applied.get(shard.state.name, 0) for shard in shards}
+def part_without_file(shards: Sequence[Shard], applied: Mapping[str, int], run: RunState) -> Manifest:
+    """Return the manifest of a rank's part before its file is written. applied: number of updates of each unit."""
+    counts = {shard.name: applied.get(shard.state.name, 0) for shard in shards}
+    return Manifest(megapipe.__version__, run, counts, files={}, chunks=())
 
 
 def write_rank_file(
-    storage: StorageWriter, partial: Path, rank: int, contents: Sequence[Content], counts: Mapping[str, int]
-) -> Written:
-    """Write a rank's file durably. counts: updates applied to each parameter."""
+    storage: StorageWriter, partial: Path, rank: int, part: Manifest, contents: Sequence[Content]
+) -> Manifest:
+    """Write a rank's file durably, if it has contents, and return `part` with the file and its chunks."""
     file = f"rank-{rank:05d}.safetensors"
     if not contents:
-        return Written({}, (), {})
+        return part
     size, checksums = write_tensors(storage, partial / file, [content.tensor for content in contents])
     chunks = tuple(
         Chunk(
@@ -160,24 +152,22 @@ def write_rank_file(
         )
         for content in contents
     )
-    return Written({file: size}, chunks, counts)
+    return replace(part, files={file: size}, chunks=chunks)
 
 
-def manifest_of(run: RunState, written: Sequence[Written]) -> Manifest:
-    """Return the manifest of the parts in `written`."""
-    return Manifest(
-        code_version=megapipe.__version__,
-        run=run,
-        applied_updates={name: count for each in written for name, count in each.applied.items()},
-        files={name: size for each in written for name, size in each.files.items()},
-        chunks=tuple(chunk for each in written for chunk in each.chunks),
+def finish(storage: StorageWriter, directory: Path, parts: Sequence[Manifest]) -> None:
+    """Write the manifest and rename the folder, which completes the checkpoint. Only for rank 0.
+
+    parts: the manifest of each rank's part, from rank 0 on.
+    """
+    manifest = replace(
+        parts[0],
+        applied_updates={name: count for part in parts for name, count in part.applied_updates.items()},
+        files={name: size for part in parts for name, size in part.files.items()},
+        chunks=tuple(chunk for part in parts for chunk in part.chunks),
     )
-
-
-def finish(storage: StorageWriter, directory: Path, run: RunState, written: Sequence[Written]) -> None:
-    """Write the manifest and rename the folder, which completes the checkpoint. Only for rank 0."""
-    partial, complete = partial_folder(directory, run.step), step_folder(directory, run.step)
-    manifest = manifest_of(run, written)
+    step = manifest.run.step
+    partial, complete = partial_folder(directory, step), step_folder(directory, step)
     # This fails if ranks wrote to folders of the same name on different disks.
     check_files(partial, manifest)
     write_file(storage, partial / MANIFEST, [memoryview(encoded(manifest))])
