@@ -162,22 +162,17 @@ def check_one_tokenizer(manifests: Iterable[ShardManifest | None]) -> None:
         manifest.check_tokenizer(present[0].tokenizer, present[0].tokenizer_fingerprint)
 
 
-def check_ids(shard: IndexedDataset, start: int, tokens: np.ndarray, vocabulary_size: int | None) -> None:
-    """Raise DataError for the first token outside [0, vocabulary_size); a size of None allows every id.
+def checked_window(shard: IndexedDataset, begin: int, end: int, vocabulary_size: int | None) -> np.ndarray:
+    """Return tokens [begin, end) of a shard, in its dtype.
 
-    start: position in the shard of the first of `tokens`.
+    Raises DataError for the first token outside [0, vocabulary_size); a size of None allows every id.
     """
+    tokens = shard.window(begin, end)
     if vocabulary_size is not None and (place := first_outside(tokens, vocabulary_size)) is not None:
         raise DataError(
-            f"token {start + place} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
+            f"token {begin + place} of {shard.prefix}.bin is {tokens[place]}, outside the model's vocabulary of "
             f"{vocabulary_size}: raise vocabulary_size or preprocess with the model's tokenizer"
         )
-
-
-def checked_window(shard: IndexedDataset, begin: int, end: int, vocabulary_size: int | None) -> np.ndarray:
-    """Return tokens [begin, end) of a shard, in its dtype. See `check_ids` for the errors."""
-    tokens = shard.window(begin, end)
-    check_ids(shard, begin, tokens, vocabulary_size)
     return tokens
 
 

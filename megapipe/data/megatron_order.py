@@ -14,14 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from megapipe.data import DataError
-from megapipe.data.manifest import check_ids, open_shard
-from megapipe.data.samples import SplitName, split_documents
+from megapipe.data.samples import RangeSamples, SplitName, split_documents
 
 SEPARATE_BELOW = 0.80
 """The last epoch is shuffled separately if less than this fraction of it is needed."""
 
 
-class MegatronSamples:
+class MegatronSamples(RangeSamples):
     """Samples of one split of a shard in Megatron-LM's order, which splits and shuffles sequences.
 
     The sequences of all epochs of the split are shuffled together (the last epoch may be shuffled separately) and
@@ -42,9 +41,7 @@ class MegatronSamples:
         num_samples: int,
         vocabulary_size: int | None = None,
     ) -> None:
-        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
-        self.sequence_length = sequence_length
-        self.vocabulary_size = vocabulary_size
+        super().__init__(prefix, sequence_length, vocabulary_size)
         sequences = split_documents(self._shard.num_sequences, shares)[split]
         lengths = self._shard.sequence_lengths[sequences.start : sequences.stop].astype(np.int64)
         per_epoch = int(lengths.sum())
@@ -81,22 +78,18 @@ class MegatronSamples:
         """See `SampleSet.num_labels`. Every sample is full."""
         return np.full_like(self._windows(ordinals), self.sequence_length)
 
-    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """See `SampleSet.tokens`. Raises DataError for an id outside [0, vocabulary_size), with shard and position."""
-        windows = self._windows(ordinals)
-        tokens = np.empty((windows.size, self.sequence_length + 1), dtype=np.int64)
-        for row, window in zip(tokens, windows.flat, strict=True):
-            self._read(int(window) * self.sequence_length, row)
-        return tokens.reshape(*windows.shape, -1)
-
-    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
-        """See `SampleSet.boundaries`. Every sequence counts as a document."""
-        starts = []
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        """Return the part of each sequence in each sample, without empty sequences."""
+        ranges = []
         for window in self._windows(ordinals).flat:
             start = int(window) * self.sequence_length
-            bounds = np.searchsorted(self._starts, [start, start + self.sequence_length], side="right")
-            starts.append(np.unique(self._starts[bounds[0] : bounds[1]]) - start)
-        return starts
+            first, stop = np.searchsorted(self._starts, [start, start + self.sequence_length], side="right")
+            starts, sequences = self._starts[first - 1 : stop + 1], self._sequences[first - 1 : stop]
+            shifts = self._shard.sequence_offsets[sequences] // self._shard.dtype.itemsize - starts[:-1]
+            cuts = np.clip(starts, start, start + self.sequence_length + 1)
+            pairs = zip((cuts[:-1] + shifts).tolist(), (cuts[1:] + shifts).tolist(), strict=True)
+            ranges.append([(begin, end) for begin, end in pairs if begin < end])
+        return ranges
 
     def _windows(self, ordinals: npt.ArrayLike) -> np.ndarray:
         ordinals = np.asarray(ordinals, dtype=np.int64)
@@ -108,18 +101,6 @@ class MegatronSamples:
                 "set training.steps to the full length, and training.stop_at to end early"
             )
         return np.asarray(self._shuffle[ordinals].astype(np.int64))
-
-    def _read(self, start: int, row: np.ndarray) -> None:
-        """Fill `row` with the concatenated tokens from `start` on."""
-        index = int(np.searchsorted(self._starts, start, side="right")) - 1
-        place = 0
-        while place < len(row):
-            sequence, offset = int(self._sequences[index]), start + place - int(self._starts[index])
-            part = self._shard[sequence][offset : offset + len(row) - place]
-            row[place : place + len(part)] = part
-            check_ids(self._shard, self._shard.sequence_start(sequence) + offset, part, self.vocabulary_size)
-            place += len(part)
-            index += 1
 
 
 SURPLUS = 0.005

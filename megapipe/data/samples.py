@@ -119,8 +119,41 @@ class EpochOrder:
         return items
 
 
-class ShardSamples(ABC):
-    """Samples of one split of a shard, each of which consists of ranges of the shard's tokens.
+class RangeSamples(ABC):
+    """Samples that consist of ranges of a shard's tokens. Raises DataError for an unusable shard."""
+
+    def __init__(self, prefix: str | Path, sequence_length: int, vocabulary_size: int | None) -> None:
+        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
+        self.sequence_length = sequence_length
+        self.vocabulary_size = vocabulary_size
+
+    @abstractmethod
+    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
+        """Return the ranges [begin, end) of the shard's tokens that each sample consists of."""
+
+    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
+        """Return token ids of samples: int64 [..., L + 1] for ordinals [...], filled with zeros after a sample's last
+        label.
+
+        Raises DataError for an id outside [0, vocabulary_size), with shard and position.
+        """
+        tokens = np.zeros((np.size(ordinals), self.sequence_length + 1), dtype=np.int64)
+        for row, ranges in zip(tokens, self._ranges(ordinals), strict=True):
+            place = 0
+            for begin, end in ranges:
+                row[place : place + end - begin] = checked_window(self._shard, begin, end, self.vocabulary_size)
+                place += end - begin
+        return tokens.reshape(*np.shape(ordinals), -1)
+
+    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
+        """See `SampleSet.boundaries`. Every range counts as a document."""
+        return [
+            np.cumsum([end - begin for begin, end in ranges[:-1]], dtype=np.int64) for ranges in self._ranges(ordinals)
+        ]
+
+
+class ShardSamples(RangeSamples):
+    """Samples of one split of a shard, in an order that is a function of the seed.
 
     Raises DataError for an unusable shard, and for a split that is too small for one sample.
     """
@@ -138,9 +171,7 @@ class ShardSamples(ABC):
     ) -> None:
         if sequence_length < 1:
             raise DataError(f"sequence_length is {sequence_length}; a sample needs at least 1 token")
-        self._shard, self.manifest = open_shard(prefix, vocabulary_size)
-        self.sequence_length = sequence_length
-        self.vocabulary_size = vocabulary_size
+        super().__init__(prefix, sequence_length, vocabulary_size)
         documents = split_documents(self._shard.num_documents, shares)[split]
         size = self._arrange(documents, seed, shuffle)
         if size == 0:
@@ -157,27 +188,9 @@ class ShardSamples(ABC):
     def _shortage(self, split: SplitName, documents: str, shares: str) -> str:
         """Return the message for a split without samples. documents: numbers of documents, such as `3 of 100`."""
 
-    @abstractmethod
-    def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
-        """Return the ranges [begin, end) of the shard's tokens that each sample consists of."""
-
     def __len__(self) -> int:
         """Return the number of samples per epoch."""
         return self._order.size
-
-    def tokens(self, ordinals: npt.ArrayLike) -> np.ndarray:
-        """Return token ids of samples: int64 [..., L + 1] for ordinals [...], filled with zeros after a sample's last
-        label.
-
-        Raises DataError for an id outside [0, vocabulary_size), with shard and position.
-        """
-        tokens = np.zeros((np.size(ordinals), self.sequence_length + 1), dtype=np.int64)
-        for row, ranges in zip(tokens, self._ranges(ordinals), strict=True):
-            place = 0
-            for begin, end in ranges:
-                row[place : place + end - begin] = checked_window(self._shard, begin, end, self.vocabulary_size)
-                place += end - begin
-        return tokens.reshape(*np.shape(ordinals), -1)
 
 
 class GptSamples(ShardSamples):
@@ -346,12 +359,6 @@ class PackedSamples(ShardSamples):
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.num_labels`. Predictions between two documents are counted."""
         return np.asarray(self._labels[self._order(ordinals)])
-
-    def boundaries(self, ordinals: npt.ArrayLike) -> list[np.ndarray]:
-        """See `SampleSet.boundaries`. A piece of a document counts as a document."""
-        return [
-            np.cumsum([end - begin for begin, end in ranges[:-1]], dtype=np.int64) for ranges in self._ranges(ordinals)
-        ]
 
     def _ranges(self, ordinals: npt.ArrayLike) -> list[list[tuple[int, int]]]:
         ranges = []
