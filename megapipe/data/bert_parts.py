@@ -20,12 +20,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import xxhash
 
 from megapipe.config.bert import SPECIAL_TOKENS, BertDataConfig, masking_budget
 from megapipe.config.files import DECODING_ERRORS, read_bytes, read_json
 from megapipe.data import DataError
 from megapipe.data.samples import SplitName, split_documents
 from megapipe.data.shards import IndexedDataset
+from megapipe.data.tokenizers import kind_and_path
 from megapipe.random.sampling import Draws, KeyedPermutation
 
 VOCABULARY, TOKENIZER = "vocab.txt", "tokenizer.json"
@@ -33,17 +35,11 @@ CONTINUATION = "##"
 """Prefix of pieces that continue a word (Wu et al. 2016, arXiv 1609.08144, in BERT's notation)."""
 LARGEST_GAP = 1_000_000
 """Largest number of unused ids in a vocabulary, because memory is allocated for each of them."""
-_KINDS = ("bert-uncased:", "bert-cased:")
-"""Prefixes of a path that preprocessing accepts, and that samples ignore."""
 _SPECIAL = {"padding": "[PAD]", "classification": "[CLS]", "separator": "[SEP]", "mask": "[MASK]"}
 _ROBERTAS = {"padding": "<pad>", "classification": "<s>", "separator": "</s>", "mask": "<mask>"}
 _SPACES = ("\u0120", "\u010a", "\u0109", "\u2581")
 """Space, newline and tab at the start of byte-level pieces, and the space of SentencePiece: such a piece starts a
 word, as in fairseq."""
-
-
-def _starts_word(piece: str) -> bool:
-    return not piece.startswith(CONTINUATION)
 
 
 @dataclass(frozen=True)
@@ -61,17 +57,15 @@ class BertVocabulary:
     mask: int
     continues: np.ndarray
 
-    def same(self, other: "BertVocabulary") -> bool:
-        """Return whether two vocabularies mask the same tokens in the same way; their pieces may differ."""
-        return self.numbers == other.numbers and np.array_equal(self.continues, other.continues)
-
     @property
-    def numbers(self) -> tuple[int, ...]:
-        """Size, and the ids of padding, classification, separator and mask."""
-        return self.size, self.padding, self.classification, self.separator, self.mask
+    def fingerprint(self) -> str:
+        """Hash of all properties. Vocabularies with the same hash mask the same tokens in the same way; their pieces
+        may differ."""
+        numbers = (self.size, self.padding, self.classification, self.separator, self.mask)
+        return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{numbers}".encode() + self.continues.tobytes())
 
     @classmethod
-    def of(cls, ids: dict[str, int], source: str, starts: Callable[[str], bool] = _starts_word) -> "BertVocabulary":
+    def of(cls, ids: dict[str, int], source: str, starts: Callable[[str], bool]) -> "BertVocabulary":
         """Create a vocabulary from the ids of all pieces. starts: whether a piece starts a word.
 
         Raises DataError, with `source`, if a special token is missing.
@@ -91,14 +85,12 @@ class BertVocabulary:
 
     @classmethod
     def read(cls, path: str | Path) -> "BertVocabulary":
-        """Read a vocab.txt (one piece per line), a tokenizer.json, or a folder with one of them.
+        """Read a vocab.txt (one piece per line), a tokenizer.json, or a folder with one of them. path: also with the
+        kind before it that preprocessing accepts.
 
         Raises DataError for anything else, and for a vocabulary without the special tokens of BERT or RoBERTa.
         """
-        name = str(path)
-        for kind in _KINDS:
-            name = name.removeprefix(kind)
-        file = Path(name)
+        _, file = kind_and_path(str(path))
         if file.is_dir():
             file = next(filter(Path.is_file, (file / TOKENIZER, file / VOCABULARY)), file)
         if not file.is_file():
@@ -111,7 +103,8 @@ class BertVocabulary:
             raise DataError(f"{file} is neither a {VOCABULARY} nor a {TOKENIZER}: it is not UTF-8 text") from error
         # Not splitlines, which also splits at U+0085 and U+2028.
         lines = text.removesuffix("\n").split("\n")
-        return cls.of({line.rstrip(): number for number, line in enumerate(lines)}, str(file))
+        ids = {line.rstrip(): number for number, line in enumerate(lines)}
+        return cls.of(ids, str(file), lambda piece: not piece.startswith(CONTINUATION))
 
     @classmethod
     def _of_json(cls, file: Path) -> "BertVocabulary":

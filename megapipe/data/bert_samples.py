@@ -81,7 +81,8 @@ class BertSamples:
 
     def lengths(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the number of tokens of each sample without padding: int64 [b]. Reads no tokens."""
-        return np.array([self._length(self._pairs.parts(int(each))) for each in np.asarray(ordinals)], dtype=np.int64)
+        lengths = [self._pairs.parts(int(each)).num_tokens + self._pairs.num_special for each in np.asarray(ordinals)]
+        return np.array(lengths, dtype=np.int64)
 
     def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the original tokens of samples without special tokens, concatenated: int64 [n]."""
@@ -141,9 +142,6 @@ class BertSamples:
                     f"of {self.vocabulary.size}: preprocess with the tokenizer that data.tokenizer names"
                 )
         return first, second
-
-    def _length(self, parts: Parts) -> int:
-        return parts.num_tokens + self._pairs.num_special
 
 
 def vocabulary_of(data: BertDataConfig, manifest: ShardManifest | None) -> BertVocabulary:
@@ -220,7 +218,7 @@ def open_bert_samples(
     ]
     check_one_tokenizer(corpus.manifest for corpus in corpora)
     for corpus in corpora[1:]:
-        if not corpus.vocabulary.same(corpora[0].vocabulary):
+        if corpus.vocabulary.fingerprint != corpora[0].vocabulary.fingerprint:
             raise DataError(
                 f"{corpus.shard.prefix} and {corpora[0].shard.prefix} have different "
                 "vocabularies; blend only shards with the same vocabulary"

@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from megapipe.config.bert import BertDataConfig
 from megapipe.config.run import DataConfig
 from megapipe.data import DataError
@@ -170,5 +168,4 @@ def _vocabulary_hash(data: BertDataConfig) -> str:
     """Hash the properties of a vocabulary that samples use: its size, its special tokens, and the pieces that continue
     a word."""
     prefix = data.prefixes[0]  # all shards of a blend have the same vocabulary
-    vocabulary = vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix))
-    return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{vocabulary.numbers}".encode() + vocabulary.continues.tobytes())
+    return vocabulary_of(replace(data, prefix=prefix, blend={}), read_manifest(prefix)).fingerprint
