@@ -43,46 +43,42 @@ class TokenBatch(NamedTuple):
     isolated."""
 
 
-def microbatch_ordinals(
-    consumed: int, *, data_rank: int, data_size: int, microbatch: int, micro_size: int, num_microbatches: int
-) -> np.ndarray:
-    """Return sample ordinals, int64 [micro_size], of a micro-batch of the step that starts after `consumed` samples.
+@dataclass(kw_only=True)
+class RankOrdinals:
+    """The samples of one data rank: a contiguous slice of those of each step.
 
-    The step uses ordinals [consumed, consumed + data_size * num_microbatches * micro_size). Each data rank has a
-    contiguous slice of them, and each of its micro-batches a contiguous slice of that slice. The position of a run is
-    therefore one integer, and a run can continue with any data size.
+    The position of a run is therefore one integer, and a run can continue with any data size.
     """
-    if not (0 <= data_rank < data_size and 0 <= microbatch < num_microbatches and micro_size >= 1 and consumed >= 0):
-        raise DataError(
-            f"micro-batch {microbatch} of {num_microbatches}, data rank {data_rank} of "
-            f"{data_size}, micro_size {micro_size}, consumed {consumed}: the first two must "
-            "be within their counts, micro_size at least 1 and consumed at least 0"
-        )
-    start = consumed + (data_rank * num_microbatches + microbatch) * micro_size
-    return np.arange(start, start + micro_size, dtype=np.int64)
+
+    data_rank: int
+    data_size: int
+    micro_size: int
+
+    def ordinals(self, consumed: int, microbatch: int, num_microbatches: int) -> np.ndarray:
+        """Return sample ordinals, int64 [micro_size], of a micro-batch of the step that starts after `consumed`
+        samples.
+
+        The step uses ordinals [consumed, consumed + data_size * num_microbatches * micro_size). Each micro-batch has a
+        contiguous slice of the rank's slice.
+        """
+        rank, size, length = self.data_rank, self.data_size, self.micro_size
+        if not (0 <= rank < size and 0 <= microbatch < num_microbatches and length >= 1 and consumed >= 0):
+            raise DataError(
+                f"micro-batch {microbatch} of {num_microbatches}, data rank {rank} of "
+                f"{size}, micro_size {length}, consumed {consumed}: the first two must "
+                "be within their counts, micro_size at least 1 and consumed at least 0"
+            )
+        start = consumed + (rank * num_microbatches + microbatch) * length
+        return np.arange(start, start + length, dtype=np.int64)
 
 
 @dataclass
-class MicrobatchSource:
+class MicrobatchSource(RankOrdinals):
     """Loads the micro-batches of one data rank. All ranks of a model replica get the same micro-batches."""
 
     samples: SampleSet
-    data_rank: int = field(kw_only=True)
-    data_size: int = field(kw_only=True)
-    micro_size: int = field(kw_only=True)
     mask_end_of_document: bool = field(default=False, kw_only=True)
     isolate_documents: bool = field(default=False, kw_only=True)
-
-    def ordinals(self, consumed: int, microbatch: int, num_microbatches: int) -> np.ndarray:
-        """Return sample ordinals, int64 [micro_size]; see `microbatch_ordinals`."""
-        return microbatch_ordinals(
-            consumed,
-            data_rank=self.data_rank,
-            data_size=self.data_size,
-            microbatch=microbatch,
-            micro_size=self.micro_size,
-            num_microbatches=num_microbatches,
-        )
 
     def microbatch(self, consumed: int, microbatch: int, num_microbatches: int) -> TokenBatch:
         """Return one micro-batch of the step that starts after `consumed` samples."""

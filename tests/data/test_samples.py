@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megapipe.data import DataError, manifest
-from megapipe.data.batches import MicrobatchSource, Prefetcher, microbatch_ordinals
+from megapipe.data.batches import MicrobatchSource, Prefetcher, RankOrdinals
 from megapipe.data.megatron_order import MegatronSamples
 from megapipe.data.samples import SPLIT_NAMES, GptSamples, PackedSamples, best_fit, parse_shares, split_documents
 from megapipe.data.shards import IndexedDataset
@@ -236,9 +236,9 @@ def test_padding_and_document_ends_are_masked(tmp_path: Path) -> None:
     "wrong", [{"data_rank": 2}, {"data_rank": -1}, {"microbatch": 3}, {"micro_size": 0}, {"consumed": -1}]
 )
 def test_impossible_positions_are_refused(wrong: dict[str, int]) -> None:
-    right = {"consumed": 0, "data_rank": 0, "data_size": 2, "microbatch": 0, "micro_size": 1, "num_microbatches": 3}
+    rank = {name: wrong.get(name, right) for name, right in (("data_rank", 0), ("data_size", 2), ("micro_size", 1))}
     with pytest.raises(DataError, match="micro-batch"):
-        microbatch_ordinals(**{**right, **wrong})
+        RankOrdinals(**rank).ordinals(wrong.get("consumed", 0), wrong.get("microbatch", 0), 3)
 
 
 END = 0

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -10,7 +9,7 @@ import torch
 
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.data.batches import MicrobatchSource, TokenBatch, microbatch_ordinals
+from megapipe.data.batches import MicrobatchSource, RankOrdinals, TokenBatch
 from megapipe.data.bert_samples import BertSamples, BlendedBertSamples, open_bert_samples
 from megapipe.data.manifest import check_one_tokenizer
 from megapipe.data.megatron_order import MegatronBlendOrder, MegatronSamples, samples_wanted
@@ -218,8 +217,7 @@ class BertLoader(RankLoader):
     ) -> None:
         super().__init__(config, mesh, consumer, plan, training)
         self._samples = samples
-        self._ordinals = partial(
-            microbatch_ordinals,
+        self._rank = RankOrdinals(
             data_rank=mesh.coordinate("data"),
             data_size=mesh.size("data"),
             micro_size=config.batch.micro_size,
@@ -227,7 +225,7 @@ class BertLoader(RankLoader):
         self._length = config.data.sequence_length
 
     def _microbatch(self, consumed: int, index: int, num_microbatches: int) -> tuple[BertContext, Counts | None]:
-        ordinals = self._ordinals(consumed, microbatch=index, num_microbatches=num_microbatches)
+        ordinals = self._rank.ordinals(consumed, index, num_microbatches)
         context = self._new_context(BertContext, ordinals)
         if not (self._is_first or self._is_last):
             context.lengths = self._on_device(self._samples.lengths(ordinals))
