@@ -2,16 +2,16 @@
 
 import contextlib
 import ctypes
+import io
 import mmap
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from megapipe.config.files import flush_to_disk
 from megapipe.data import DataError
 
 _BUFFER = 1 << 20
@@ -20,20 +20,16 @@ SAMPLED_PIECES = 64
 PIECE_BYTES = 1 << 16
 
 
-class HashedFile:
+class HashedFile(io.BufferedWriter):
     """A file that is written from beginning to end, with a checksum of its content.
 
     Writing can be resumed. `xxh128:<hex>` is the 128-bit XXH3 hash, as `xxh128sum` prints it. It detects damage, not
     forgery.
     """
 
-    def __init__(self, file: BinaryIO, digest: "xxhash.xxh3_128") -> None:
-        self._file = file
-        self._digest = digest
-
-    @classmethod
-    def create(cls, path: Path) -> "HashedFile":
-        return cls(path.open("wb", buffering=_BUFFER), xxhash.xxh3_128())
+    def __init__(self, path: Path, mode: str = "wb") -> None:
+        super().__init__(io.FileIO(path, mode), _BUFFER)
+        self._digest = xxhash.xxh3_128()
 
     @classmethod
     def resume(cls, path: Path, size: int, checksum: str) -> "HashedFile":
@@ -41,37 +37,28 @@ class HashedFile:
 
         Raises DataError if these bytes are missing or their checksum differs.
         """
-        digest = xxhash.xxh3_128()
-        file = path.open("r+b", buffering=_BUFFER)
+        file = cls(path, "r+b")
         try:
             remaining = size
-            while remaining and (block := file.read(min(remaining, _BUFFER))):
-                digest.update(block)
+            while remaining and (block := os.read(file.fileno(), min(remaining, _BUFFER))):
+                file._digest.update(block)
                 remaining -= len(block)
-            if remaining or _named(digest) != checksum:
+            if remaining or file.checksum() != checksum:
                 raise DataError(f"{path} changed since it was written: expected {size} bytes with checksum {checksum}")
-            os.ftruncate(file.fileno(), size)
+            file.truncate(size)
             file.seek(size)
         except BaseException:
             file.close()
             raise
-        return cls(file, digest)
+        return file
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: Any) -> int:
+        """Write bytes, and add them to the checksum."""
         self._digest.update(data)
-        return self._file.write(data)
+        return super().write(data)
 
     def checksum(self) -> str:
         return _named(self._digest)
-
-    def flush(self) -> None:
-        self._file.flush()
-
-    def flush_to_disk(self) -> None:
-        flush_to_disk(self._file)
-
-    def close(self) -> None:
-        self._file.close()
 
 
 def checksum_of_file(path: Path, stopped: Callable[[], bool] = lambda: False) -> str:

@@ -7,14 +7,14 @@ limited to a buffer.
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megapipe.config.files import flush_folder, write_whole
+from megapipe.config.files import flush_folder, flush_to_disk, write_whole
 from megapipe.data import DataError
 from megapipe.data.files import HashedFile
 from megapipe.data.manifest import ShardManifest, manifest_path
@@ -61,7 +61,7 @@ class ShardWriter:
         bin_path(prefix).parent.mkdir(parents=True, exist_ok=True)
         # Lengths and boundaries are written to disk too: for 10^9 documents, they would not fit in memory.
         if resume is None:
-            files = [HashedFile.create(self._partial(kind)) for kind in _KINDS]
+            files = [HashedFile(self._partial(kind)) for kind in _KINDS]
         else:
             self.num_sequences, self.num_documents, self.num_tokens, checksums = resume
             sizes = (self.num_tokens * dtype.itemsize, self.num_sequences * 4, self.num_documents * 8)
@@ -118,7 +118,7 @@ class ShardWriter:
     def position(self) -> WriterPosition:
         """Write everything to the disk, and return the position from which a later writer can continue."""
         for file in self._files:
-            file.flush_to_disk()
+            flush_to_disk(file)
         tokens, lengths, boundaries = (file.checksum() for file in self._files)
         counts = (self.num_sequences, self.num_documents, self.num_tokens)
         return WriterPosition(*counts, (tokens, lengths, boundaries))
@@ -141,7 +141,7 @@ class ShardWriter:
         """
         for file in self._files:
             self._flush(file)
-        with closing(HashedFile.create(self._partial("idx"))) as index:
+        with HashedFile(self._partial("idx")) as index:
             self._write_index(index)
             self._flush(index)
         folder = bin_path(self.prefix).parent
@@ -203,7 +203,7 @@ class ShardWriter:
 
     def _flush(self, file: HashedFile) -> None:
         if self._durable:
-            file.flush_to_disk()
+            flush_to_disk(file)
         else:
             file.flush()
 
