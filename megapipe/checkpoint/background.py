@@ -63,7 +63,7 @@ def report_written(storage: StorageWriter, partial: Path, rank: int, manifest: M
     path = _report_path(partial, rank)
     incomplete = path.with_name(f"{path.name}.partial")
     with writing(partial, verb="write into"):
-        write_file(storage, incomplete, [memoryview(encoded(manifest))])
+        write_file(storage, incomplete, encoded(manifest))
         storage.rename(incomplete, path)
 
 

@@ -259,8 +259,7 @@ class FreshFolder:
 
     def write(self, name: str, content: str | bytes) -> None:
         """Write a file, durably."""
-        whole = content.encode() if isinstance(content, str) else content
-        write_file(DISK, self.partial / name, [memoryview(whole)])
+        write_file(DISK, self.partial / name, content.encode() if isinstance(content, str) else content)
 
     def finish(self) -> None:
         """Rename the folder to its final path; all files in it are durable. Raises CheckpointError."""

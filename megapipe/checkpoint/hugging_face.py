@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megapipe.checkpoint.shards import shards_of
-from megapipe.checkpoint.storage import CheckpointError, agreed, check_counts, check_safetensors, inside, read_json
+from megapipe.checkpoint.storage import CheckpointError, agreed, check_counts, inside, read_json
 from megapipe.checkpoint.tensor_file import TensorFile
 from megapipe.config.files import DECODING_ERRORS
 from megapipe.config.model import ModelConfig
@@ -316,7 +316,7 @@ def load_hugging_face(folder: Path, states: Sequence[UnitState], model: ModelCon
 
 
 def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None:
-    source = HuggingFaceFolder(folder, _open_file, kind=model.kind)
+    source = HuggingFaceFolder(folder, TensorFile, kind=model.kind)
     source.fit(model)
     for shard in shards_of(states):
         box, extent = shard.segment.box, shard.extent
@@ -325,11 +325,6 @@ def _read(folder: Path, states: Sequence[UnitState], model: ModelConfig) -> None
         shard.of(shard.state.master).copy_(values)
     for state in states:
         state.restore(len(state.weights) - 1)
-
-
-def _open_file(path: Path) -> TensorFile:
-    check_safetensors(path)
-    return TensorFile(path)
 
 
 Reader = TypeVar("Reader", bound="_Reader")

@@ -170,7 +170,7 @@ def finish(storage: StorageWriter, directory: Path, parts: Sequence[Manifest]) -
     partial, complete = partial_folder(directory, step), step_folder(directory, step)
     # This fails if ranks wrote to folders of the same name on different disks.
     check_files(partial, manifest)
-    write_file(storage, partial / MANIFEST, [memoryview(encoded(manifest))])
+    write_file(storage, partial / MANIFEST, encoded(manifest))
     with writing(complete, verb="complete"):
         storage.rename(partial, complete)
         storage.flush_folder(complete.parent)

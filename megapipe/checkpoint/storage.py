@@ -13,7 +13,7 @@ import os
 import reprlib
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -184,21 +184,17 @@ class NewFile:
             self._storage.close(descriptor)
 
 
-def write_file(storage: StorageWriter, path: Path, parts: Iterable[memoryview]) -> int:
-    """Write a new file, flush it and its name, and return its size in bytes.
+def write_file(storage: StorageWriter, path: Path, content: bytes) -> None:
+    """Write a new file, and flush it and its name.
 
     Raises CheckpointError with the file, the system's message and, for a full disk, the free space.
     """
-    size = 0
     file = NewFile(path, storage)
     with on_failure(file.abandon):
-        for part in parts:
-            size += len(part)
-            file.write(part)
+        file.write(memoryview(content))
     file.close()
     with writing(path):
         storage.flush_folder(path.parent)
-    return size
 
 
 def remove_tree(storage: StorageWriter, path: Path) -> None:

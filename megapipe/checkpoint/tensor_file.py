@@ -25,13 +25,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapipe.checkpoint.storage import (
+    DISK,
     CheckpointError,
     DamagedCheckpointError,
     NewFile,
     StorageWriter,
     check_safetensors,
     on_failure,
-    write_file,
+    writing,
 )
 
 PIECE_BYTES = 1 << 24
@@ -41,6 +42,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """The element types that a checkpoint may contain, by their names in safetensors."""
 
 _HEADER_ALIGNMENT = 8
+_OF_TORCH = {"format": "pt"}
+"""Metadata that transformers expects in a file of torch's tensors."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -69,20 +72,13 @@ def write_tensors(
     """Write a new file durably. Return its size in bytes and, by key, the checksums of all pieces in memory."""
     # Wide types come first, as in the library's files: every tensor then starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.values.element_size())
-    checksums: dict[str, tuple[str, ...]] = {}
-
-    def parts() -> Iterator[memoryview]:
-        header, _ = _layout((tensor.key, tensor.dtype, tensor.shape) for tensor in ordered)
-        yield memoryview(header)
-        for tensor in ordered:
-            digests = []
-            for piece in _pieces(tensor.values):
-                digests.append(xxhash.xxh3_64_hexdigest(piece))
-                yield piece
-            checksums[tensor.key] = tuple(digests)
-
-    size = write_file(storage, path, parts())
-    return size, checksums
+    file = TensorStream(path, ((each.key, each.dtype, each.shape) for each in ordered), storage, metadata={})
+    with on_failure(file.abandon):
+        checksums = {each.key: file.add(each.key, each.values.view(each.shape)) for each in ordered}
+        file.close()
+    with writing(path):
+        storage.flush_folder(path.parent)
+    return file.size, checksums
 
 
 class Entry:
@@ -96,7 +92,7 @@ class Entry:
 
 
 def _layout(
-    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, list[Entry]]:
     """Return the header and the entries of a file that contains `tensors`, (key, dtype, shape), in this order."""
     entries: list[Entry] = []
@@ -169,10 +165,9 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        check_safetensors(path)
         try:
             self._file = safe_open(str(path), framework="pt")
-        except FileNotFoundError:
-            raise CheckpointError(f"{path} is missing; every rank must see all files of a checkpoint") from None
         except OSError as error:
             raise CheckpointError(f"cannot read {path}: {error.strerror or error}") from error
         except SafetensorError as error:
@@ -219,10 +214,16 @@ class TensorStream:
     size: bytes of the whole file.
     """
 
-    def __init__(self, path: Path, tensors: Iterable[tuple[str, str, Sequence[int]]]) -> None:
-        header, self._remaining = _layout(tensors, {"format": "pt"})
+    def __init__(
+        self,
+        path: Path,
+        tensors: Iterable[tuple[str, str, Sequence[int]]],
+        storage: StorageWriter = DISK,
+        metadata: Mapping[str, str] = _OF_TORCH,
+    ) -> None:
+        header, self._remaining = _layout(tensors, metadata)
         self.size = len(header) + sum(entry.num_bytes for entry in self._remaining)
-        self._file = NewFile(path)
+        self._file = NewFile(path, storage)
         self._file.write(memoryview(header))
 
     def add(self, key: str, values: Tensor) -> tuple[str, ...]:

@@ -247,7 +247,7 @@ class DcpWriter:
             storage_meta=StorageMeta(checkpoint_id=self.folder.name),
             version=_METADATA_VERSION,
         )
-        write_file(DISK, self.folder / METADATA, [memoryview(pickle.dumps(metadata))])
+        write_file(DISK, self.folder / METADATA, pickle.dumps(metadata))
 
     def abandon(self) -> None:
         """Close the file without completing it."""
