@@ -80,10 +80,10 @@ class RunState:
     data: DataIdentity | None = None
     data_changes: tuple[DataChange, ...] = ()
 
-    @property
-    def finite_losses(self) -> list[list[float | None]]:
-        """The losses for JSON, with None for a loss that is not finite, because JSON cannot express it."""
-        return [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses]
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, with None for a loss that is not finite, because JSON cannot express it."""
+        losses = [[step, loss if math.isfinite(loss) else None] for step, loss in self.losses]
+        return {**asdict(self), "losses": losses}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], **other_fields: Any) -> "RunState":
@@ -190,17 +190,9 @@ def encoded(manifest: Manifest) -> bytes:
         "format": FORMAT,
         "format_version": VERSION,
         "code_version": manifest.code_version,
-        "step": run.step,
-        "consumed_samples": run.consumed_samples,
-        "random": dict(run.random),
-        "precision": run.precision,
-        "losses": run.finite_losses,
-        "applied_updates": dict(manifest.applied_updates),
-        "config": run.config,
-        "loss_scale": dict(run.loss_scale),
-        "skipped": run.skipped,
+        **run.as_dict(),
         "data": None if run.data is None else run.data.as_dict(),
-        "data_changes": [asdict(change) for change in run.data_changes],
+        "applied_updates": dict(manifest.applied_updates),
         "checksums": f"xxh3_64 of every {PIECE_BYTES} bytes of a tensor",
         "files": dict(manifest.files),
         "chunks": [_encoded_chunk(chunk) for chunk in manifest.chunks],

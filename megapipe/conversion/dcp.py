@@ -348,7 +348,7 @@ class DcpTarget:
         document: dict[str, Any] = {"model": asdict(self._contents.model)}
         run = self._contents.run
         if run is not None:
-            document["run"] = {**asdict(run), "losses": run.finite_losses}
+            document["run"] = run.as_dict()
             document["applied_updates"] = dict(self._contents.applied_updates)
         self._folder.write(CONFIG, json.dumps(document, indent=1, allow_nan=False))
         self._folder.finish()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -218,17 +218,14 @@ def as_text(source_format: Format, contents: Contents) -> str:
 
 def as_json(source_format: Format, contents: Contents) -> str:
     """Return the contents as JSON for programs, with the whole configuration."""
-    run = contents.run
-    document: dict[str, Any] = {
+    document = {
         "format": source_format.title,
         "model": asdict(contents.model),
-        "run": None,
+        "run": None if contents.run is None else contents.run.as_dict(),
         "parameters": sum(each.num_elements for each in contents.tensors if each.kind == WEIGHTS),
         "bytes": sum(each.num_bytes for each in contents.tensors),
         "tensors": [{**asdict(tensor), "bytes": tensor.num_bytes} for tensor in contents.tensors],
     }
-    if run is not None:
-        document["run"] = {**asdict(run), "losses": run.finite_losses}
     return json.dumps(document, indent=2)
 
 
