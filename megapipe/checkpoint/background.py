@@ -239,13 +239,8 @@ class BackgroundSaver:
             # The writing thread reads the states on another stream, which does not wait for the current stream.
             torch.cuda.synchronize(self.mesh.device)
         contents = contents_of(plan)
-        copying = None
-        if copied and by_step:
-            copying = agreed(world, lambda: self._to_copy(plan))
-        elif copied:
-            planned = contents
-            contents = agreed(world, lambda: self._snapshot.take(planned))
-        self._copying = self._untaken = copying
+        copying = agreed(world, lambda: self._copies(plan, by_step)) if copied else None
+        self._copying = self._untaken = copying if by_step else None
         path = step_folder(self.directory, run.step)
         part = part_without_file(plan, applied, run)
 
@@ -260,14 +255,17 @@ class BackgroundSaver:
         copying, self._untaken = self._untaken, None
         return copying
 
-    def _to_copy(self, plan: Sequence[Shard]) -> "StateSnapshot":
-        """Return the copies of the planned shards, for the next step to make."""
+    def _copies(self, plan: Sequence[Shard], by_step: bool) -> "StateSnapshot":
+        """Return the copies of the planned shards. by_step: the next step makes them; otherwise they are complete."""
         sources = [(id(each.state), part) for each in plan for part in contents_of([each])]
         copies = self._snapshot.places([content for _, content in sources])
         moves = defaultdict[int, list[tuple[Tensor, Tensor]]](list)
         for (state, content), place in zip(sources, copies, strict=True):
             moves[state].append((place.tensor.values, content.tensor.values.detach()))
-        return StateSnapshot(copies, moves)
+        snapshot = StateSnapshot(copies, moves)
+        if not by_step:
+            snapshot.complete()
+        return snapshot
 
     def poll(self) -> list[EndedSave]:
         """Return the saves that have ended since the last call, oldest first. Not a collective call."""
@@ -536,7 +534,7 @@ class Snapshot:
         return self._memory.numel()
 
     def prepare(self, contents: Sequence[Content]) -> None:
-        """Allocate the memory for these contents in the background. `take` waits for it.
+        """Allocate the memory for these contents in the background. `places` waits for it.
 
         The first touch of its pages takes several times as long as a copy.
         """
@@ -553,16 +551,6 @@ class Snapshot:
         if self._allocation is not None:
             self._allocation.join()
             self._allocation = None
-
-    def take(self, contents: Sequence[Content]) -> list[Content]:
-        """Return `contents` with copied elements; the copy is complete on return. Overwrites the previous copy."""
-        copies = self.places(contents)
-        for copy, content in zip(copies, contents, strict=True):
-            copy.tensor.values.copy_(content.tensor.values.detach(), non_blocking=self._pinned)
-        for device in {content.tensor.values.device for content in contents}:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-        return copies
 
     def places(self, contents: Sequence[Content]) -> list[Content]:
         """Return `contents` with views of the copy's memory, which contains the previous copy or is uninitialized."""
@@ -584,7 +572,7 @@ class Snapshot:
         )
 
     def _allocate_or_leave(self, num_bytes: int) -> None:
-        """Allocate in the thread. If there is too little memory, `take` tries again and raises the error."""
+        """Allocate in the thread. If there is too little memory, `places` tries again and raises the error."""
         with contextlib.suppress(MemoryError, OSError, RuntimeError):
             self._allocate(num_bytes)
         for part in self._memory.split(_TOUCHED_AT_ONCE):

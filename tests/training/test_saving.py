@@ -292,20 +292,20 @@ def test_a_save_that_a_signal_ends_has_a_deadline(
 def test_memory_of_copies_is_there_before_the_first_save(
     run: Run, monkeypatch: pytest.MonkeyPatch, asynchronous: bool, schedule: str, wanted: list[bool]
 ) -> None:
-    take, prepare = Snapshot.take, Snapshot.prepare
+    places, prepare = Snapshot.places, Snapshot.prepare
     prepared, taken = [], []
 
     def watched_prepare(self: Snapshot, contents: Sequence[Content]) -> None:
         prepared.append(contents)
         prepare(self, contents)
 
-    def watched_take(self: Snapshot, contents: Sequence[Content]) -> list[Content]:
+    def watched_places(self: Snapshot, contents: Sequence[Content]) -> list[Content]:
         self.settle()
         taken.append(self.num_bytes >= sum(content.tensor.num_bytes for content in contents) > 0)
-        return take(self, contents)
+        return places(self, contents)
 
     monkeypatch.setattr(Snapshot, "prepare", watched_prepare)
-    monkeypatch.setattr(Snapshot, "take", watched_take)
+    monkeypatch.setattr(Snapshot, "places", watched_places)
     assert run(every=3, asynchronous=asynchronous, groups={"schedule": {"name": schedule}}) == 0
     assert taken == wanted, "the last save copies nothing, since nothing changes its state"
     assert len(prepared) == bool(wanted), "once"
