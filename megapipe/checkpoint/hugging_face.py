@@ -141,20 +141,18 @@ def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
     shared = spec.name.rpartition(".")[0].endswith("kv_down")
     heads = 1 if shared else model.num_heads
 
-    def join(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        rows = parts[0].unflatten(0, (heads, -1))
-        plain, pairs = rows.split([rows.shape[1] - rotated, rotated], dim=1)
-        pairs = pairs.unflatten(1, (rotated // 2, 2)).transpose(1, 2).flatten(1, 2)
-        return [torch.cat([plain, pairs] if shared else [pairs, plain], dim=1).flatten(0, 1)]
+    def moved(from_front: bool, to_front: bool, *pairs: int) -> Join:
+        def step(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+            rows = parts[0].unflatten(0, (heads, -1))
+            plain_rows = rows.shape[1] - rotated
+            turned = rows[:, :rotated] if from_front else rows[:, plain_rows:]
+            plain = rows[:, rotated:] if from_front else rows[:, :plain_rows]
+            turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
+            return [torch.cat([turned, plain] if to_front else [plain, turned], dim=1).flatten(0, 1)]
 
-    def split(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-        rows = parts[0].unflatten(0, (heads, -1))
-        sizes = [rotated, rows.shape[1] - rotated]
-        plain, pairs = rows.split(sizes[::-1], dim=1) if shared else rows.split(sizes, dim=1)[::-1]
-        pairs = pairs.unflatten(1, (2, rotated // 2)).transpose(1, 2).flatten(1, 2)
-        return [torch.cat([plain, pairs], dim=1).flatten(0, 1)]
+        return step
 
-    return join, split
+    return moved(False, not shared, rotated // 2, 2), moved(not shared, False, 2, rotated // 2)
 
 
 def _regrouped(qkv: Tensor, *pairs: int) -> Tensor:

@@ -15,9 +15,9 @@ import time
 import weakref
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +44,8 @@ class InertObject:
 class TensorPlace:
     """A tensor of a torch archive, whose storage is bytes `start` to `start + num_bytes` of the archive.
 
-    dtype: torch's name of the type, without `torch.`. crc32: checksum of the storage; 0 if the archive has none.
-    offset, stride: in elements.
+    dtype: name of the type in safetensors, or torch's name, without `torch.`, if checkpoints have no such type. crc32:
+    checksum of the storage; 0 if the archive has none. offset, stride: in elements.
     """
 
     dtype: str
@@ -180,7 +180,7 @@ def _place(content: dict[str, Any], archive_bytes: int) -> TensorPlace:
     item = getattr(torch, place.dtype).itemsize
     if place.num_bytes % item or (place.offset + place.span) * item > place.num_bytes:
         raise ValueError(f"it holds a tensor of shape {shape} and stride {stride} that leaves its storage")
-    return place
+    return replace(place, dtype=DTYPE_NAMES.get(place.dtype, place.dtype))
 
 
 DTYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items()}
@@ -215,7 +215,7 @@ class Archive:
         """
         if math.prod(place.shape) > place.span:
             raise self._damaged(f"a tensor of shape {place.shape} and stride {place.stride} repeats elements")
-        dtype: torch.dtype = getattr(torch, place.dtype)
+        dtype: torch.dtype = DTYPES.get(place.dtype) or getattr(torch, place.dtype)
         flat = torch.empty(place.span, dtype=dtype)
         first = self._start + place.start + place.offset * dtype.itemsize
         if not read_into(self._file, bytes_of(flat), first):
@@ -333,17 +333,6 @@ class ArchiveWriter:
             raise self._output.failure
 
 
-class PickledTensor(NamedTuple):
-    """One tensor of a file. dtype: its name in safetensors."""
-
-    dtype: str
-    place: TensorPlace
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.place.shape)
-
-
 class PickledTensors:
     """Reads a `.bin` file one tensor at a time, with the methods of `TensorReader`.
 
@@ -359,24 +348,22 @@ class PickledTensors:
             self.close()
             raise DamagedCheckpointError(f"{path} does not contain a state dict of tensors by name", "unreadable")
         self.entries = {
-            str(key): PickledTensor(DTYPE_NAMES[place.dtype], place)
-            for key, place in value.items()
-            if isinstance(place, TensorPlace) and place.dtype in DTYPE_NAMES
+            str(key): place for key, place in value.items() if isinstance(place, TensorPlace) and place.dtype in DTYPES
         }
 
-    def entry(self, key: str) -> PickledTensor:
-        """Return the entry of a tensor. Raises DamagedCheckpointError if there is no such floating-point tensor."""
+    def entry(self, key: str) -> TensorPlace:
+        """Return the place of a tensor. Raises DamagedCheckpointError if there is no such floating-point tensor."""
         if key not in self.entries:
             raise DamagedCheckpointError(f"{self._archive.path} has no floating-point tensor {key!r}", "unreadable")
         return self.entries[key]
 
     def whole(self, key: str) -> Tensor:
         """Return a tensor in newly allocated memory."""
-        return self._archive.tensor(self.entry(key).place)
+        return self._archive.tensor(self.entry(key))
 
     def verify(self, key: str) -> list[str]:
         """Read a tensor's storage and return its problems; an empty list if there are none."""
-        return self._archive.verify(self.entry(key).place)
+        return self._archive.verify(self.entry(key))
 
     def close(self) -> None:
         """Close the file."""

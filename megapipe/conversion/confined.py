@@ -352,30 +352,25 @@ def confine() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
     with open("/proc/self/statm", "rb") as file:
         address_space = int(file.read().split()[0]) * resource.getpagesize()
-    _lower(resource.RLIMIT_CORE, 0)
-    _lower(resource.RLIMIT_FSIZE, 0)
-    _lower(resource.RLIMIT_AS, address_space + MEMORY_BYTES)
+    _limit(resource.RLIMIT_CORE, 0)
+    _limit(resource.RLIMIT_FSIZE, 0)
+    _limit(resource.RLIMIT_AS, address_space + MEMORY_BYTES)
     if os.geteuid() == 0:  # root could raise its limits again
         # A container may forbid it; the limits apply even then, unless they are raised again.
         with suppress(OSError):
             os.setgroups([])
             os.setresgid(_NOBODY, _NOBODY, _NOBODY)
             os.setresuid(_NOBODY, _NOBODY, _NOBODY)
-    _lower(resource.RLIMIT_NPROC, 0)
+    _limit(resource.RLIMIT_NPROC, 0)
     # The channel, two for /dev/null, and the file of the request.
-    _lower(resource.RLIMIT_NOFILE, 4)
+    _limit(resource.RLIMIT_NOFILE, 4)
 
 
-def _lower(kind: int, value: int) -> None:
+def _limit(kind: int, value: int, *, permanent: bool = True) -> None:
+    """Set a limit, at most to that of the system. permanent: whether this process cannot raise it again."""
     _, hard = resource.getrlimit(kind)
     limit = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(kind, (limit, limit))
-
-
-def _allow_cpu(seconds: float) -> None:
-    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
-    soft = int(time.process_time() + seconds) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+    resource.setrlimit(kind, (limit, limit if permanent else hard))
 
 
 @functools.cache
@@ -410,7 +405,7 @@ def serve(channel: socket.socket) -> None:
                 if len(request) < REQUEST.size:
                     os._exit(0)
                 archive, start, stop = REQUEST.unpack(request)
-                _allow_cpu(CPU_SECONDS)
+                _limit(resource.RLIMIT_CPU, int(time.process_time() + CPU_SECONDS) + 1, permanent=False)
                 reply = json.dumps(describe_pickle(descriptors[0], start, stop, archive=bool(archive))).encode()
                 os.close(descriptors[0])
                 requests.sendall(LENGTH.pack(len(reply)) + reply)

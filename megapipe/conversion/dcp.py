@@ -136,7 +136,7 @@ class DcpFiles:
         expected = str(DTYPES[tensor.dtype]).removeprefix("torch.")
         with closing(Archive(path, self._sandbox, chunk.start, chunk.stop)) as archive:
             place = archive.value
-            if not isinstance(place, TensorPlace) or (place.shape, place.dtype) != (chunk.box.shape, expected):
+            if not isinstance(place, TensorPlace) or (place.shape, place.dtype) != (chunk.box.shape, tensor.dtype):
                 raise DamagedCheckpointError(
                     f"{path}, bytes {chunk.start} to {chunk.stop}, do not hold the part of {tensor.name!r} of shape "
                     f"{chunk.box.shape} and {expected} that {METADATA} lists",

@@ -20,7 +20,6 @@ from megapipe.checkpoint.hugging_face import (
     CONFIG,
     INDEX,
     SINGLE,
-    Correspondence,
     HuggingFaceFolder,
     correspondences,
     family_errors,
@@ -100,10 +99,7 @@ class HuggingFaceSource:
 
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """Return the configuration of the folder's model."""
-    prefix = "rope_scaling."
-    values = {**read_family(folder, config).run_fields(config), **fields_of_config(folder, config, names)}
-    scaling = {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}
-    model = model_of({**values, "rope_scaling": scaling})
+    model = model_of({**read_family(folder, config).run_fields(config), **fields_of_config(folder, config, names)})
     check_layers(folder, model, len(names))
     return model
 
@@ -127,12 +123,6 @@ def exported_config(model: ModelConfig, dtype: str) -> dict[str, Any]:
     return {**family.config(model), "dtype": _DTYPES[dtype], "torch_dtype": _DTYPES[dtype]}
 
 
-def exported_pairs(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Correspondence]:
-    """Map each parameter to its tensors in the family of an exported configuration. Raises CheckpointError."""
-    with family_errors(f"this model cannot be exported as {config['model_type']}: "):
-        return {pair.spec.name: pair for pair in correspondences(model, family_of(config["model_type"]))}
-
-
 _MTP_PREFIX = "head.mtp."
 """Start of the names of the parameters for multi-token prediction (MTP)."""
 GENERATION = "generation_config.json"
@@ -151,10 +141,11 @@ class HuggingFaceTarget:
                 "has one type: choose it with --precision"
             )
         self._config = exported_config(contents.model, dtypes.pop())
-        self._pairs = exported_pairs(contents.model, self._config)
-        repeats = family_of(self._config["model_type"]).repeats
+        family = family_of(self._config["model_type"])
+        with family_errors(f"this model cannot be exported as {family.model_type}: "):
+            self._pairs = {pair.spec.name: pair for pair in correspondences(contents.model, family)}
         # transformers stores a repeated tensor under both names, and reads the second one if the model is untied.
-        self._copies = {} if contents.model.tie_embeddings else {first: copy for copy, first in repeats.items()}
+        self._copies = {} if contents.model.tie_embeddings else {first: copy for copy, first in family.repeats.items()}
         self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
         self._shards = self._plan_shards(contents, options.max_shard_bytes)

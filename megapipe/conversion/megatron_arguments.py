@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,9 +14,15 @@ from megapipe.config.field_types import Size, in_words, is_value_of
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling, yarn_growth
 from megapipe.conversion.archive import InertObject
-from megapipe.conversion.formats import Contents
+from megapipe.conversion.formats import Contents, TargetOptions
 from megapipe.conversion.megapipe_format import model_of
-from megapipe.conversion.megatron_model import VOCABULARY_DIVISOR, models_of_layers, padded_rows, window_of
+from megapipe.conversion.megatron_model import (
+    VOCABULARY_DIVISOR,
+    kind_of_keys,
+    models_of_layers,
+    padded_rows,
+    window_of,
+)
 from megapipe.layers.attention import EPSILON
 from megapipe.layers.embedding import attention_factor
 from megapipe.spec.decoder_family import layer_fields
@@ -64,19 +70,25 @@ _LLAMA3 = {"low_frequency_factor": 1.0, "high_frequency_factor": 4.0, "original_
 """Constants of Megatron-LM's --use-rope-scaling."""
 
 
-def arguments_in(saved: Any, origin: Path) -> Mapping[str, Any]:
-    """Return Megatron-LM's arguments. saved: the content of the file `origin`. Raises CheckpointError."""
-    described = saved.get("args") if isinstance(saved, dict) else None
-    if not isinstance(described, InertObject) or not isinstance(described.state, dict):
-        raise CheckpointError(f"{origin} contains no args, which describe the model")
-    return described.state
+def described_model(
+    saved: Any, origin: Path, keys: Iterable[str]
+) -> tuple[ModelConfig, Mapping[str, Any], tuple[str, ...]]:
+    """Return the model that a checkpoint describes, Megatron-LM's arguments, and lines about arguments that the model
+    follows only in part.
 
-
-def model_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal["gpt", "bert"]) -> ModelConfig:
-    """Return the model that Megatron-LM's arguments in the file `origin` describe.
+    saved: the content of the file `origin`. keys: names of all tensors.
 
     Raises CheckpointError for missing arguments, and for a model that the model configuration cannot express.
     """
+    described = saved.get("args") if isinstance(saved, dict) else None
+    if not isinstance(described, InertObject) or not isinstance(described.state, dict):
+        raise CheckpointError(f"{origin} contains no args, which describe the model")
+    arguments, kind = described.state, kind_of_keys(keys)
+    return _model(arguments, origin, kind), arguments, _notes(arguments, origin, kind)
+
+
+def _model(arguments: Mapping[str, Any], origin: Path, kind: Literal["gpt", "bert"]) -> ModelConfig:
+    """Return the model that Megatron-LM's arguments in the file `origin` describe. Raises CheckpointError."""
     for name, hint in (("num_layers", Size), ("mtp_num_layers", Size | None)):
         count = arguments.get(name) or None
         if not is_value_of(hint, count):
@@ -200,7 +212,7 @@ def _epsilon(arguments: Mapping[str, Any]) -> float:
     return float(arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)))
 
 
-def notes_of_arguments(arguments: Mapping[str, Any], origin: Path, kind: Literal["gpt", "bert"]) -> tuple[str, ...]:
+def _notes(arguments: Mapping[str, Any], origin: Path, kind: Literal["gpt", "bert"]) -> tuple[str, ...]:
     """Return lines about arguments in the file `origin` that the model follows only in part."""
     notes = []
     if kind == "bert" and _activation(arguments) == "gelu_tanh":
@@ -528,11 +540,10 @@ def _yarn_weights(scaling: RopeScaling) -> tuple[float, float]:
     return (attention_factor(scaling) * yarn_growth(factor, all_dim) - 1.0) / (0.1 * math.log(factor)), all_dim
 
 
-def _arguments_of_experts(model: ModelConfig, layers: list[int], tensor: int, grouped: bool) -> dict[str, Any]:
+def _arguments_of_experts(model: ModelConfig, layers: list[int], options: TargetOptions) -> dict[str, Any]:
     """Return the arguments of experts.
 
-    model: configuration of the layers with experts. layers: for each layer, 1 if it has experts, else 0. tensor,
-    grouped: see `arguments_of`.
+    model: configuration of the layers with experts. layers: for each layer, 1 if it has experts, else 0.
     """
     if model.num_experts is None:
         return {"num_experts": None}
@@ -541,7 +552,7 @@ def _arguments_of_experts(model: ModelConfig, layers: list[int], tensor: int, gr
         "num_experts": model.num_experts,
         "moe_ffn_hidden_size": model.ffn_size,
         "moe_layer_freq": 1 if all(layers) else layers,
-        "moe_grouped_gemm": grouped,
+        "moe_grouped_gemm": options.layer_names == "transformer_engine",
         "moe_router_topk": model.experts_per_token,
         "moe_router_pre_softmax": not model.normalize_expert_shares and model.router_scores == "softmax",
         "moe_router_score_function": model.router_scores,
@@ -556,17 +567,14 @@ def _arguments_of_experts(model: ModelConfig, layers: list[int], tensor: int, gr
         "moe_shared_expert_intermediate_size": model.shared_expert_size,
         "moe_shared_expert_gate": model.shared_expert_gate,
         "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": tensor,
+        "expert_tensor_parallel_size": options.tensor,
     }
 
 
-def arguments_of(
-    contents: Contents, tensor: int, pipeline: int, chunks: int, dtype: torch.dtype, grouped: bool = False
-) -> Namespace:
+def arguments_of(contents: Contents, options: TargetOptions, dtype: torch.dtype) -> Namespace:
     """Return the arguments that Megatron-LM compares with its command line, or uses with --use-checkpoint-args.
 
-    tensor, pipeline, chunks: see `TargetOptions`. grouped: the experts have the names of Transformer Engine's grouped
-    layers. Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
+    Raises CheckpointError for a model that Megatron-LM's arguments cannot express.
     """
     whole = contents.model
     check_expressible(whole)
@@ -620,14 +628,14 @@ def arguments_of(
         mtp_loss_scaling_factor=whole.mtp_loss_weight,
         untie_embeddings_and_output_weights=not model.tie_embeddings,
         vocab_size=model.vocabulary_size,
-        padded_vocab_size=padded_rows(model, tensor),
+        padded_vocab_size=padded_rows(model, options.tensor),
         make_vocab_size_divisible_by=VOCABULARY_DIVISOR,
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
+        tensor_model_parallel_size=options.tensor,
+        pipeline_model_parallel_size=options.pipeline,
+        virtual_pipeline_model_parallel_size=options.chunks if options.chunks > 1 else None,
         **(_arguments_of_yarn(scaling, _YARN, "yarn_") if yarn else {}),
         **_arguments_of_latents(model),
-        **_arguments_of_experts(model, layers, tensor, grouped),
+        **_arguments_of_experts(model, layers, options),
         **({"bert_binary_head": model.sentence_head} if isinstance(model, BertModelConfig) else {}),
         params_dtype=dtype,
         iteration=0 if run is None else run.step,

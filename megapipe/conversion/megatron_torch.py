@@ -20,7 +20,7 @@ from torch import Tensor
 from megapipe.checkpoint.storage import DISK, CheckpointError, DamagedCheckpointError, on_failure, writing
 from megapipe.checkpoint.tensor_file import DTYPES
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.archive import DTYPE_NAMES, Archive, ArchiveWriter, InertObject, Sandbox, Slot, TensorPlace
+from megapipe.conversion.archive import Archive, ArchiveWriter, InertObject, Sandbox, Slot, TensorPlace
 from megapipe.conversion.formats import (
     ARCHIVE,
     WEIGHTS,
@@ -32,11 +32,9 @@ from megapipe.conversion.formats import (
 )
 from megapipe.conversion.megapipe_format import check_layers
 from megapipe.conversion.megatron_arguments import (
-    arguments_in,
     arguments_of,
     check_expressible,
-    model_of_arguments,
-    notes_of_arguments,
+    described_model,
 )
 from megapipe.conversion.megatron_model import (
     CHECKPOINT_VERSION,
@@ -46,7 +44,6 @@ from megapipe.conversion.megatron_model import (
     IterationFolder,
     ParameterLocation,
     check_tensor_size,
-    kind_of_keys,
     layers_prefix,
     merged,
     merged_shape,
@@ -77,18 +74,16 @@ class MegatronTorchSource:
                     f"{first.path} has checkpoint_version {version}; only "
                     f"{CHECKPOINT_VERSION} is read: save it with a newer Megatron-LM"
                 )
-            kind = kind_of_keys(key for archive in self._archives.values() for key in _keys_of(archive))
-            arguments = arguments_in(first.value, first.path)
-            model = model_of_arguments(arguments, first.path, kind)
-            check_layers(self._folder, model, sum(len(list(_keys_of(each))) for each in self._archives.values()))
-            self._sizes = [max(each) + 1 for each in zip(*self._archives, strict=True)]
+            states = (each.value[name] for each in self._archives.values() for name in _states_of(each))
+            keys = [key for state in states for key in state if isinstance(key, str)]
+            model, arguments, notes = described_model(first.value, first.path, keys)
+            check_layers(self._folder, model, len(keys))
             check_tensor_size(model, self._sizes[0])
             self._check_experts(model, arguments)
             self._locations = parameter_locations(model)
             self._shards = self._map_shards(model)
-            notes = notes_of_arguments(arguments, first.path, kind)
             tensors = tuple(
-                StoredTensor(name, WEIGHTS, location.spec.shape, DTYPE_NAMES[self._shards[name, 0][0][1].dtype])
+                StoredTensor(name, WEIGHTS, location.spec.shape, self._shards[name, 0][0][1].dtype)
                 for name, location in self._locations.items()
             )
             self.contents = Contents(model, tensors, notes=notes)
@@ -147,10 +142,10 @@ class MegatronTorchSource:
             self._archives[int(match[1]), int(stage or 0), int(expert or 0)] = archive
         if not self._archives:
             raise CheckpointError(f"{self._folder} contains no mp_rank_*/{ARCHIVE}")
-        sizes = [max(ranks) + 1 for ranks in zip(*self._archives, strict=True)]
-        for rank in itertools.product(*map(range, sizes)):
+        self._sizes = [max(ranks) + 1 for ranks in zip(*self._archives, strict=True)]
+        for rank in itertools.product(*map(range, self._sizes)):
             if rank not in self._archives:
-                expert = f" of expert rank {rank[2]}" if sizes[2] > 1 else ""
+                expert = f" of expert rank {rank[2]}" if self._sizes[2] > 1 else ""
                 raise CheckpointError(
                     f"{self._folder} has no file of tensor rank {rank[0]} of pipeline rank "
                     f"{rank[1]}{expert}; copy the whole folder"
@@ -242,7 +237,7 @@ class MegatronTorchSource:
                 rows_fit = stored.shape[0] >= shape[0] if spec.padded and stored.shape else stored.shape == shape
                 if not rows_fit or stored.shape[1:] != shape[1:] or stored.shape != shards[0][1].shape:
                     raise CheckpointError(f"{archive.path}: {key} has shape {stored.shape}; the args require {shape}")
-                if stored.dtype not in DTYPE_NAMES:
+                if stored.dtype not in DTYPES:
                     raise CheckpointError(f"{archive.path}: {key} is {stored.dtype}, which cannot be converted")
 
 
@@ -251,11 +246,6 @@ def _states_of(archive: Archive) -> list[str]:
     value = archive.value if isinstance(archive.value, dict) else {}
     names = [key for key in value if re.fullmatch(r"model[0-9]*", str(key))]
     return sorted(names, key=lambda key: int(key.removeprefix("model") or 0))
-
-
-def _keys_of(archive: Archive) -> Iterator[str]:
-    for name in _states_of(archive):
-        yield from (key for key in archive.value[name] if isinstance(key, str))
 
 
 def _global_key(key: str, first: int) -> tuple[str, bool]:
@@ -375,11 +365,9 @@ class MegatronTorchTarget:
                 for key_stage, chunk, key in self._keys(location, piece):
                     if key_stage == stage:
                         chunks[chunk][key] = Slot(f"{chunk}.{key}", tensor.dtype, piece_shape)
-        sizes = self._options.tensor, self._options.pipeline, self._options.chunks
-        grouped = self._options.layer_names == "transformer_engine"
         names = ["model"] if len(chunks) == 1 else [f"model{number}" for number in range(len(chunks))]
         value: dict[str, Any] = {
-            "args": arguments_of(contents, *sizes, DTYPES[contents.tensors[0].dtype], grouped),
+            "args": arguments_of(contents, self._options, DTYPES[contents.tensors[0].dtype]),
             "checkpoint_version": CHECKPOINT_VERSION,
             "iteration": 0 if contents.run is None else contents.run.step,
             **dict(zip(names, chunks, strict=True)),

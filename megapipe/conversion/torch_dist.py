@@ -26,18 +26,15 @@ from megapipe.conversion.formats import (
 )
 from megapipe.conversion.megapipe_format import check_layers
 from megapipe.conversion.megatron_arguments import (
-    arguments_in,
     arguments_of,
     check_expressible,
-    model_of_arguments,
-    notes_of_arguments,
+    described_model,
 )
 from megapipe.conversion.megatron_model import (
     CHECKPOINT_VERSION,
     MTP_BLOCK,
     IterationFolder,
     ParameterLocation,
-    kind_of_keys,
     layers_prefix,
     models_of_layers,
     mtp_prefix,
@@ -66,9 +63,7 @@ class TorchDistSource:
             self._files = DcpFiles(folder, self._sandbox)
             common = Archive(folder / COMMON, self._sandbox)
             common.close()
-            kind = kind_of_keys(self._files.tensors)
-            arguments = arguments_in(common.value, folder / COMMON)
-            model = model_of_arguments(arguments, folder / COMMON, kind)
+            model, _, notes = described_model(common.value, common.path, self._files.tensors)
             stacked = (each.shape[0] for each in self._files.tensors.values() if each.shape)
             check_layers(folder, model, sum(stacked))
             self._locations, self._prefix = parameter_locations(model), layers_prefix(model)
@@ -85,7 +80,7 @@ class TorchDistSource:
                     StoredTensor(name, WEIGHTS, location.spec.shape, self._files.tensors[self._keys[name][0]].dtype)
                     for name, location in self._locations.items()
                 ),
-                notes=notes_of_arguments(arguments, folder / COMMON, kind),
+                notes=notes,
             )
 
     def read(self, tensor: StoredTensor, index: Index = ()) -> Tensor:
@@ -132,8 +127,8 @@ class TorchDistTarget:
         self._layers = models_of_layers(contents.model)
         self._mixed = len({each.num_experts for each in self._layers}) > 1
         self._prefix, self._names = layers_prefix(contents.model), options.layer_names
-        grouped = options.layer_names == "transformer_engine"
-        arguments = arguments_of(contents, 1, 1, 1, DTYPES[contents.tensors[0].dtype], grouped)
+        whole = TargetOptions(layer_names=options.layer_names)
+        arguments = arguments_of(contents, whole, DTYPES[contents.tensors[0].dtype])
         self._folder = IterationFolder(path, contents.run)
         with on_failure(self._folder.abandon):
             value = {

@@ -12,6 +12,7 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
 from megapipe.config.run import PretrainConfig
+from megapipe.conversion.formats import TargetOptions
 from megapipe.conversion.megatron_arguments import _fields, arguments_of
 from tests.layers.bound import LATENTS, LLAMA, small_model
 
@@ -115,7 +116,7 @@ def test_fp8_is_refused_with_latents() -> None:
 def test_megatron_refuses_forms_that_its_arguments_lack(name: str, value: Any, others: dict[str, Any]) -> None:
     fields = {**LLAMA, **others} if "." in name else {**LLAMA, **others, name: value}
     with pytest.raises(CheckpointError, match=rf"model\.{name} is {value}; Megatron-LM's arguments can express only"):
-        arguments_of(contents(fields), 1, 1, 1, torch.float32)
+        arguments_of(contents(fields), TargetOptions(), torch.float32)
 
 
 @pytest.mark.parametrize("norm", ["layer_norm", "rms_norm", "rms_norm_unit_offset"])
@@ -123,7 +124,7 @@ def test_megatron_refuses_forms_that_its_arguments_lack(name: str, value: Any, o
 def test_megatron_arguments_come_back_as_they_went(activation: str, norm: str) -> None:
     rotary = {"positions": "rotary", "rotary_fraction": 0.25}
     model = contents({"activation": activation, "normalization": norm, **rotary})
-    fields = _fields(vars(arguments_of(model, 1, 1, 1, torch.float32)), "gpt")
+    fields = _fields(vars(arguments_of(model, TargetOptions(), torch.float32)), "gpt")
     assert (fields["activation"], fields["normalization"], fields["rotary_fraction"]) == (activation, norm, 0.25)
 
 

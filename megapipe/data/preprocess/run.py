@@ -143,11 +143,6 @@ JOURNAL_SECONDS = 0.5
 """Approximate amount of work that a crash may lose, in seconds."""
 
 
-def work_folder(prefix: str) -> Path:
-    """Return the folder of the parts and the journal, which exists until the shards are finished."""
-    return Path(f"{prefix}.parts")
-
-
 def preprocess(
     files: Sequence[InputFile],
     prefix: str,
@@ -168,7 +163,7 @@ def preprocess(
     a document. Any other exception (a full disk, Ctrl-C) leaves the files that are needed to continue.
     """
     tokenizer = settings.open()
-    folder = work_folder(prefix)
+    folder = Path(f"{prefix}.parts")
     with _locked(folder):
         try:
             with ExitStack() as stack:
