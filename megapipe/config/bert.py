@@ -81,7 +81,7 @@ class BertModelConfig(ModelConfig):
         if self.shared_blocks and self.num_experts is not None:
             problems.append(
                 f"model.shared_blocks is true with model.num_experts {self.num_experts}; "
-                "experts are not shared: set it to null, or model.shared_blocks to false"
+                "experts are not shared: set model.num_experts to null, or model.shared_blocks to false"
             )
         problems += [
             f"model.{name} is {getattr(self, name)}{rule}: set it to {neutral}"
@@ -101,8 +101,8 @@ class BertModelConfig(ModelConfig):
             )
         if self.first_position and self.positions != "learned":
             problems.append(
-                f"model.first_position is {self.first_position} but model.positions is "
-                f"{self.positions!r}; set it to 0, or use learned positions"
+                f"model.first_position is {self.first_position} but model.positions is {self.positions!r}; "
+                "set model.first_position to 0, or model.positions to 'learned'"
             )
         return problems
 

@@ -575,8 +575,8 @@ class ModelConfig:
         neutral = {"sliding_window": None, "attention_dropout": 0.0}
         problems = [
             f"model.{name} is {getattr(self, name)} with model.attention_chunk_size "
-            f"{self.attention_chunk_size}; attention in chunks has none: set model.{name} to "
-            f"{'null' if each is None else each}, or model.attention_chunk_size to null"
+            f"{self.attention_chunk_size}; attention in chunks has none: set model.{name} "
+            f"to {'null' if each is None else each}, or model.attention_chunk_size to null"
             for name, each in neutral.items()
             if getattr(self, name) != each
         ]
@@ -678,7 +678,7 @@ class ModelConfig:
         if self.attention_softcap is not None and self.positions == "alibi":
             problems.append(
                 f"model.attention_softcap is {self.attention_softcap} with model.positions "
-                "'alibi', whose scores have no limit; set it to null, or other model.positions"
+                "'alibi', whose scores have no limit; set model.attention_softcap to null, or other model.positions"
             )
         if self.attention == "flex" and self.why_pieces is not None:
             problems.append(f"model.attention is 'flex', which does not support {self.why_pieces}; set it to 'auto'")

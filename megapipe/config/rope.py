@@ -51,8 +51,8 @@ class RopeScaling:
         if self.kind == "longrope":
             lists = {"short_factor": self.short_factor, "long_factor": self.long_factor}
             problems += [
-                f"{place}, but model.rope_scaling.{name} has {len(numbers)} numbers; it must "
-                f"have {pairs}, one for each rotated pair of channels"
+                f"{place}, but model.rope_scaling.{name} has {len(numbers)} numbers; "
+                f"it must have {pairs}, one for each rotated pair of channels"
                 for name, numbers in lists.items()
                 if len(numbers) != pairs
             ]

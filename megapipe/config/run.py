@@ -160,8 +160,8 @@ class CheckpointConfig:
         problems = bound_problems(self, "checkpoint")
         if self.snapshot == "next_step" and not self.asynchronous:
             problems.append(
-                "checkpoint.snapshot is next_step, but checkpoint.asynchronous is false; set "
-                "checkpoint.asynchronous true, or leave checkpoint.snapshot out"
+                "checkpoint.snapshot is next_step, but checkpoint.asynchronous is false; "
+                "set checkpoint.asynchronous true, or leave checkpoint.snapshot out"
             )
         if self.keep_every is not None and self.keep_last is None:
             problems.append(
@@ -404,8 +404,8 @@ class PretrainConfig:
         problems += self.parallel.sequence_problems(self.data.sequence_length)
         if self.data.sequence_length > self.model.max_positions:
             problems.append(
-                f"data.sequence_length {self.data.sequence_length} exceeds model.max_positions "
-                f"{self.model.max_positions}; shorten the samples or raise model.max_positions"
+                f"data.sequence_length {self.data.sequence_length} exceeds "
+                f"model.max_positions {self.model.max_positions}; shorten the samples or raise model.max_positions"
             )
         length = self.data.sequence_length
         problems += [
@@ -416,8 +416,8 @@ class PretrainConfig:
         ]
         if self.model.attention == "flex" and not self.data.isolate_documents:
             problems.append(
-                "model.attention is 'flex' but data.isolate_documents is false; flex is only for "
-                "isolated documents: set that to true, or model.attention to auto"
+                "model.attention is 'flex' but data.isolate_documents is false; "
+                "flex is only for isolated documents: set data.isolate_documents to true, or model.attention to auto"
             )
         if self.recompute.method == "selective" and self.training.compile:
             problems.append(
@@ -433,7 +433,7 @@ class PretrainConfig:
         if not self.training.master_weights and self.training.precision != "bf16":
             problems.append(
                 "training.master_weights is false but training.precision is "
-                f"{self.training.precision}; set training.precision bf16, or master_weights true"
+                f"{self.training.precision}; set training.precision bf16, or training.master_weights true"
             )
         if self.recompute.method == "selective" and self.offload.activations != "none":
             problems.append(
@@ -458,8 +458,8 @@ class PretrainConfig:
         problems += self.budget_problems() + strategy_problems(self)
         if self.offload.weights and self.zero.stage:
             problems.append(
-                f"offload.weights cannot be combined with zero.stage {self.zero.stage}, whose ranks "
-                "fetch no weights from host memory; set zero.stage 0, or offload.weights false"
+                f"offload.weights cannot be combined with zero.stage {self.zero.stage}, "
+                "whose ranks fetch no weights from host memory; set zero.stage 0, or offload.weights false"
             )
         problems += self._skipping_problems()
         for name in ("parallel", "training", "evaluation", "profile", "watchdog", "spikes"):
@@ -476,14 +476,14 @@ class PretrainConfig:
         if self.schedule.file:
             problems.append(
                 "recompute.method auto cannot be combined with the schedule file "
-                f"{self.schedule.file}, which may contain recomputation itself; name a schedule, "
-                "or set another recompute.method"
+                f"{self.schedule.file}, which may contain recomputation itself; "
+                "name a schedule, or set another recompute.method"
             )
         if self.offload.activations != "none":
             problems.append(
-                f"recompute.method auto cannot be combined with offload.activations {self.offload.activations}: both "
-                "choose what blocks save; set offload.activations none, or recompute.method none and "
-                "offload.activations auto, which recomputes too"
+                f"recompute.method auto cannot be combined with offload.activations {self.offload.activations}: "
+                "both choose what blocks save; set offload.activations none, "
+                "or recompute.method none and offload.activations auto, which recomputes too"
             )
         return problems
 
@@ -532,8 +532,8 @@ class PretrainConfig:
             )
         if sum(kept) >= blocks:
             problems.append(
-                f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must "
-                f"leave some of the {blocks} blocks for fp8; lower them, or set training.fp8 none"
+                f"training.fp8_first_kept {kept[0]} and training.fp8_last_kept {kept[1]} must leave "
+                f"some of the {blocks} blocks for fp8; lower them, or set training.fp8 none"
             )
         return problems
 
@@ -563,8 +563,8 @@ class PretrainConfig:
             )
         if any(each.balances_experts for each in expert_models) and not self.training.master_weights:
             problems.append(
-                f"training.master_weights false {conflict}: bf16 would round away the "
-                f"bias updates of model.expert_balance_rate {self.model.expert_balance_rate}; "
+                f"training.master_weights false {conflict}: bf16 would round away the bias "
+                f"updates of model.expert_balance_rate {self.model.expert_balance_rate}; "
                 "set training.master_weights true, or model.expert_balance_rate 0"
             )
         return problems

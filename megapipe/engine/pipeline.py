@@ -377,7 +377,10 @@ def _check_holding(holding: Holding, rerun: Collection[int], replicas: int) -> N
     if unknown:
         problems.append(f"recompute names layers {unknown}; the layers are 0 to {count - 1}")
     if offload.activations == "auto":
-        problems.append("offload.activations auto needs costs of blocks; set it to blocks")
+        problems.append(
+            "offload.activations is auto, which needs costs of blocks, and modules "
+            "of your own have none; set offload.activations to blocks"
+        )
     if offload.activations == "blocks" and len(rerun) == count:
         problems.append("offload.activations blocks has nothing to move, because every layer is recomputed")
     if offload.weights and zero.stage:

@@ -139,7 +139,7 @@ REFUSED: list[tuple[list[Any], dict[str, Any], str]] = [
     ([], {"data": 2, "zero": 4}, "zero is 4; it must be from 0 to 3"),
     ([], {"zero": 4}, "^zero is 4; it must be from 0 to 3$"),
     ([], {"data": 2, "offload": ALL, "zero": 1}, "cannot be combined with zero stage 1"),
-    ([], {"offload": OffloadConfig(activations="auto", memory=1.0)}, "needs costs of blocks"),
+    ([], {"offload": OffloadConfig(activations="auto", memory=1.0)}, "modules of your own have none; set offload"),
     ([], {"offload": OffloadConfig(activations="blocks"), "recompute": True}, "nothing to move"),
     ([], {"offload": ALL, "schedule": "2bw"}, "2bw never flushes"),
     # Modules that mix tokens of context ranks.

@@ -27,7 +27,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (LLAMA, {"positions": "none", "rotary_fraction": 0.5}, "rotary_fraction is 0.5 but model.positions is 'none'"),
     (LLAMA, {"attention_softcap": 5.0, "attention": "sdpa"}, "'sdpa' with model.attention_softcap 5.0; only unfused"),
     (LLAMA, {"attention_sinks": True, "attention": "flex"}, "'flex', which does not support model.attention_sinks; "),
-    (LLAMA, {"positions": "alibi", "attention_softcap": 5.0}, "'alibi', whose scores have no limit; set"),
+    (LLAMA, {"positions": "alibi", "attention_softcap": 5.0}, "no limit; set model.attention_softcap to null"),
     (LLAMA, {"qk_norm_over": "projection"}, "'projection' but model.qk_norm is false; set model.qk_norm to true"),
     (LLAMA, {"rope_scaling": LONGROPE}, "long_factor has 0 numbers"),
     (LLAMA, {"rope_scaling": YARN, "rope_theta": 1.0}, "model.rope_theta is 1.0; it must be above 1"),

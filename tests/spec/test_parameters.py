@@ -185,7 +185,7 @@ def test_elements_of_the_largest_model_fit_in_64_bits(activation: str, without: 
         ({"sentence_head": False}, {}, r"model\.sentence_head is False and data\.pairs is 'order'"),
         ({}, {"pairs": "none"}, r"set model\.sentence_head to true with order or next"),
         ({"token_types": 1}, {}, r"model\.token_types 1; the parts of a pair need one type each"),
-        ({"first_position": 2, "positions": "rotary"}, {}, r"first_position is 2 but model\.positions is 'rotary'"),
+        ({"first_position": 2, "positions": "rotary"}, {}, r"set model\.first_position to 0"),
         ({"attention_norm": False}, {}, r"attention_norm is false with model\.norm_position 'post'"),
         ({}, {"mask_probability": 1.0}, r"data\.mask_probability is 1\.0"),
         ({}, {"short_sequence_probability": -0.1}, r"data\.short_sequence_probability is -0\.1"),
