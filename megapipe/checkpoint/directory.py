@@ -70,6 +70,20 @@ def newest_whole(directory: Path) -> Path | None:
     return _newest(directory, lambda path, error: None)
 
 
+def whole_checkpoint(folder: Path) -> Path:
+    """Return the folder itself if it is a checkpoint, otherwise the newest complete one of a run, or of a folder of
+    checkpoints. Raises CheckpointError if there is none."""
+    if (folder / MANIFEST).is_file():
+        return folder
+    newest = newest_whole(folder / "checkpoints") or newest_whole(folder)
+    if newest is None:
+        raise CheckpointError(
+            f"no complete checkpoint in {folder}: a run keeps them in folders such as checkpoints/step-00000100; "
+            "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
+        )
+    return newest
+
+
 def _newest(directory: Path, skip: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:
     for step, path in reversed(steps(directory).items()):
         try:

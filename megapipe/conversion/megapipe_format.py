@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import megapipe
-from megapipe.checkpoint.directory import FreshFolder, newest_whole
+from megapipe.checkpoint.directory import FreshFolder, whole_checkpoint
 from megapipe.checkpoint.hugging_face import CONFIG
 from megapipe.checkpoint.manifest import MANIFEST, Chunk, Manifest, RunState, check_files, encoded, read_manifest
 from megapipe.checkpoint.shards import Extent, Overlap, box_of, overlaps, tiling_problem
@@ -189,7 +189,7 @@ class MegapipeSource:
     """
 
     def __init__(self, path: Path, allow_pickle: bool = False) -> None:
-        self.folder = _step_of(path)
+        self.folder = whole_checkpoint(path)
         self.manifest = read_manifest(self.folder)
         self._files: dict[str, TensorReader] = {}
         self._check_tiling()
@@ -283,18 +283,6 @@ class MegapipeSource:
                 )
             self._files[name] = TensorReader(path)
         return self._files[name]
-
-
-def _step_of(path: Path) -> Path:
-    """Return the folder of a step: `path` itself, or the newest complete checkpoint in it."""
-    if (path / MANIFEST).is_file():
-        return path
-    newest = newest_whole(path / "checkpoints") or newest_whole(path)
-    if newest is None:
-        raise CheckpointError(
-            f"no complete checkpoint in {path}: a run keeps them in folders such as checkpoints/step-00000100"
-        )
-    return newest
 
 
 def _tokenizer_of(folder: Path, data: Mapping[str, Any]) -> str | None:

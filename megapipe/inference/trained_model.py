@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.directory import newest_whole
+from megapipe.checkpoint.directory import whole_checkpoint
 from megapipe.checkpoint.hugging_face import CONFIG, is_hugging_face, load_hugging_face
-from megapipe.checkpoint.manifest import MANIFEST, RunState
+from megapipe.checkpoint.manifest import MANIFEST
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
-from megapipe.checkpoint.storage import CheckpointError, read_json
+from megapipe.checkpoint.storage import read_json
 from megapipe.config import ConfigError
 from megapipe.config.bert import BertPretrainConfig
 from megapipe.config.load import kind_of, parse_as
@@ -72,7 +72,8 @@ def read_trained(folder: str) -> TrainedModel:
     directory = Path(folder)
     if is_hugging_face(directory) and not (directory / MANIFEST).is_file():
         return _of_hugging_face(directory)
-    path, run = _read_checkpoint(directory)
+    path = whole_checkpoint(directory)
+    run = read_run_manifest(path).run
     kind = BertPretrainConfig if "sentence_head" in run.config.get("model", {}) else PretrainConfig
     config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
     _check_model(config)
@@ -93,20 +94,6 @@ def _of_hugging_face(folder: Path) -> TrainedModel:
     config.data.sequence_length = min(config.data.sequence_length, config.model.max_positions)
     _check_model(config)
     return TrainedModel(folder, config, None, str(folder))
-
-
-def _read_checkpoint(directory: Path) -> tuple[Path, RunState]:
-    """Return a checkpoint and the state of the run that saved it. The checkpoint is the folder itself, or the newest
-    complete checkpoint in it."""
-    itself = directory if (directory / MANIFEST).is_file() else None
-    checkpoint = itself or newest_whole(directory / "checkpoints") or newest_whole(directory)
-    if checkpoint is None:
-        raise CheckpointError(
-            f"no complete checkpoint in {directory}: a run keeps them in folders such as "
-            "checkpoints/step-00000100; a run saves its last step unless checkpoint.at_end is "
-            "false, and others with --checkpoint.every N"
-        )
-    return checkpoint, read_run_manifest(checkpoint).run
 
 
 def connected(config: PretrainConfig) -> AbstractContextManager[Mesh]:
