@@ -49,7 +49,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def without_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out the loss curve, which takes longer to draw than a few steps of a tiny model."""
-    monkeypatch.setattr("megapipe.training.observe.metrics.draw_loss_curve", lambda *_, **__: None)
+    monkeypatch.setattr("megapipe.training.observe.metrics.draw_loss_curves", lambda *_, **__: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

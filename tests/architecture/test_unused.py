@@ -13,7 +13,6 @@ CALLED_BY_LIBRARIES = {
 }  # fmt: skip
 
 USED_BY_TESTS_ALONE = {
-    "draw_loss_curves": "benchmarks draw their pictures with it",
     "exchange_time": "closed form, for any collective",
     "half_size_of": "how a preset's value follows from published rates",
     "num_pairs": "pairs of a piece of ring attention, for the balance over ranks",

@@ -17,7 +17,6 @@ from megapipe.training.observe.metrics import (
     LossHistory,
     MetricsFile,
     References,
-    draw_loss_curve,
     draw_loss_curves,
     read_losses,
     smoothed,
@@ -93,7 +92,7 @@ def test_smoothing_averages_a_window_cut_at_the_ends(values: list[float]) -> Non
 )
 def test_a_picture_of_every_run(tmp_path: Path, history: LossHistory) -> None:
     path = tmp_path / "curve.png"
-    draw_loss_curve(path, history, REFERENCES, title="run")
+    draw_loss_curves(path, {"": history}, REFERENCES, title="run")
     content = path.read_bytes()
     assert content.startswith(b"\x89PNG\r\n\x1a\n")
     assert int.from_bytes(content[16:20], "big") == 1200
@@ -103,7 +102,8 @@ def test_a_picture_of_every_run(tmp_path: Path, history: LossHistory) -> None:
 def test_a_short_runs_curve_has_whole_steps_on_its_axis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: (figures.append(self), path.touch()))
-    draw_loss_curve(tmp_path / "curve.png", LossHistory({1: 3.0, 2: 2.5, 3: 2.0}), REFERENCES, title="run")
+    runs = {"": LossHistory({1: 3.0, 2: 2.5, 3: 2.0})}
+    draw_loss_curves(tmp_path / "curve.png", runs, REFERENCES, title="run")
     (figure,) = figures
     assert [tick for tick in figure.axes[0].get_xticks() if tick % 1] == []
 

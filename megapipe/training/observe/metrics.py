@@ -9,7 +9,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
@@ -177,11 +177,8 @@ def read_starts(path: Path) -> list[dict[str, Any]]:
 
 LOSS_CURVE = "loss_curve.png"
 
-_TRAINING, _EVALUATION, _REFERENCE = "#1f6fb4", "#d9541e", "#8a8a8a"
-_RUNS = (_TRAINING, _EVALUATION, "#3a8f3a", "#8a4fb0", "#b8860b", "#c2407e")
-
-Curve = tuple[str, LossHistory, str, str]
-"""Prefix of a run's labels, its losses, and the colours of its training and validation losses."""
+_REFERENCE = "#8a8a8a"
+_COLOURS = ("#1f6fb4", "#d9541e", "#3a8f3a", "#8a4fb0", "#b8860b", "#c2407e")
 
 
 @dataclass(frozen=True)
@@ -215,28 +212,17 @@ class LossCurve(Listener):
     def event(self, name: str, **fields: Any) -> None:
         """Draw the picture when the run ends."""
         if name == "end":
-            history = read_losses(self._directory / METRICS)
-            draw_loss_curve(self._directory / LOSS_CURVE, history, self._references, title=self._directory.name)
-
-
-def draw_loss_curve(path: Path, history: LossHistory, references: References, title: str) -> None:
-    """Draw training and validation losses over steps, with both reference losses, to a PNG at `path`.
-
-    Losses of steps that a rewind undid are drawn in faint grey.
-    """
-    _draw(path, [("", history, _TRAINING, _EVALUATION)], references, title)
+            runs = {"": read_losses(self._directory / METRICS)}
+            draw_loss_curves(self._directory / LOSS_CURVE, runs, self._references, title=self._directory.name)
 
 
 def draw_loss_curves(path: Path, runs: Mapping[str, LossHistory], references: References, title: str) -> None:
-    """Draw several runs in one picture, each in its own colour: training as a line, validation as points."""
-    curves = []
-    for index, (name, history) in enumerate(runs.items()):
-        colour = _RUNS[index % len(_RUNS)]
-        curves.append((f"{name}, ", history, colour, colour))
-    _draw(path, curves, references, title)
+    """Draw training losses of runs over steps as lines and validation losses as points, with both reference losses, to
+    a PNG at `path`.
 
-
-def _draw(path: Path, runs: Sequence[Curve], references: References, title: str) -> None:
+    Each run has its own colour, and its name in the legend; a single run without a name has one colour for training
+    and one for validation. Losses of steps that a rewind undid are drawn in faint grey.
+    """
     # The import of matplotlib takes half a second, so it happens only at the end of a run.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -245,7 +231,9 @@ def _draw(path: Path, runs: Sequence[Curve], references: References, title: str)
     figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for name, history, training, evaluation in runs:
+    for index, (run, history) in enumerate(runs.items()):
+        training = _COLOURS[index % len(_COLOURS)]
+        name, evaluation = (f"{run}, ", training) if run else ("", _COLOURS[1])
         for losses_by_step in history.dropped:
             axes.plot(*zip(*sorted(losses_by_step.items()), strict=True), color=_REFERENCE, alpha=0.25, linewidth=0.8)
         steps = np.array(sorted(history.training))
