@@ -67,19 +67,16 @@ class SkippingPlan:
         return first_samples[-count:][0], consumed
 
 
-class SkippedSamplesFile(Listener):
+class SkippedSamplesFile(LineFile, Listener):
     """Writes every range that a run skipped to `skipped_samples.jsonl` in its folder: {"step", "first", "stop"}."""
 
     def __init__(self, directory: Path) -> None:
-        self._file = LineFile(directory / SKIPPED_SAMPLES)
+        super().__init__(directory / SKIPPED_SAMPLES)
 
     def event(self, name: str, **fields: Any) -> None:
         """Write the range of event `skipped_samples`; other events have no line."""
         if name == SKIPPED_EVENT:
-            self._file.write(json.dumps(fields))
-
-    def close(self) -> None:
-        self._file.close()
+            self.write(json.dumps(fields))
 
 
 def runs_ring(parallel: ParallelConfig) -> bool:

@@ -25,7 +25,7 @@ LARGEST = 1e100
 """Larger numbers in a metrics file are not read."""
 
 
-class MetricsFile(Listener):
+class MetricsFile(LineFile, Listener):
     """Writes `metrics.jsonl` in the run's folder.
 
     A step's line has the fields of StepRecord; other lines have `event`: start (with `run`, the id of this start, and
@@ -36,23 +36,20 @@ class MetricsFile(Listener):
     """
 
     def __init__(self, directory: Path) -> None:
-        self._file = LineFile(directory / METRICS)
+        super().__init__(directory / METRICS)
 
     def event(self, name: str, **fields: Any) -> None:
         """Write a line with the name of the event, the time and the fields."""
-        self._write({"event": name, "time": time.time(), **fields})
+        self._record({"event": name, "time": time.time(), **fields})
 
     def step(self, record: StepRecord) -> None:
-        self._write(asdict(record))
+        self._record(asdict(record))
 
     def evaluation(self, record: EvaluationRecord) -> None:
         self.event("evaluation", **asdict(record))
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(finite(record)))
+    def _record(self, record: dict[str, Any]) -> None:
+        self.write(json.dumps(finite(record)))
 
 
 def finite(value: Any) -> Any:
