@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megapipe.calibration.collectives import Together, measure_together
 from megapipe.calibration.layers import (
@@ -59,49 +58,39 @@ from megapipe.parallel.launch import connected_mesh, shutdown
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.measured import shape_of
 from megapipe.spec.layers import tensor_problems
-from megapipe.training.device import copy_bandwidth, seconds_of, with_precision
+from megapipe.training.device import COPY_BYTES, copy_bandwidth, product_times, seconds_of, with_precision
 from megapipe.training.resilience.signals import STOPS
 
-PRODUCTS = ((64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (1024, 256, 1024), (512, 512, 512))
+PRODUCTS = (
+    (64, 64, 64), (256, 256, 256), (256, 256, 1024), (1024, 256, 256), (1024, 256, 1024), (512, 512, 512),
+    (1024, 1024, 1024),
+)  # fmt: skip
 """Rows, inner size and columns of products on a CPU; on a GPU, all are multiplied by GPU_SCALE."""
-LARGE_PRODUCT = 1024
 GPU_SCALE = 8
-COPY_BYTES = 2**26
-"""Bytes of the timed copy; more than the size of most caches."""
-REPEATS = 9
+REPEATS, WARM_UP = 9, 2
 
 
 def measured_products(precision: str, device: torch.device) -> list[Product]:
     """Return the median times of matrix products of several sizes."""
     scale = GPU_SCALE if device.type == "cuda" else 1
-    sizes = [*PRODUCTS, (LARGE_PRODUCT,) * 3]
-    return [_product([size * scale for size in each], DTYPES[precision], device) for each in sizes]
+    products = []
+    for rows, inner, columns in PRODUCTS:
+        sizes = rows * scale, inner * scale, columns * scale
+        seconds = median(product_times(sizes, DTYPES[precision], device, REPEATS, WARM_UP))
+        products.append(Product(*sizes, seconds))
+    return products
 
 
 def measured_bandwidth(device: torch.device) -> float:
     """Return the bytes per second of a copy in the device's memory, the sum of reads and writes."""
     source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
-    return 2 * COPY_BYTES / _seconds(lambda: target.copy_(source), device)
+    return 2 * COPY_BYTES / median(seconds_of(lambda: target.copy_(source), device, REPEATS, WARM_UP))
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of a GPU, or `core` for a CPU, where each rank computes on one core."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "core"
-
-
-def _product(sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> Product:
-    rows, inner, columns = sizes
-    # Random, because a GPU draws less power on constant matrices and then runs at a higher clock.
-    generator = torch.Generator(device).manual_seed(0)
-    left: Tensor = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
-    right: Tensor = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
-    out = torch.empty(rows, columns, dtype=dtype, device=device)
-    return Product(rows, inner, columns, _seconds(lambda: torch.mm(left, right, out=out), device))
-
-
-def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    return median(seconds_of(run, device, REPEATS, warm_up=2))
 
 
 TIMEOUT = 600.0
@@ -380,9 +369,9 @@ def _check(config: PretrainConfig, out: Path, device_type: str, sizes: Mapping[s
     problems += [f"no {name} is given; pass at least one" for name, values in sizes.items() if not values]
     if config.model.layer_pattern:
         problems.append(
-            f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, but one block is "
-            "measured for all; leave it and model.layer_kinds out, and set the fields of the kind "
-            "of block to measure"
+            f"model.layer_pattern is {', '.join(config.model.layer_pattern)}, "
+            "but one block is measured for all; leave it and model.layer_kinds out, "
+            "and set the fields of the kind of block to measure"
         )
     if not problems:
         problems += [problem for size in sizes["tensor size"] for problem in tensor_problems(config.model, size)]

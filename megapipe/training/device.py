@@ -18,17 +18,27 @@ SIZES = {"cpu": 512, "cuda": 4096}
 product takes only milliseconds where bf16 is emulated."""
 REPEATS = 8
 COPY_BYTES = 64 * 2**20
-"""Bytes of each timed copy."""
+"""Bytes of each timed copy; more than the size of most caches."""
 COPY_REPEATS = 5
+
+
+def product_times(
+    sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, repeats: int, warm_up: int = 1
+) -> list[float]:
+    """Return the seconds of products of two matrices; see `seconds_of`. sizes: rows, inner size and columns."""
+    rows, inner, columns = sizes
+    # The matrices are random, because a GPU draws less power on constant ones and then runs at a higher clock.
+    generator = torch.Generator(device).manual_seed(0)
+    left = torch.randn(rows, inner, generator=generator, device=device).to(dtype)
+    right = torch.randn(inner, columns, generator=generator, device=device).to(dtype)
+    out = torch.empty(rows, columns, dtype=dtype, device=device)
+    return seconds_of(lambda: torch.mm(left, right, out=out), device, repeats, warm_up)
 
 
 def product_seconds(dtype: torch.dtype, device: torch.device) -> float:
     """Return the seconds of a product of two square matrices of `SIZES`, the shortest of several after a warm-up."""
     size = SIZES[device.type]
-    # The matrices are random, because a GPU draws less power on constant ones and then runs at a higher clock.
-    generator = torch.Generator(device).manual_seed(0)
-    left, right = (torch.randn(size, size, generator=generator, dtype=dtype, device=device) for _ in range(2))
-    return min(seconds_of(lambda: left @ right, device, REPEATS))
+    return min(product_times((size, size, size), dtype, device, REPEATS))
 
 
 def product_flops(dtype: torch.dtype, device: torch.device) -> float:
