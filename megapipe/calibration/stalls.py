@@ -15,7 +15,9 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from megapipe.calibration.planning import with_recompute
 from megapipe.config import ConfigError
+from megapipe.config.command_line import bytes_text
 from megapipe.config.parallel import ScheduleConfig
 from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.data.files import drop_from_page_cache, resident_share
@@ -28,7 +30,6 @@ from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import Consumer, Loader, StepBatch
 from megapipe.training.loop.replica import Replica
 from megapipe.training.memory_check import free_on_host
-from megapipe.training.pretrain import ChooseRecompute, named_recompute
 from megapipe.training.validation import validate
 
 
@@ -218,7 +219,7 @@ class StallReport:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the printed report."""
         yield (
-            f"{', '.join(self.prefixes)}: {_bytes(self.corpus_bytes)}; "
+            f"{', '.join(self.prefixes)}: {bytes_text(self.corpus_bytes)}; "
             f"{self.samples} samples of {self.tokens // self.samples} tokens a step, "
             f"{self.num_steps} steps, {self.epochs:.3g} epochs, on {self.device}"
         )
@@ -292,8 +293,8 @@ class StallReport:
         if self.memory_bytes is not None:
             fits = min(1.0, self.memory_bytes / max(self.corpus_bytes, 1))
             yield (
-                f"memory: {_bytes(self.memory_bytes)} are free for files, {fits:.0%} of the "
-                f"shards; after one epoch {rates.throughput(fits):,.0f} tokens/s"
+                f"memory: {bytes_text(self.memory_bytes)} are free for files, {fits:.0%} "
+                f"of the shards; after one epoch {rates.throughput(fits):,.0f} tokens/s"
             )
         if needed is None or share is None or rates.fetch is None:
             return
@@ -303,7 +304,7 @@ class StallReport:
         times, size = needed / rates.fetch, math.ceil(share * self.corpus_bytes)
         yield (
             f"storage is too slow: the run needs {times:.2g} times its rate ({needed:,.0f} "
-            f"tokens/s), or {share:.0%} of the shards in memory ({_bytes(size)})"
+            f"tokens/s), or {share:.0%} of the shards in memory ({bytes_text(size)})"
         )
 
 
@@ -314,13 +315,6 @@ def _finite(rate: float | None) -> float | None:
 
 def _factor(times: float) -> str:
     return f"{times:,.2f} times" if times < MAX_SHOWN_HEADROOM else f"over {MAX_SHOWN_HEADROOM:,.0f} times"
-
-
-def _bytes(count: int) -> str:
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:,.1f} {unit}"
-    return f"{count / 1e3:,.1f} kB"
 
 
 Item = TypeVar("Item")
@@ -432,9 +426,9 @@ class ColdShards:
         if self.resident <= COLD:
             return True
         self.why_not = (
-            f"{self.resident:.0%} of the shards remain in memory after they were removed from "
-            "the page cache: they are on a file system in memory (tmpfs), another process has "
-            "mapped them, or another user owns them; copy them to your own files on a disk"
+            f"{self.resident:.0%} of the shards remain in memory after they were removed from the page cache: "
+            "they are on a file system in memory (tmpfs), another process has mapped them, "
+            "or another user owns them; copy them to your own files on a disk"
         )
         return False
 
@@ -446,11 +440,10 @@ def measure_stalls(
     num_steps: int,
     warm_up: int,
     say: Callable[[str], None],
-    choose_recompute: ChooseRecompute = named_recompute,
 ) -> StallReport:
     """Measure the first steps of a run, as one of its data-parallel replicas runs them.
 
-    ingestion: tokens per second of all replicas, None to run the model here. choose_recompute: see `pretrain`.
+    ingestion: tokens per second of all replicas, None to run the model here.
 
     Raises ConfigError, DataError or LaunchError before the measurement starts.
     """
@@ -473,7 +466,7 @@ def measure_stalls(
     num_samples = len(open_samples(config, "train"))
     consumer: Consumer
     if replica_ingestion is None:
-        config = choose_recompute(with_precision(config, mesh, None, say), mesh, say)
+        config = with_recompute(with_precision(config, mesh, None, say), mesh, say)
         consumer = replica = Replica(config, mesh)
         numbers = itertools.count()
 

@@ -52,7 +52,6 @@ def stalls(argv: Sequence[str]) -> int:
 
 def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
     # Imported here because torch takes a second, and --help should not wait for it.
-    from megapipe.calibration.planning import with_recompute
     from megapipe.calibration.stalls import measure_stalls
 
     check_folders(arguments.json)
@@ -62,7 +61,6 @@ def _run_stalls(arguments: argparse.Namespace, fields: Sequence[str]) -> int:
         num_steps=arguments.steps,
         warm_up=arguments.warm_up,
         say=lambda line: print(line, file=sys.stderr, flush=True),
-        choose_recompute=with_recompute,
     )
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(report.to_json(), indent=2) + "\n", encoding="utf-8")
