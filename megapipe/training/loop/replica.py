@@ -32,7 +32,7 @@ from megapipe.schedules.schedule import Mode
 from megapipe.spec.ops import total_flops
 from megapipe.spec.parameters import LayerSpec
 from megapipe.training.device import copy_bandwidth, product_flops
-from megapipe.training.resilience.watchdog import ActionPlaces, Heartbeat
+from megapipe.training.resilience.watchdog import Heartbeat, described_action
 from megapipe.training.validation import costs_on
 
 PREFETCHES = (1, 2, 3, 4)
@@ -245,7 +245,7 @@ class Replica:
         return self.assembly.engine(schedule, wrap=self._recording(schedule))
 
     def _recording(self, schedule: Schedule) -> Callable[[Instruction], Instruction] | None:
-        heartbeat, places = self._heartbeat, ActionPlaces(schedule, self._mesh)
+        heartbeat = self._heartbeat
         if heartbeat is None:
             return None
-        return lambda instruction: heartbeat.recording(instruction, places.describe(instruction))
+        return lambda each: heartbeat.recording(each, described_action(each.action, schedule, self._mesh))

@@ -34,40 +34,32 @@ _AMONG_REPLICAS = (Kind.REDUCE_GRADIENTS, Kind.GATHER_WEIGHTS)
 _AMONG_ALL = (Kind.REDUCE_TIED, Kind.REDUCE_COUNTS, Kind.REDUCE_SCALARS, Kind.UPDATE)
 
 
-class ActionPlaces:
-    """Describes the actions of one rank of a schedule."""
-
-    def __init__(self, schedule: Schedule, mesh: Mesh) -> None:
-        self._schedule = schedule
-        self._mesh = mesh
-
-    def describe(self, instruction: Instruction) -> str:
-        """Describe an action, such as `FORWARD stage 1 microbatch 3 (may wait for rank 0)`."""
-        ranks = self._awaited(instruction.action)
-        return action_words(instruction.action) + (f" (may wait for {described_ranks(ranks)})" if ranks else "")
-
-    def _awaited(self, action: Action) -> tuple[int, ...]:
-        """Return the global ranks that an action may wait for."""
-        mesh = self._mesh
-        ranks: set[int] = set()
-        if action.kind in (*_FROM_PREVIOUS_STAGE, *_FROM_NEXT_STAGE):
-            step = self._schedule.previous_stage if action.kind in _FROM_PREVIOUS_STAGE else self._schedule.next_stage
-            neighbour = step(action.stage, action.microbatch)
-            if neighbour is not None:
-                ranks.add(mesh.group("pipeline").ranks[self._schedule.rank_of(neighbour)])
-            ranks.update(mesh.group("tensor").ranks, mesh.group("context").ranks)
-        elif action.kind in _AMONG_REPLICAS:
-            ranks.update(mesh.group("data", "context").ranks)
-        elif action.kind in _AMONG_ALL:
-            ranks.update(mesh.world.ranks)
-        return tuple(sorted(ranks - {mesh.rank}))
-
-
-def described_ranks(ranks: tuple[int, ...]) -> str:
-    """Return ranks in words: all of up to 16, else their number and range."""
+def described_action(action: Action, schedule: Schedule, mesh: Mesh) -> str:
+    """Return an action of this rank in words, with the ranks that it may wait for: all of up to 16, else their number
+    and range. Example: `FORWARD stage 1 microbatch 3 (may wait for rank 0)`."""
+    ranks = _awaited_ranks(action, schedule, mesh)
+    if not ranks:
+        return action_words(action)
+    described = f"rank {', '.join(map(str, ranks))}"
     if len(ranks) > 16:
-        return f"any of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
-    return f"rank {', '.join(map(str, ranks))}"
+        described = f"any of {len(ranks)} ranks, {ranks[0]} to {ranks[-1]}"
+    return f"{action_words(action)} (may wait for {described})"
+
+
+def _awaited_ranks(action: Action, schedule: Schedule, mesh: Mesh) -> list[int]:
+    """Return the global ranks that an action may wait for, ascending."""
+    ranks: set[int] = set()
+    if action.kind in (*_FROM_PREVIOUS_STAGE, *_FROM_NEXT_STAGE):
+        step = schedule.previous_stage if action.kind in _FROM_PREVIOUS_STAGE else schedule.next_stage
+        neighbour = step(action.stage, action.microbatch)
+        if neighbour is not None:
+            ranks.add(mesh.group("pipeline").ranks[schedule.rank_of(neighbour)])
+        ranks.update(mesh.group("tensor").ranks, mesh.group("context").ranks)
+    elif action.kind in _AMONG_REPLICAS:
+        ranks.update(mesh.group("data", "context").ranks)
+    elif action.kind in _AMONG_ALL:
+        ranks.update(mesh.world.ranks)
+    return sorted(ranks - {mesh.rank})
 
 
 STACKS = "stacks"
