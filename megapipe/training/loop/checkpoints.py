@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from megapipe.checkpoint.background import BackgroundSaver, EndedSave
 from megapipe.checkpoint.directory import (
     DirectoryLock,
@@ -189,9 +187,6 @@ def save_timer(config: CheckpointConfig) -> SaveTimer | None:
     )
 
 
-PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-
-
 def checkpoint_directory(config: PretrainConfig) -> Path:
     """Return the folder of a run's checkpoints."""
     return Path(config.training.directory) / "checkpoints"
@@ -299,7 +294,7 @@ class Checkpointer:
             step=step,
             consumed_samples=consumed,
             random={"seed": self.config.training.seed},
-            precision=PRECISIONS[states[0].weights[0].dtype],
+            precision=self.config.training.precision,
             losses=tuple(losses),
             config=asdict(self.config),
             loss_scale={} if replica.loss_scaler is None else replica.loss_scaler.state(),
