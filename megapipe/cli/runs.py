@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -397,7 +396,3 @@ def _moment(seconds: float | None) -> str:
 def _elapsed(seconds: float) -> str:
     """Return a difference of recorded times, which are whole seconds, as text: `4 s`, or `6.1 minutes`."""
     return duration_text(seconds) if seconds >= 120 else f"{seconds:.0f} s"
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
