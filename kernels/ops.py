@@ -24,7 +24,7 @@ def _apex(op: str, only_requested: bool = False) -> Backend:
 _CUDA = Backend("cuda", _in(cuda_backend, "kernels"), cuda_backend.unavailable)
 
 NORM = ("forward", "add_forward", "input_gradient", "weight_gradient", "backward")
-CROSS_ENTROPY = ("row_statistics", "logit_gradient", "statistics", "gradient", "statistics_and_gradient")
+CROSS_ENTROPY = ("statistics", "gradient", "statistics_and_gradient")
 LINEAR_CROSS_ENTROPY = ("statistics", "statistics_and_gradient", "complete_gradient", "backward")
 
 _NORMS = Backend(REFERENCE, norms)

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from megapipe.kernels.reference.cross_entropy import backward_by, projected
-from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient as cross_entropy_logit_gradient
 from megapipe.kernels.registry import opaque
 from megapipe.kernels.registry import refusal as refusal
 from megapipe.kernels.triton_backend.launch import Launch, power_of_two
@@ -163,29 +162,27 @@ def _tile_gradient(
     owned,
     log_sum_exp,
     scale,
-    result,
     num_rows,
     row_stride,
-    result_stride,
     row,
     column,
     stop,
     REPEATED: tl.constexpr,
 ):
-    """Write the gradient of one tile. REPEATED: the tile is so small that several warps read it and one overwrites
-    it."""
+    """Overwrite one tile with its gradient. REPEATED: the tile is so small that several warps read it and one
+    overwrites it."""
     inside = row < num_rows
     mask = inside[:, None] & (column < stop)[None, :]
-    value = tl.load(logits + row[:, None] * row_stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+    place = logits + row[:, None] * row_stride + column[None, :]
+    value = tl.load(place, mask=mask, other=0.0).to(tl.float32)
     value = tl.exp(value - tl.load(log_sum_exp + row, mask=inside, other=0.0)[:, None])
-    if columns is not None:
-        hit = _target_column(columns, owned, row, inside)
-        value -= tl.where(column[None, :] == hit[:, None], 1.0, 0.0)
+    hit = _target_column(columns, owned, row, inside)
+    value -= tl.where(column[None, :] == hit[:, None], 1.0, 0.0)
     if scale is not None:
         value *= tl.load(scale + row, mask=inside, other=0.0)[:, None]
     if REPEATED:
         tl.debug_barrier()
-    tl.store(result + row[:, None] * result_stride + column[None, :], value.to(result.dtype.element_ty), mask=mask)
+    tl.store(place, value.to(logits.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -195,20 +192,15 @@ def gradient_kernel(
     owned,
     log_sum_exp,
     scale,
-    result,
     num_rows,
     width,
     row_stride,
-    result_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TAIL: tl.constexpr,
 ):
-    """Write a tile of exp(logits - log_sum_exp), minus 1 at the targets if `columns` is not None, times each row's
-    scale if it is not None.
-
-    result may be the logits.
-    """
+    """Overwrite a tile of the logits with exp(logits - log_sum_exp), minus 1 at the targets, times each row's scale if
+    it is not None."""
     row, column = tile_indices(width, ROWS, COLUMNS)
     aligned = _aligned(width, TAIL)
     _tile_gradient(
@@ -217,10 +209,8 @@ def gradient_kernel(
         owned,
         log_sum_exp,
         scale,
-        result,
         num_rows,
         row_stride,
-        result_stride,
         row,
         column,
         aligned,
@@ -236,10 +226,8 @@ def gradient_kernel(
                 owned,
                 log_sum_exp,
                 scale,
-                result,
                 num_rows,
                 row_stride,
-                result_stride,
                 row,
                 last,
                 width,
@@ -282,16 +270,10 @@ def _whole_row_launch(logits: Tensor, columns: Tensor, owned: Tensor, result: Te
 
 
 def _gradient_launch(
-    logits: Tensor,
-    columns: Tensor | None,
-    owned: Tensor | None,
-    log_sum_exp: Tensor,
-    scale: Tensor | None,
-    result: Tensor,
+    logits: Tensor, columns: Tensor, owned: Tensor, log_sum_exp: Tensor, scale: Tensor | None
 ) -> Launch:
-    tensors = (logits, columns, owned, log_sum_exp, scale, result)
-    strides = logits.stride(0), result.stride(0)
-    return over_tiles(gradient_kernel, tensors, logits, *strides, TAIL=_has_tail(logits))
+    tensors = (logits, columns, owned, log_sum_exp, scale)
+    return over_tiles(gradient_kernel, tensors, logits, logits.stride(0), TAIL=_has_tail(logits))
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -346,31 +328,9 @@ def cross_entropy_gradient(
     """
     rows = _rows(logits)
     scale = None if scale is None else scale.contiguous()
-    _gradient_launch(rows, columns.contiguous(), owned.contiguous(), log_sum_exp.contiguous(), scale, rows).run()
+    _gradient_launch(rows, columns.contiguous(), owned.contiguous(), log_sum_exp.contiguous(), scale).run()
     if rows is not logits:
         logits.copy_(rows)
-
-
-@opaque(
-    "cross_entropy_softmax_triton(Tensor logits, Tensor log_sum_exp, Tensor(a!) softmax) -> ()",
-    lambda logits, log_sum_exp, softmax: None,
-)
-def _softmax(logits: Tensor, log_sum_exp: Tensor, softmax: Tensor) -> None:
-    result = softmax if softmax.stride(-1) == 1 else torch.empty_like(logits)
-    _gradient_launch(_rows(logits), None, None, log_sum_exp, None, result).run()
-    if result is not softmax:
-        softmax.copy_(result)
-
-
-def cross_entropy_row_statistics(
-    logits: Tensor, targets: Tensor, owned: Tensor, softmax: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return (log-sum-exp [n], target logit [n]) in fp32; softmax, if not None, receives exp(logits - log-sum-exp)."""
-    largest, total, target = cross_entropy_statistics(logits, targets, owned).unbind()
-    log_sum_exp = largest + total.log()
-    if softmax is not None:
-        _softmax(logits, log_sum_exp, softmax)
-    return log_sum_exp, target
 
 
 @opaque(

@@ -241,7 +241,7 @@ def loss(kind: str, rows: int, width: int, dtype: torch.dtype) -> Launch:
     owned = torch.arange(rows) % 3 != 2
     if kind == "gradient":
         total, scale = torch.logsumexp(logits.float(), 1), draw(rows, seed="scale")
-        return cross_entropy._gradient_launch(logits, columns, owned, total, scale, logits)
+        return cross_entropy._gradient_launch(logits, columns, owned, total, scale)
     launch = cross_entropy._whole_row_launch if kind == "whole rows" else cross_entropy._statistics_launch
     return launch(logits, columns, owned, torch.empty(3, rows))
 
