@@ -29,6 +29,7 @@ from megapipe.layers.linear import (
     Products,
     RowParallelLinear,
     Shapes,
+    WeightAndBias,
     as_matrix,
     bias_gradient,
     empty_parameter,
@@ -267,8 +268,11 @@ class GroupedProducts(Products):
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = counts
 
+    def width(self, weight: Tensor) -> int:
+        return weight[0].numel() // weight.shape[-1]
+
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        y = x.new_empty(len(x), weight[0].numel() // weight.shape[-1])
+        y = x.new_empty(len(x), self.width(weight))
         for expert, rows in self._spans():
             matrix = as_matrix(weight[expert]).t()
             if bias is None:
@@ -304,17 +308,12 @@ class GroupedProducts(Products):
             start += count
 
 
-class GroupedLinear(SplitModule):
+class GroupedLinear(WeightAndBias):
     """y = x W_e^T + b_e for the rows x of expert e.
 
     shapes: of `weight` [experts, ..., in], all axes between being output axes, and, where there is one, of `bias`
-    [experts, ...]: of this rank's experts. Parameters are on the meta device until they are bound.
+    [experts, ...]: of this rank's experts.
     """
-
-    def __init__(self, shapes: Shapes) -> None:
-        super().__init__()
-        self.weight = empty_parameter(shapes["weight"])
-        self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
 
     def forward(
         self, x: Tensor, products: GroupedProducts, tape: SplitTape | None, rerun: Rerun | None = None
@@ -323,14 +322,10 @@ class GroupedLinear(SplitModule):
 
         rerun: recomputes x for the gradient of W, so that x is not saved.
         """
-        if tape is None:
-            return FusedLinear.apply(x, self.weight, self.bias, True, rerun, products)
-        width = self.weight[0].numel() // self.weight.shape[-1]
-        record = tape.record(self, (len(x), width), x)
-        record.keep_input(x, rerun)
-        record.integers = (torch.tensor(products.counts),)
-        bias = None if self.bias is None else self.bias.detach()
-        return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, products)
+        y = self.product(x, tape, products, x.shape[:-1], True, rerun)
+        if tape is not None:
+            tape.records[-1].integers = (torch.tensor(products.counts),)
+        return y
 
     def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         x, counts = saved

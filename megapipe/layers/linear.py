@@ -12,7 +12,8 @@ tensor group, so the same model also trains in one process. Between the two laye
 features, so code there must read their number from the tensor, not from the model's sizes.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -119,6 +120,15 @@ def as_matrix(weight: Tensor) -> Tensor:
     return weight.view(-1, weight.shape[-1])
 
 
+Rows = Sequence[int]
+"""Shape of a product without its last axis."""
+
+Source = Callable[[], Tensor]
+"""Returns the input of a product, which may have to be recomputed."""
+
+Gradients = tuple[Tensor | None, ...]
+
+
 class Products:
     """The three matrix products of a linear layer, in the dtype of its operands, and the gradient of its bias.
 
@@ -126,6 +136,10 @@ class Products:
     """
 
     bias_gradient = staticmethod(bias_gradient)
+
+    def width(self, weight: Tensor) -> int:
+        """Return the length of the output's last axis."""
+        return weight.numel() // weight.shape[-1]
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output [..., out]."""
@@ -147,6 +161,18 @@ class Products:
         """Return the gradient of the weight in its shape, or None if it has been added to the accumulator's
         `.grad`."""
         return self.weight_gradient(x, dy).view(weight.shape)
+
+    def received(self, dy: Tensor) -> Tensor:
+        """Return the output's gradient in the memory layout that the other methods need."""
+        return dy
+
+    def backward(
+        self, dy: Tensor, weight: Tensor, needed: Sequence[bool], x: Source, accumulator: Tensor | None
+    ) -> Gradients:
+        """Return the gradients of x, weight (as `gradient`) and bias [out], None for those that are not `needed`."""
+        dx = self.input_gradient(dy, weight) if needed[0] else None
+        dweight = self.gradient(x(), dy, weight, accumulator) if needed[1] else None
+        return dx, dweight, self.bias_gradient(dy) if needed[2] else None
 
 
 PLAIN = Products()
@@ -203,13 +229,11 @@ class FusedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of x, weight and bias, each None where it is not needed."""
         weight, *kept = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        dx = ctx.products.input_gradient(dy, weight) if needs_x else None
-        dweight = None
-        if needs_weight:
-            x = saved_input(ctx, kept)
-            dweight = ctx.products.gradient(x, dy, weight, ctx.accumulator)
-        dbias = ctx.products.bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
+        products, needed = ctx.products, ctx.needs_input_grad
+        dy = products.received(dy)
+        source = partial(saved_input, ctx, kept)
+        dx, dweight, dbias = products.backward(dy, weight, needed, source, ctx.accumulator)
+        dbias = None if dbias is None else dbias.view(ctx.bias_shape)
         return dx, dweight, dbias, None, None, None
 
 
@@ -228,39 +252,53 @@ class ProbedLinear(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
         """Return the gradients of x and of the probe."""
         (weight,) = ctx.saved_tensors
+        dy = ctx.products.received(dy)
         dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
         return dx, dy, None, None, None
 
 
-class Linear(SplitModule):
-    """y = x W^T + b with one rank's part of W.
+class WeightAndBias(SplitModule):
+    """Base of the modules that compute x W^T + b.
 
     shapes: of `weight` [..., in] and, if there is a bias, `bias`. Parameters are on the meta device until they are
-    bound. products: how matrices are multiplied; may be replaced before the first forward.
+    bound.
     """
 
-    def __init__(self, shapes: Shapes, group: Group) -> None:
+    def __init__(self, shapes: Shapes) -> None:
         super().__init__()
         self.weight = empty_parameter(shapes["weight"])
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
+
+    def product(
+        self, x: Tensor, tape: SplitTape | None, products: Products, rows: Rows, add_bias: bool, rerun: Rerun | None
+    ) -> Tensor:
+        """Return x W^T + b [*rows, out], with output axes flattened into one. The bias gets its gradient here even if
+        it is added later.
+
+        rerun: recomputes x for the gradient of W, so that x is not saved.
+        """
+        if tape is None:
+            return FusedLinear.apply(x, self.weight, self.bias, add_bias, rerun, products)
+        record = tape.record(self, (*rows, products.width(self.weight)), x)
+        record.keep_input(x, rerun)
+        bias = self.bias.detach() if self.bias is not None and add_bias else None
+        return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, products)
+
+
+class Linear(WeightAndBias):
+    """y = x W^T + b with one rank's part of W. products: how matrices are multiplied; may be replaced before the first
+    forward."""
+
+    def __init__(self, shapes: Shapes, group: Group) -> None:
+        super().__init__(shapes)
         self.group = group
         self.products = PLAIN
 
     def local_product(
         self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None = None
     ) -> Tensor:
-        """Return x W^T [..., out], with output axes flattened into one. The bias gets its gradient here even if it is
-        added later.
-
-        rerun: recomputes x for the gradient of W, so that x is not saved.
-        """
-        if tape is None:
-            return FusedLinear.apply(x, self.weight, self.bias, add_bias, rerun, self.products)
-        width = self.weight.numel() // self.weight.shape[-1]
-        record = tape.record(self, (*x.shape[:-1], width), x)
-        record.keep_input(x, rerun)
-        bias = self.bias.detach() if self.bias is not None and add_bias else None
-        return ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, self.products)
+        """Return the `product` [..., out] of x [..., in] and this rank's part of W."""
+        return self.product(x, tape, self.products, x.shape[:-1], add_bias, rerun)
 
     def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         yield from self.weight_gradients(saved[0], gradient)
@@ -283,7 +321,7 @@ class ColumnParallelLinear(Linear, OnShards):
     def forward(
         self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None, *, add_bias: bool = True
     ) -> Tensor:
-        """Map [..., in] to this rank's [..., out / size], with output axes flattened. rerun: as in `local_product`.
+        """Map [..., in] to this rank's [..., out / size], with output axes flattened. rerun: as in `product`.
         add_bias: if false, the caller adds the detached bias, whose gradient is computed here."""
         if self.sequence is not None:
             return self.sequence.column(self, x, tape, add_bias=add_bias, rerun=rerun)
@@ -304,7 +342,7 @@ class RowParallelLinear(Linear, OnShards):
     partial = ("bias",)
 
     def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
-        """Map this rank's [..., in / size] to the whole [..., out]. rerun: as in `local_product`."""
+        """Map this rank's [..., in / size] to the whole [..., out]. rerun: as in `product`."""
         if self.group.size == 1:
             return self.local_product(x, tape, add_bias=True, rerun=rerun)
         if self.sequence is not None:
@@ -323,7 +361,7 @@ class ReplicatedLinear(Linear):
     """A linear layer that every rank computes whole, on the same x; for small layers that are not worth sharding."""
 
     def forward(self, x: Tensor, tape: SplitTape | None, rerun: Rerun | None = None) -> Tensor:
-        """Map [..., in] to [..., out]. rerun: as in `local_product`."""
+        """Map [..., in] to [..., out]. rerun: as in `product`."""
         return self.local_product(x, tape, add_bias=True, rerun=rerun)
 
 

@@ -6,16 +6,15 @@ computes its gradient. With several chunks, a chunk is gathered while the previo
 while the next one is; in fp8 it has its own scales.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.layers.linear import FusedLinear, Linear, ProbedLinear, Products, bias_gradient
-from megapipe.layers.split import Rerun, SplitTape, WeightGradients, saved_input
+from megapipe.layers.linear import Gradients, Linear, Products, Source, bias_gradient
+from megapipe.layers.split import Rerun, SplitTape, WeightGradients
 from megapipe.parallel.collectives import by_rank, gather_tokens, joined, start_gather, start_scatter
 from megapipe.parallel.groups import Group
 
@@ -42,26 +41,16 @@ class SequenceProducts:
     def column(
         self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None
     ) -> Tensor:
-        """Map x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in
-        `local_product`."""
+        """Map x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in `product`."""
+        rows = x.shape[0], x.shape[1] * self.group.size
         products = _ColumnProducts(self, linear.products)
-        if tape is None:
-            return _ColumnFused.apply(x, linear.weight, linear.bias, add_bias, rerun, products)
-        width = linear.weight.numel() // linear.weight.shape[-1]
-        record = tape.record(linear, (x.shape[0], x.shape[1] * self.group.size, width), x)
-        record.keep_input(x, rerun)
-        bias = linear.bias.detach() if linear.bias is not None and add_bias else None
-        return _ColumnProbed.apply(x, record.probe, linear.weight.detach(), bias, products)
+        return linear.product(x, tape, products, rows, add_bias, rerun)
 
     def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, rerun: Rerun | None) -> Tensor:
         """Map this rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
+        rows = x.shape[0], x.shape[1] // self.group.size
         products = _RowProducts(self, linear.products)
-        if tape is None:
-            return _RowFused.apply(x, linear.weight, linear.bias, False, rerun, products)
-        width = linear.weight.numel() // linear.weight.shape[-1]
-        record = tape.record(linear, (x.shape[0], x.shape[1] // self.group.size, width), x)
-        record.keep_input(x, rerun)
-        return ProbedLinear.apply(x, record.probe, linear.weight.detach(), None, products)
+        return linear.product(x, tape, products, rows, False, rerun)
 
     def weight_half(self, linear: Linear, x: Tensor, gradient: Tensor, *, column: bool) -> WeightGradients:
         """Return what `SplitModule.weight_half` returns. x: the input. gradient: of the output. column: x has this
@@ -118,8 +107,24 @@ class _ColumnProducts(_OverShards):
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return self.sequence.gathered(x, partial(self.inner.output, weight=weight, bias=bias), keep=False)[0]
 
+    def received(self, dy: Tensor) -> Tensor:
+        return dy.contiguous()
+
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         return self.sequence.start_scattered(dy, partial(self.inner.input_gradient, weight=weight))()
+
+    def backward(
+        self, dy: Tensor, weight: Tensor, needed: Sequence[bool], x: Source, accumulator: Tensor | None
+    ) -> Gradients:
+        dweight = gathered = scattered = None
+        if needed[1]:
+            gathered = start_gather(x(), self.sequence.group)
+        if needed[0]:
+            scattered = self.sequence.start_scattered(dy, partial(self.inner.input_gradient, weight=weight))
+        if gathered is not None:
+            dweight = self.inner.gradient(joined(gathered()), dy, weight, accumulator)
+        dbias = self.bias_gradient(dy) if needed[2] else None
+        return None if scattered is None else scattered(), dweight, dbias
 
 
 class _RowProducts(_OverShards):
@@ -129,45 +134,10 @@ class _RowProducts(_OverShards):
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
         return self.sequence.gathered(dy, partial(self.inner.input_gradient, weight=weight), keep=False)[0]
 
-
-class _ColumnFused(FusedLinear):
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        sequence, inner = ctx.products.sequence, ctx.products.inner
-        dx = dweight = gathered = scattered = None
-        dy = dy.contiguous()
-        if needs_weight:
-            gathered = start_gather(saved_input(ctx, kept), sequence.group)
-        if needs_x:
-            scattered = sequence.start_scattered(dy, partial(inner.input_gradient, weight=weight))
-        if gathered is not None:
-            dweight = inner.gradient(joined(gathered()), dy, weight, ctx.accumulator)
-        dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
-        if scattered is not None:
-            dx = scattered()
-        return dx, dweight, dbias, None, None, None
-
-
-class _ColumnProbed(ProbedLinear):
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None, None]:
-        (weight,) = ctx.saved_tensors
-        dy = dy.contiguous()
-        dx = ctx.products.input_gradient(dy, weight) if ctx.needs_input_grad[0] else None
-        return dx, dy, None, None, None  # torch.compile cannot call ProbedLinear.backward
-
-
-class _RowFused(FusedLinear):
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *kept = ctx.saved_tensors
-        _, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        sequence, inner = ctx.products.sequence, ctx.products.inner
-        dx, everything = sequence.gathered(dy, partial(inner.input_gradient, weight=weight), keep=needs_weight)
-        dweight = None
-        if everything is not None:
-            dweight = inner.gradient(saved_input(ctx, kept), everything, weight, ctx.accumulator)
-        dbias = bias_gradient(dy).view(ctx.bias_shape) if needs_bias else None
-        return dx, dweight, dbias, None, None, None
+    def backward(
+        self, dy: Tensor, weight: Tensor, needed: Sequence[bool], x: Source, accumulator: Tensor | None
+    ) -> Gradients:
+        multiply = partial(self.inner.input_gradient, weight=weight)
+        dx, everything = self.sequence.gathered(dy, multiply, keep=needed[1])
+        dweight = None if everything is None else self.inner.gradient(x(), everything, weight, accumulator)
+        return dx, dweight, self.bias_gradient(dy) if needed[2] else None
