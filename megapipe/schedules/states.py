@@ -53,35 +53,26 @@ class StateTable:
         weight_pool: int = 0,
         gradient_pool: int = 0,
         weights: WeightHome = "sharded",
+        zero: Sequence[Sequence[int]] = (),
     ) -> "StateTable":
         """Return the table in which each layer is one unit of size 1.
 
         weight_pool, gradient_pool: numbers of units; 0 keeps weights, or gradients, whole. weights: their home if
-        weight_pool is not 0.
+        weight_pool is not 0. zero: by stage, the ZeRO stage of each layer, 3 by default; weights are sharded if it is
+        3, and gradients from 2.
         """
         check_number(sum(layers_per_stage))
+        if not (weight_pool or gradient_pool):
+            return cls()
         home: WeightHome = weights if weight_pool else "whole"
         units = tuple(
-            tuple(StateUnit(layer, home, gradient_pool > 0) for layer in range(layers)) for layers in layers_per_stage
-        )
-        return cls(units if weight_pool or gradient_pool else (), weight_pool, gradient_pool)
-
-    def limited(self, zero_stages: Sequence[Sequence[int]]) -> "StateTable":
-        """Return the table with only those weights sharded whose ZeRO stage is 3, and gradients from stage 2.
-
-        zero_stages: of each unit, by pipeline stage.
-        """
-        units = tuple(
             tuple(
-                unit._replace(
-                    weights=unit.weights if zero >= 3 else "whole",
-                    sharded_gradients=unit.sharded_gradients and zero >= 2,
-                )
-                for unit, zero in zip(stage_units, stage_zeros, strict=True)
+                StateUnit(layer, home if limit >= 3 else "whole", gradient_pool > 0 and limit >= 2)
+                for layer, limit in enumerate(limits)
             )
-            for stage_units, stage_zeros in zip(self.units, zero_stages, strict=True)
+            for limits in zero or [(3,) * layers for layers in layers_per_stage]
         )
-        return replace(self, units=units)
+        return cls(units, weight_pool, gradient_pool)
 
     def checked(self, name: str, layers_per_stage: Sequence[int]) -> "StateTable":
         """Return the table, without its units if each layer is one whole unit; raise ScheduleError if it does not fit

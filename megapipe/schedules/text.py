@@ -235,15 +235,13 @@ class HeaderReader:
     ) -> StateTable:
         """Return the table that the scalars of format 1 and its lines of ZeRO stages describe."""
         home: WeightHome = "host" if fields.pop("weights_in_host", False) else "sharded"
-        table, zero = StateTable.uniform(layers_per_stage, **pools, weights=home), self._lists["zero"]
-        if not zero or not table.units:
-            return table
-        if tuple(map(len, zero)) != tuple(layers_per_stage):
+        zero = self._lists["zero"]
+        if zero and any(pools.values()) and tuple(map(len, zero)) != tuple(layers_per_stage):
             raise ScheduleError(
                 f"{fields['name']} has ZeRO stages of {list(map(len, zero))} units by stage, "
                 f"but stages have {list(layers_per_stage)} units; give one for each unit"
             )
-        return table.limited(zero)
+        return StateTable.uniform(layers_per_stage, **pools, weights=home, zero=zero)
 
     def _once(self, line: TextLine, field: str, value: object) -> None:
         line.expect_length(2)

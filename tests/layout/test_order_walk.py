@@ -46,8 +46,7 @@ def shardings(draw: st.DrawFn, order: Order) -> ShardedRanks:
     )
     zero = 3 if weights else 2 if gradients else 1
     stages = [[draw(st.sampled_from([1, zero, zero])) for _ in range(count)] for count in units]
-    states = StateTable.uniform(units, weight_pool=weights, gradient_pool=gradients)
-    states = states.limited(stages) if states.units else states
+    states = StateTable.uniform(units, weight_pool=weights, gradient_pool=gradients, zero=stages)
     filled = tuple(tuple(draw(st.booleans()) or unit == 0 for unit in range(count)) for count in units)
     spans = tuple((range(draw(st.integers(0, count - 1)), count),) for count in units) if draw(st.booleans()) else ()
     ranks = tuple(range(order.num_ranks))

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megapipe.schedules import GENERATORS, Offload, Rows, Schedule, Sections, build
-from megapipe.schedules.actions import KIND, write_action
+from megapipe.schedules.actions import KIND, short_word
 from megapipe.schedules.schedule import SECTIONS, Mode, SectionName
 from megapipe.schedules.states import WHOLE_STATES, StateTable, StateUnit, WeightHome
 from tests.schedules.streams import RECEIVES, SENDS
@@ -18,9 +18,7 @@ from tests.schedules.streams import RECEIVES, SENDS
 def words(schedule: Schedule, rank: int, section: SectionName = "body") -> str:
     """A rank's actions as words without versions and slots."""
     slices = schedule.header.slices
-    return " ".join(
-        write_action(action._replace(version=-1, slot=-1), slices) for action in schedule.actions(section, rank)
-    )
+    return " ".join(short_word(action, slices) for action in schedule.actions(section, rank))
 
 
 OPTIONS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
