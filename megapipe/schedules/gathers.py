@@ -165,8 +165,8 @@ def residences(table: Table, written: Ints) -> Residence:
 
     written: the first row after the updates that write a version, shape [stages, versions].
     """
-    header, part = table.header, table.rank * table.num_sections + table.section
-    runs = _runs(table, USES, header.gathered_weights, part)
+    header = table.header
+    runs = _runs(table, USES, header.gathered_weights, table.part)
     stays = stays_of(runs, header.states.weight_pool)
     first_use, last_use = runs.first[stays.first_use], runs.last[stays.last_use]
     after_update = written[table.stage[first_use], table.version[first_use]]

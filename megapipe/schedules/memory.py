@@ -42,14 +42,17 @@ def receive_lives(table: Table, receive: Kind) -> Lives:
 
 
 def slots_read(table: Table, receives: Ints, slots: Ints | Rows, readers: Sequence[Kind]) -> tuple[Ints, Ints]:
-    """Return the compute rows of some kinds, and the slot that each reads, -1 for none.
+    """Return the compute rows of some kinds, and the slot that each reads: whole chunks, a forward's first unit, and a
+    backward's last one; -1 for others.
 
     receives: the receives of their direction, into ``slots``.
     """
     slot_of = np.full(table.num_stages * table.num_microbatches, -1, dtype=np.int64)
     slot_of[table.key[receives]] = slots
     rows = table.rows_with(*readers)
-    return rows, np.where(table.opens_chunk()[rows], slot_of[table.key[rows]], -1)
+    first = np.where(table.is_kind(Kind.FORWARD)[rows], 0, table.units[rows] - 1)
+    takes_input = (table.unit[rows] < 0) | (table.unit[rows] == first)
+    return rows, np.where(takes_input, slot_of[table.key[rows]], -1)
 
 
 READERS: Final = ((Kind.RECV_ACTIVATION, (Kind.FORWARD,)), (Kind.RECV_GRADIENT, BACKWARDS))

@@ -86,16 +86,15 @@ class Table:
         place = self.section_of(row), int(self.rank[row])
         return self.origin.place_of(*place, self.rows[row], earlier, self.header.num_microbatches)
 
-    def place_in(self, section: SectionName, rank: int) -> str:
-        """Return the name of a rank, with its line in a section if the schedule was read from a text."""
-        if self.origin is None:
-            return f"rank {rank}"
-        return f"rank {rank} ({self.origin.source}, line {self.origin.ranks[section, rank].number})"
-
     def section_of(self, row: int) -> SectionName:
         """Return the section of a row."""
         section = int(self.section[row])
         return "prologue" if section == 0 else "epilogue" if section == self.num_sections - 1 else "body"
+
+    @cached_property
+    def part(self) -> Ints:
+        """Rank and section of each row as one number, ascending: ``rank * num_sections + section``."""
+        return self.rank * self.num_sections + self.section
 
     kind = _column(KIND)
     """Kind of each row's action, as `Kind`."""
@@ -127,8 +126,7 @@ class Table:
         rows = np.arange(len(self.rows))
         if not (self.group >= 0).any():
             return rows, rows
-        joined = (self.group[1:] >= 0) & (self.group[1:] == self.group[:-1])
-        joined &= (self.rank[1:] == self.rank[:-1]) & (self.section[1:] == self.section[:-1])
+        joined = (self.group[1:] >= 0) & (self.group[1:] == self.group[:-1]) & (self.part[1:] == self.part[:-1])
         starts = np.flatnonzero(np.append(True, ~joined))
         action = np.searchsorted(starts, rows, side="right") - 1
         return starts[action], np.append(starts[1:], len(rows))[action] - 1
@@ -211,12 +209,6 @@ class Table:
         bounds = np.searchsorted(self.kind[order], np.arange(len(Kind) + 1))
         return [order[first:last] for first, last in pairwise(bounds.tolist())]
 
-    def opens_chunk(self) -> Mask:
-        """Return which rows take the chunk's input: whole chunks, a forward's first unit, a backward's last one."""
-        first = np.where(self.is_kind(Kind.FORWARD), 0, self.units - 1)
-        opens: Mask = (self.unit < 0) | (self.unit == first)
-        return opens
-
     def last_by_key(self, *kinds: Kind) -> Ints:
         """Return the last row of the kinds for each stage and micro-batch, -1 where none; shape [stages *
         micro-batches]."""
@@ -288,14 +280,13 @@ def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") ->
 def missing(table: Table, rank: int, action: Action) -> ScheduleError:
     """Return an error for an action that a rank lacks; shows the rank's line, or its first actions."""
     first, last = table.offsets[rank : rank + 2].tolist()
-    section = table.section_of(first) if last > first else "body"
+    where, near = f"rank {rank}", neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
     if table.origin is not None:
-        near = excerpt(table.origin.text, table.origin.ranks[section, rank].number)
-    else:
-        near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
+        number = table.origin.ranks[table.section_of(first) if last > first else "body", rank].number
+        where, near = f"{where} ({table.origin.source}, line {number})", excerpt(table.origin.text, number)
     slices = table.header.slices
     return ScheduleError(
-        f"{table.header.name}, {table.place_in(section, rank)}, {describe(action, slices)}: "
+        f"{table.header.name}, {where}, {describe(action, slices)}: "
         f"it never happens; add {write_action(action, slices)} to this rank",
         near,
     )

@@ -89,8 +89,8 @@ def place_receives(table: Table, messages: MessageTable, receive_ahead: int) -> 
     rank waits. If ranks still hang, each receive is posted right before its use, and then those that hang are posted
     at the row where their rank waits.
     """
-    section_key, use = table.rank * table.num_sections + table.section, table.action_first[messages.consumer]
-    section_start = np.searchsorted(section_key, section_key[use])
+    use = table.action_first[messages.consumer]
+    section_start = np.searchsorted(table.part, table.part[use])
     first = np.maximum(section_start, _slot_free(table, messages))
     after = messages.follows
     first[after] = np.maximum(first[after], use[after - 1])

@@ -184,7 +184,7 @@ def add_offload(table: Table, offload: Offload) -> list[Insertion]:
     reload comes before them.
     """
     compute = table.rows_with(*COMPUTE_KINDS)
-    section = (table.rank * table.num_sections + table.section)[compute]
+    section = table.part[compute]
     forward, backward = (_of_chosen(table, compute, offload, kinds) for kinds in ((Kind.FORWARD,), BACKWARDS))
     # Copies around a row of a group go around the whole group.
     starts, ends = (np.searchsorted(compute, each[compute]) for each in (table.action_first, table.action_last))
@@ -356,7 +356,7 @@ def _updates(table: Table, *, lazy: bool, flushes: bool) -> list[Insertion]:
     receives of the next one, so that a rank that waits in an update can still receive. Lazy ones wait for the end of
     the section after which the new version is read: update t is at the end of body t, the last one at the end.
     """
-    section_key, ranks = table.rank * table.num_sections + table.section, range(table.header.num_ranks)
+    section_key, ranks = table.part, range(table.header.num_ranks)
     anchor, updates, prologue = _last_by_rank(table), np.arange(table.num_updates), table.num_sections * np.c_[ranks]
     section, in_next_section = table.section[anchor], np.zeros_like(anchor, dtype=np.bool_)
     if lazy:

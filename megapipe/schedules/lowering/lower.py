@@ -119,9 +119,8 @@ def _sections(table: Table) -> Sections:
 
 def _cut(table: Table, section: int, *, step: int) -> tuple[Rows, ...]:
     header = table.header
-    keys = table.rank * table.num_sections + table.section
     wanted = np.arange(header.num_ranks) * table.num_sections + section
-    bounds = zip(np.searchsorted(keys, wanted), np.searchsorted(keys, wanted + 1), strict=True)
+    bounds = zip(*(np.searchsorted(table.part, each) for each in (wanted, wanted + 1)), strict=True)
     microbatches, versions = step * header.num_microbatches, step * header.updates_per_step
     return tuple(shift_rows(table.rows[first:last], -microbatches, -versions) for first, last in bounds)
 
@@ -156,8 +155,8 @@ def number_groups(table: Table) -> Table:
         return table
     opens = (table.action_first < table.action_last) & (table.action_first == np.arange(len(table.rows)))
     counted = np.cumsum(opens)
-    key = table.rank * table.num_sections + table.section
-    before = counted[np.searchsorted(key, key)] - opens[np.searchsorted(key, key)]
+    first = np.searchsorted(table.part, table.part)
+    before = counted[first] - opens[first]
     rows = table.rows.copy()
     joined = table.action_first < table.action_last
     rows[:, GROUP] = np.where(joined, counted - before - 1, -1)

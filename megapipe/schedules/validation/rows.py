@@ -186,7 +186,7 @@ def _check_groups(table: Table) -> None:
     _require(table, table.group >= -1, "group below 0 is not a group")
     _require(table, ~grouped | table.is_kind(*COMPUTE_KINDS), "only compute actions can be part of a group")
     opens = np.flatnonzero(grouped & (table.action_first == np.arange(len(table.rows))))
-    place = (table.rank * table.num_sections + table.section)[opens] * (np.int64(1) << 32) + table.group[opens]
+    place = table.part[opens] * (np.int64(1) << 32) + table.group[opens]
     _, first = np.unique(place, return_index=True)
     apart = ~np.isin(opens, opens[first])
     refuse(table, opens, apart, "the rows of a group must be neighbours, and its number used once")
