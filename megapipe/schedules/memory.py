@@ -21,24 +21,14 @@ from megapipe.schedules.schedule import Header, Schedule, SectionName
 from megapipe.schedules.table import Table
 
 
-@dataclass(frozen=True)
-class Lives:
-    """For every receive of one direction, by stage, then by row: the rows between which its buffer is in use."""
-
-    stage: Ints
-    microbatch: Ints
-    start: Ints
-    end: Ints
-
-
-def receive_lives(table: Table, receive: Kind) -> Lives:
-    """Return the lives of the buffers that ``receive`` fills, each until the last backward of its stage and
-    micro-batch: the weight half may need that very tensor. Without backwards, until the last forward."""
+def receive_lives(table: Table, receive: Kind) -> tuple[Ints, Ints]:
+    """Return the rows of a kind of receive, by stage, then by row, and for each the last row at which the buffer that
+    it fills is in use: the last backward of its stage and micro-batch, as the weight half may need that very tensor.
+    Without backwards, the last forward."""
     release = (Kind.FORWARD,) if table.header.mode == "forward" else GRADIENT_KINDS
     start = table.rows_with(receive)
     start = start[np.argsort(table.stage[start], kind="stable")]
-    end = table.last_by_key(*release)[table.key[start]]
-    return Lives(table.stage[start].astype(np.int64), table.microbatch[start].astype(np.int64), start, end)
+    return start, table.last_by_key(*release)[table.key[start]]
 
 
 def slots_read(table: Table, receives: Ints, slots: Ints | Rows, readers: Sequence[Kind]) -> tuple[Ints, Ints]:

@@ -20,7 +20,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar
 
@@ -145,15 +145,10 @@ class Generator:
         """Whether the schedule is one of this package."""
         return self.order.__module__.startswith(f"{BUILT_IN}.")
 
-    @cached_property
+    @property
     def order_options(self) -> tuple[str, ...]:
         """Options that the order takes."""
         return _keywords(self.order)
-
-    @cached_property
-    def policy_options(self) -> tuple[str, ...]:
-        """Options that the policy takes."""
-        return _keywords(self.policy)
 
     @property
     def summary(self) -> str:
@@ -162,7 +157,8 @@ class Generator:
 
     def check_options(self, options: Options) -> None:
         """Raise ScheduleError for an option that this schedule does not take."""
-        allowed = {"chunks", *self.order_options, *self.policy_options, *(TWO_BP_OPTIONS if self.takes_two_bp else ())}
+        two_bp = TWO_BP_OPTIONS if self.takes_two_bp else ()
+        allowed = {"chunks", *self.order_options, *_keywords(self.policy), *two_bp}
         for name in options:
             if name not in allowed:
                 raise ScheduleError(
@@ -173,7 +169,7 @@ class Generator:
 
     def policy_of(self, num_ranks: int, num_microbatches: int, options: Options) -> Policy:
         """Return when weights are written with these options."""
-        return self.policy(num_ranks, num_microbatches, **self.arguments(self.policy_options, options))
+        return self.policy(num_ranks, num_microbatches, **self.arguments(_keywords(self.policy), options))
 
     def settled(self, num_ranks: int, num_microbatches: int, options: Options) -> tuple[Options, int]:
         """Return the options with which an order of fewer micro-batches starts and ends like that of
@@ -217,6 +213,7 @@ schedule = Generator
 """Decorator that registers a schedule: `@schedule("mine", "A")`; see `Generator` for its arguments."""
 
 
+@cache
 def _keywords(function: Callable[..., Any]) -> tuple[str, ...]:
     parameters = inspect.signature(function).parameters.values()
     return tuple(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)

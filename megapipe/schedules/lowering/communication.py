@@ -16,7 +16,7 @@ from megapipe.schedules.actions import BACKWARDS, GRADIENT_KINDS, SLOT, Ints, Ki
 from megapipe.schedules.dependencies import NO_NEEDS, Dependencies, Needs, Progress, against_all, shard_passes
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering.insertion import Insertion, InsertionOrder, insertion_order, new_indices
-from megapipe.schedules.memory import READERS, Lives, receive_lives, slots_read
+from megapipe.schedules.memory import READERS, receive_lives, slots_read
 from megapipe.schedules.table import Table, action_at, failure
 
 
@@ -40,7 +40,6 @@ class MessageTable:
     """
 
     gradient: Ints
-    microbatch: Ints
     producer: Ints
     consumer: Ints
     link: Ints
@@ -53,8 +52,7 @@ class MessageTable:
         link = table.rank[producer] * table.header.num_ranks + table.rank[consumer]
         order = np.argsort(link, kind="stable")
         gradient = table.is_kind(*BACKWARDS)[producer].astype(np.int64)
-        microbatch = table.microbatch[producer].astype(np.int64)
-        return cls(*(each[order] for each in (gradient, microbatch, producer, consumer, link)))
+        return cls(*(each[order] for each in (gradient, producer, consumer, link)))
 
     @cached_property
     def follows(self) -> Ints:
@@ -65,14 +63,14 @@ class MessageTable:
         """Return the receives, each before its compute row on the consumer's rank."""
         order = np.argsort(posts.turn)
         kind = np.where(self.gradient == 1, int(Kind.RECV_GRADIENT), int(Kind.RECV_ACTIVATION))
-        rows = rows_of(kind, table.stage[self.consumer], self.microbatch)
+        rows = rows_of(kind, table.stage[self.consumer], table.microbatch[self.consumer])
         section = table.section[self.consumer][order]
         return Insertion(rows[order], posts.row[order], InsertionOrder.RECEIVE, section, posts.late[order])
 
     def sends(self, table: Table) -> Insertion:
         """Return the sends, each right after the compute row that makes the message."""
         kind = np.where(self.gradient == 1, int(Kind.SEND_GRADIENT), int(Kind.SEND_ACTIVATION))
-        rows = rows_of(kind, table.stage[self.producer], self.microbatch)
+        rows = rows_of(kind, table.stage[self.producer], table.microbatch[self.producer])
         return Insertion(rows, self.producer, InsertionOrder.SEND, table.section[self.producer])
 
 
@@ -125,7 +123,7 @@ def _slot_free(table: Table, messages: MessageTable) -> Ints:
     period = table.header.num_microbatches
     done = table.last_by_key(*GRADIENT_KINDS)
     last = table.action_last[done[table.key[messages.consumer] - period]]
-    return np.where(messages.microbatch < period, 0, last + 1)
+    return np.where(table.microbatch[messages.consumer] < period, 0, last + 1)
 
 
 def _in_send_order(messages: MessageTable, post: Ints, num_rows: int) -> Ints:
@@ -212,33 +210,33 @@ def assign_slots(table: Table) -> Table:
     rows = table.rows.copy()
     counts = []
     for receive, readers in READERS:
-        lives = receive_lives(table, receive)
-        slots, count = _colour(lives, table.num_stages, None if table.flushes else header.num_microbatches)
+        start, end = receive_lives(table, receive)
+        slots, count = _colour(table, start, end)
         counts.append(count)
-        rows[lives.start, SLOT] = slots
-        reading, read = slots_read(table, lives.start, slots, readers)
+        rows[start, SLOT] = slots
+        reading, read = slots_read(table, start, slots, readers)
         rows[reading, SLOT] = read
     header = replace(header, activation_slots=counts[0], gradient_slots=counts[1])
     return replace(table, header=header, rows=rows)
 
 
-def _colour(lives: Lives, num_stages: int, period: int | None) -> tuple[Ints, tuple[int, ...]]:
-    """Return the slots of all lives, and the number of slots of each stage. If there is a period, the slots repeat
-    after that number of micro-batches."""
-    slots = np.empty(len(lives.stage), dtype=np.int64)
-    bounds = np.searchsorted(lives.stage, np.arange(num_stages + 1)).tolist()
+def _colour(table: Table, starts: Ints, ends: Ints) -> tuple[Ints, tuple[int, ...]]:
+    """Return the slots of all lives, which are by stage, and the number of slots of each stage. If the schedule never
+    flushes, the slots repeat after the micro-batches of a step."""
+    slots = np.empty(len(starts), dtype=np.int64)
+    bounds = np.searchsorted(table.stage[starts], np.arange(table.num_stages + 1)).tolist()
     counts = []
     for first, last in pairwise(bounds):
         part = slice(first, last)
         if first == last:
             counts.append(0)
             continue
-        start, end = lives.start[part], lives.end[part]
+        start, end = starts[part], ends[part]
         in_order = bool(np.all(end[1:] >= end[:-1]))
         index = np.arange(last - first)
         most_live = int((index - np.searchsorted(np.sort(end), start)).max()) + 1
-        if period is not None:
-            slots[part] = _periodic(lives.microbatch[part], period, most_live, in_order)
+        if not table.flushes:
+            slots[part] = _periodic(table, start, most_live, in_order)
         elif in_order:
             slots[part] = index % most_live
         else:
@@ -247,13 +245,14 @@ def _colour(lives: Lives, num_stages: int, period: int | None) -> tuple[Ints, tu
     return slots, tuple(counts)
 
 
-def _periodic(microbatch: Ints, period: int, most_live: int, in_order: bool) -> Ints:
-    """Return slots that depend on ``microbatch % period`` alone.
+def _periodic(table: Table, start: Ints, most_live: int, in_order: bool) -> Ints:
+    """Return slots of lives that depend on the place of their micro-batch in a step, the period, alone.
 
     Of lives that start and end in order, at most ``most_live`` adjacent ones overlap: the period is cut into blocks of
     at least that length and each block counts its slots from 0. Others get one slot for each micro-batch of the
     period.
     """
+    period, microbatch = table.header.num_microbatches, table.microbatch[start].astype(np.int64)
     place = microbatch % period
     if not in_order or most_live > period or np.any(np.diff(microbatch) < 0):
         return place

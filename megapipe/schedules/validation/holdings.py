@@ -9,7 +9,6 @@ from megapipe.schedules.gathers import GATHERS, USES, StateRows, by_place, of_st
 from megapipe.schedules.memory import (
     READERS,
     STATES_ON_DEVICE,
-    Lives,
     activations_moved,
     receive_lives,
     slots_read,
@@ -25,22 +24,22 @@ def check_buffers(table: Table) -> None:
     slot."""
     header = table.header
     for (receive, readers), slots in zip(READERS, (header.activation_slots, header.gradient_slots), strict=True):
-        _check_slots(table, receive_lives(table, receive), slots)
+        _check_slots(table, *receive_lives(table, receive), slots)
         _check_readers(table, receive, readers)
 
 
-def _check_slots(table: Table, lives: Lives, slots: tuple[int, ...]) -> None:
+def _check_slots(table: Table, start: Ints, end: Ints, slots: tuple[int, ...]) -> None:
     """Raise at the first receive into a slot that the stage does not have, or that is in use. slots: by stage."""
-    slot = table.slot[lives.start].astype(np.int64)
-    count = np.array(slots, dtype=np.int64)[lives.stage]
-    refuse(table, lives.start, slot >= count, lambda at: f"the stage has {count[at]} slots of this direction")
-    order = np.lexsort((lives.start, slot, lives.stage))
-    stage, slot, start, end = lives.stage[order], slot[order], lives.start[order], lives.end[order]
+    count = np.array(slots, dtype=np.int64)[table.stage[start]]
+    refuse(table, start, table.slot[start] >= count, lambda at: f"the stage has {count[at]} slots of this direction")
+    order = np.lexsort((start, table.slot[start], table.stage[start]))
+    start, end = start[order], end[order]
+    stage, slot = table.stage[start], table.slot[start]
     early = (stage[1:] == stage[:-1]) & (slot[1:] == slot[:-1]) & (start[1:] < end[:-1])
 
     def problem(index: int) -> str:
         user = describe(action_at(table, int(end[index])))
-        return f"the slot is used by micro-batch {lives.microbatch[order[index]]} until {user} ends"
+        return f"the slot is used by micro-batch {table.microbatch[start[index]]} until {user} ends"
 
     refuse(table, start[1:], early, problem)
 
