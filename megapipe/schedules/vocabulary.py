@@ -23,6 +23,7 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import GROUP, KIND, MICROBATCH, STAGE, Action, Ints, Kind, Rows
+from megapipe.schedules.building_blocks import Times
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 
@@ -31,8 +32,6 @@ PASSES: Final = {1: (Kind.BACKWARD,), 2: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 BARRIERS: Final = {1: 2, 2: 1}
 """Maximum number of micro-batches by which backwards are delayed: one for each barrier (section 5.1: 1F1B keeps p + 2
 or p + 1 micro-batches)."""
-SECONDS: Final = {Kind.FORWARD: 1.0, Kind.BACKWARD: 2.0, Kind.BACKWARD_INPUT: 1.0, Kind.BACKWARD_WEIGHT: 1.0}
-"""Time of each kind in all layers of a rank, where the forward takes 1."""
 PASS_SECONDS: Final = 0.25
 """Time of a pass of a shard of the output layer, where the forward of all layers of a rank takes 1. These times
 decide the places of passes. Those of the input embedding, which read a few rows, take no time."""
@@ -177,7 +176,7 @@ class _PassPlacement:
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]], collective: float) -> None:
-        header, self._collective = schedule.header, collective
+        header, self._collective, times = schedule.header, collective, Times()
         training = header.mode == "train"
         self._kinds = dict(enumerate(kinds)) if training else {each: kinds[each] for each in (OUTPUT, INPUT)}
         self._first, self._last = header.routes[0][0], header.routes[0][-1]
@@ -191,7 +190,7 @@ class _PassPlacement:
                 way = {Kind.FORWARD: 0, Kind.BACKWARD_WEIGHT: 2}.get(kind, 1)
                 neighbours = before.get(stage, ALL_INPUTS), after.get(stage, ALL_OUTPUTS)
                 needed = (way, neighbours[way], microbatch) if way < 2 else None
-                seconds = SECONDS[kind] / header.stages_sharing[stage]
+                seconds = times.of(kind, header.stages_sharing[stage])
                 rank_rows.append((row, needed, (way, stage, microbatch), seconds))
             self._states.append(_RankState(rank_rows, (header.outputs[rank], header.inputs[rank])))
         self._heap: list[tuple[float, bool, int, int]] = []

@@ -33,20 +33,17 @@ NEVER_FLUSHING_STEPS = 4
 DEFAULT_SIZES: Final = {"ranks": 4, "microbatches": 8}
 STAGE_TIMES: Final = {kind.name.lower(): kind for kind in (*COMPUTE_KINDS, Kind.UPDATE)}
 """Compute actions by the flag that sets their time."""
-LOWERING_FLAGS = {
-    "receive_ahead": 1, "recompute": None, "offload": None, "prefetch": 1, "offload_state": False,
-    "offload_weights": 0, "snapshot": False,
-}  # fmt: skip
-"""Flags that change what lowering adds to the compute actions, and their defaults."""
-TIMES_OF_ACTIONS: Final[dict[str, tuple[float | None, tuple[str, ...]]]] = {
-    "recompute_time": (None, ("recompute",)),
-    "vocabulary_time": (PASS_SECONDS, ("vocabulary",)),
-    "gather_time": (0.0, ("weight_buffers", "offload_weights")),
-    "offload_time": (0.0, ("offload",)),
-    "offload_state_time": (0.0, ("offload_state", "offload_weights")),
-    "snapshot_time": (0.0, ("snapshot",)),
+LOWERING_FLAGS = "receive_ahead", "recompute", "offload", "prefetch", "offload_state", "offload_weights", "snapshot"
+"""Flags that change what lowering adds to the compute actions."""
+TIMES_OF_ACTIONS: Final = {
+    "recompute_time": ("recompute",),
+    "vocabulary_time": ("vocabulary",),
+    "gather_time": ("weight_buffers", "offload_weights"),
+    "offload_time": ("offload",),
+    "offload_state_time": ("offload_state", "offload_weights"),
+    "snapshot_time": ("snapshot",),
 }
-"""Flags of the times of actions: their defaults, and the flags that add such actions to a named schedule."""
+"""Flags of the times of actions, and the flags that add such actions to a named schedule."""
 ORDER_TIMES: Final[dict[str, tuple[float | None, str | None]]] = {
     "forward": (1.0, None),
     "backward": (None, "whole backward (default: the sum of its halves, or twice the forward)"),
@@ -55,14 +52,13 @@ ORDER_TIMES: Final[dict[str, tuple[float | None, str | None]]] = {
     "latency": (0.0, "latency of a message between ranks"),
 }
 """Flags of the times on which an order can depend, their defaults and help."""
-HEADER_FLAGS = {"units": 1, "vocabulary": 0, "weight_buffers": 0, "whole_gradients": 0}
-"""Flags that change the header of compute actions, and their defaults. A file for all sizes has no such header."""
-NAMED_FLAGS = {
-    **{name: default for name, default in LOWERING_FLAGS.items() if name != "snapshot"},
-    **HEADER_FLAGS,
-    **dict.fromkeys(("slices", "update", "vertical_sync", "two_bp", "memory_limit", "placement")),
-}
-"""Flags that only named schedules have, and their defaults. A file defines these things itself."""
+HEADER_FLAGS = "units", "vocabulary", "weight_buffers", "whole_gradients"
+"""Flags that change the header of compute actions. A file for all sizes has no such header."""
+NAMED_FLAGS = (
+    *(name for name in LOWERING_FLAGS if name != "snapshot"), *HEADER_FLAGS,
+    "slices", "update", "vertical_sync", "two_bp", "memory_limit", "placement",
+)  # fmt: skip
+"""Flags that only named schedules have. A file defines these things itself."""
 JSON: Final = ("json", "machine-readable output")
 DESCRIPTION = "Pipeline schedules: list, show, validate, simulate, compare, draw, overlay."
 EXAMPLES = """\
@@ -107,12 +103,16 @@ def parser() -> argparse.ArgumentParser:
     overlay = commands.add_parser("overlay", help="compare a trace with its prediction")
     _add_overlay(overlay)
     _switch(overlay, *JSON)
+    for command in commands.choices.values():
+        command.set_defaults(parser=command)
     return top
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the parsed command line; underscores in flags count as hyphens."""
+    """Return the parsed command line; underscores in flags count as hyphens. ``changed``: the flags with other values
+    than their defaults."""
     flags = parser().parse_args(with_hyphens(arguments))
+    flags.changed = {name for name, value in vars(flags).items() if value != flags.parser.get_default(name)}
     flags.given_sizes = {name: getattr(flags, name, None) for name in DEFAULT_SIZES}
     for name, default in DEFAULT_SIZES.items():
         setattr(flags, name, default if flags.given_sizes[name] is None else flags.given_sizes[name])
@@ -216,8 +216,8 @@ def _add_overlay(command: argparse.ArgumentParser) -> None:
 
 def order_of(flags: argparse.Namespace, name: str) -> Schedule:
     """Return the compute actions of the schedule that the flags ask for, named or read from a file."""
-    for flag, value in LOWERING_FLAGS.items():
-        if getattr(flags, flag) != value:
+    for flag in LOWERING_FLAGS:
+        if flag in flags.changed:
             shown = f"--{flag.replace('_', '-')}"
             raise ScheduleError(f"{shown} only changes the actions that lowering adds; pass --lowered, or omit it")
     if is_schedule_file(name):
@@ -247,8 +247,8 @@ def file_of(
 ) -> Schedule:
     """Return the schedule in a file. Raises ScheduleError for flags that a file does not use, and for sizes that it
     does not have."""
-    for name, default in NAMED_FLAGS.items():
-        if getattr(flags, name, default) != default:
+    for name in NAMED_FLAGS:
+        if name in flags.changed:
             raise ScheduleError(
                 f"--{name.replace('_', '-')} only changes named schedules, but {path} "
                 "is a file, which defines this itself; leave it out, or name a schedule"
@@ -266,10 +266,8 @@ def file_of(
 
 def is_short(flags: argparse.Namespace) -> bool:
     """Return whether `write` prints a file for all ranks and micro-batches: no flag asks for particular ones."""
-    requested = (*flags.given_sizes.values(), *(getattr(flags, name) for name in (*OPTIONS, "two_bp")))
-    unset = all(value is None for value in requested)
-    unset = unset and all(getattr(flags, name) == default for name, default in HEADER_FLAGS.items())
-    return unset and not flags.lowered and not is_schedule_file(flags.schedule)
+    particular = flags.changed & {*DEFAULT_SIZES, *OPTIONS, *HEADER_FLAGS, "two_bp", "lowered"}
+    return not particular and not is_schedule_file(flags.schedule)
 
 
 def sizes_of(flags: argparse.Namespace) -> FileParameters:
@@ -315,21 +313,21 @@ def _arguments(flags: argparse.Namespace, name: str) -> dict[str, Any]:
 
 def _check_times_used(flags: argparse.Namespace) -> None:
     """Raise ScheduleError for the time of an action that no flag adds to a named schedule."""
-    for name, (default, adding) in TIMES_OF_ACTIONS.items():
-        value = getattr(flags, name, default)
-        if value != default and not any(getattr(flags, flag) for flag in adding):
+    for name, adding in TIMES_OF_ACTIONS.items():
+        if name in flags.changed and not any(getattr(flags, flag) for flag in adding):
             needed = " or ".join(f"--{flag.replace('_', '-')}" for flag in adding)
-            raise ScheduleError(f"--{name.replace('_', '-')} is {value:g}, but needs {needed}; pass both or neither")
+            shown = f"--{name.replace('_', '-')} is {getattr(flags, name):g}"
+            raise ScheduleError(f"{shown}, but needs {needed}; pass both or neither")
 
 
 def check_order_times(flags: argparse.Namespace, name: str) -> None:
     """Raise ScheduleError for the time of an action if the order of the schedule depends on no times."""
     if not is_schedule_file(name) and (flags.two_bp or "times" in find_generator(name).order_options):
         return
-    for flag, (default, _) in ORDER_TIMES.items():
-        if (value := getattr(flags, flag)) != default:
-            shown = f"--{flag.replace('_', '-')}"
-            raise ScheduleError(f"{shown} is {value:g}, but the order of {name} depends on no times; leave it out")
+    for flag in ORDER_TIMES:
+        if flag in flags.changed:
+            shown = f"--{flag.replace('_', '-')} is {getattr(flags, flag):g}"
+            raise ScheduleError(f"{shown}, but the order of {name} depends on no times; leave it out")
 
 
 def check_group_time(flags: argparse.Namespace, simulations: Iterable[Simulation]) -> None:
