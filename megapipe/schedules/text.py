@@ -42,7 +42,7 @@ from megapipe.schedules.parameters import STATEMENTS, UNKNOWN, FileParameters, e
 from megapipe.schedules.schedule import SECTIONS, Header, Origin, RankLine, Schedule, SectionName, Sections, StagePlace
 from megapipe.schedules.states import StateTable, StateUnit, WeightHome, check_number
 from megapipe.schedules.table import Table
-from megapipe.schedules.validation.validate import Promise
+from megapipe.schedules.validation.validate import strongest_class
 
 MAGIC: Final = "megapipe schedule"
 FORMAT_VERSION: Final = 2
@@ -352,8 +352,7 @@ def loads(text: str, source: str = "schedule", sizes: FileParameters = UNKNOWN) 
     if "class" in reader.lines:
         return schedule
     table = Table.unroll(schedule, schedule.prologue_steps + 1)
-    inferred = Promise.of(table).numerical_class
-    return replace(schedule, header=replace(header, numerical_class=inferred))
+    return replace(schedule, header=replace(header, numerical_class=strongest_class(table)[0]))
 
 
 def loads_header(text: str, source: str, sizes: FileParameters) -> Header:

@@ -1,10 +1,9 @@
 """The validator: every invariant that a lowered schedule must keep, proved on its unrolled rows.
 
-The numerical class that a schedule states is one of them: its order must keep it (`Promise`).
+The numerical class that a schedule states is one of them: its order must keep it (`strongest_class`).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -76,7 +75,7 @@ def validate(schedule: Schedule) -> Report:
     for steps in (1,) if schedule.flushes else tuple(schedule.prologue_steps + bodies for bodies in BODIES_PROVED):
         table = Table.unroll(schedule, steps)
         _check(table)
-    Promise.of(table).check(table)
+    check_class(table)
     uses = first_uses(table)
     hanging = first_deadlock(uses, header.connections)
     if hanging:
@@ -109,60 +108,48 @@ def _check(table: Table) -> None:
     check_progress(dependencies)
 
 
-class Promise(NamedTuple):
-    """The strongest class of a schedule, and why it is not a stronger one ("" for A).
+def strongest_class(table: Table) -> tuple[NumericalClass, str]:
+    """Return the strongest class of a schedule, and why it is not a stronger one ("" for A).
 
     A, the gradients of one process, needs one holder of each part of the model that adds micro-batches in their order,
     whole micro-batches, and one update per step of weights that a flush has brought up to date. B, those of the
-    schedule's own serial recursion, needs the first two of these.
+    schedule's own serial recursion, needs the first two of these. table: the schedule, unrolled over the steps for
+    which it is checked.
     """
+    header, row, holders = table.header, first_reordered(table), max(table.header.holders, key=len)
+    if len(holders) > 1:
+        part = header.stages[holders[0]].part
+        return "C", f"stages {', '.join(map(str, holders))} all hold part {part} of the model"
+    if header.slices > 1:
+        return "C", f"it computes samples in {header.slices} slices"
+    if row >= 0:
+        late = f"stage {table.stage[row]} adds the gradients of micro-batch {table.microbatch[row]}"
+        return "C", f"{late} after those of a later one, on {table.place_of(row)}"
+    for stale, reason in (
+        (not table.flushes, "its steps do not end with an empty pipeline"),
+        (header.updates_per_step > 1, f"it updates {header.updates_per_step} times per step"),
+        (header.num_versions > 1, f"it keeps {header.num_versions} versions of weights"),
+    ):
+        if stale:
+            return "B", reason
+    return "A", ""
 
-    numerical_class: NumericalClass
-    reason: str = ""
 
-    @classmethod
-    def of(cls, table: Table) -> "Promise":
-        """Return the promise of a schedule, unrolled over the steps for which it is checked."""
-        header = table.header
-        parts = [place.part for place in header.stages]
-        if len(set(parts)) < len(parts):
-            part = max(parts, key=parts.count)
-            stages = [stage for stage, each in enumerate(parts) if each == part]
-            return cls("C", f"stages {', '.join(map(str, stages))} all hold part {part} of the model")
-        if header.slices > 1:
-            return cls("C", f"it computes samples in {header.slices} slices")
-        row = first_reordered(table)
-        if row >= 0:
-            stage, microbatch = table.stage[row], table.microbatch[row]
-            return cls(
-                "C",
-                f"stage {stage} adds the gradients of micro-batch {microbatch} "
-                f"after those of a later one, on {table.place_of(row)}",
-            )
-        for stale, reason in (
-            (not table.flushes, "its steps do not end with an empty pipeline"),
-            (header.updates_per_step > 1, f"it updates {header.updates_per_step} times per step"),
-            (header.num_versions > 1, f"it keeps {header.num_versions} versions of weights"),
-        ):
-            if stale:
-                return cls("B", reason)
-        return cls("A")
-
-    def check(self, table: Table) -> None:
-        """Raise ScheduleError if the header states a stronger class."""
-        header, origin = table.header, table.origin
-        if header.numerical_class >= self.numerical_class:
-            return
-        where, near, remedy = "", "", f"register it with class {self.numerical_class}"
-        if origin is not None:
-            number = origin.header["class"]
-            where, near = f" ({origin.source}, line {number})", excerpt(origin.text, number)
-            remedy = f"leave out that line, or write class {self.numerical_class}"
-        raise ScheduleError(
-            f"schedule {header.name} states class {header.numerical_class}{where}, but its order is of class "
-            f"{self.numerical_class}, because {self.reason}: change the order, or {remedy}",
-            near,
-        )
+def check_class(table: Table) -> None:
+    """Raise ScheduleError if the header states a stronger class than `strongest_class`."""
+    header, origin, (strongest, reason) = table.header, table.origin, strongest_class(table)
+    if header.numerical_class >= strongest:
+        return
+    where, near, remedy = "", "", f"register it with class {strongest}"
+    if origin is not None:
+        number = origin.header["class"]
+        where, near = f" ({origin.source}, line {number})", excerpt(origin.text, number)
+        remedy = f"leave out that line, or write class {strongest}"
+    raise ScheduleError(
+        f"schedule {header.name} states class {header.numerical_class}{where}, but its order is of class "
+        f"{strongest}, because {reason}: change the order, or {remedy}",
+        near,
+    )
 
 
 def first_reordered(table: Table) -> int:
