@@ -228,9 +228,9 @@ class BackgroundSaver:
                 failed, `poll` returns the failure.
         """
         started = time.perf_counter()
-        outcome = self._settle(timeout)
-        if outcome.given_up and outcome.error is not None:
-            raise outcome.error
+        error = self._settle(timeout)
+        if error is not None and self._job is not None and not self._job.agreed:
+            raise error
         self.waited = time.perf_counter() - started
         plan = self.plan(states)
         world = self.mesh.world
@@ -282,7 +282,7 @@ class BackgroundSaver:
             CheckpointError: the save failed on a rank, or was abandoned. Every rank raises the same error, once.
         """
         self._snapshot.settle()
-        error = self._settle(timeout).error
+        error = self._settle(timeout)
         if error is not None:
             raise error
 
@@ -301,12 +301,16 @@ class BackgroundSaver:
         if copying is not None:
             copying.complete()
 
-    def _settle(self, timeout: float | None) -> "_Outcome":
-        """Wait until the save in progress has ended on all ranks, or the time is up. A collective call."""
+    def _settle(self, timeout: float | None) -> CheckpointError | None:
+        """Wait until the save in progress has ended on all ranks, or the time is up. Return its error. A collective
+        call.
+
+        If the time is up, the save is abandoned, but a rank may still be writing, and its job is not `agreed`.
+        """
         self._complete_copy()
-        job, outcome = self._job, _Outcome()
+        job, error = self._job, None
         if job is None or job.agreed:
-            return outcome
+            return error
         deadline = math.inf if timeout is None else time.perf_counter() + timeout
         pause = _FIRST_SLICE
         while True:
@@ -315,25 +319,24 @@ class BackgroundSaver:
             mine = _Progress.of(job, self.mesh, deadline)
             ranks: list[_Progress] = self.mesh.world.all_gather_object(mine)
             failure = next((each.failure for each in ranks if each.failure is not None), None)
-            if outcome.error is None and failure is not None:
-                outcome.error = CheckpointError(failure)
-                job.give_up(outcome.error)  # rank 0 stops waiting for the others
+            if error is None and failure is not None:
+                error = CheckpointError(failure)
+                job.give_up(error)  # rank 0 stops waiting for the others
             if not any(each.running for each in ranks):
                 job.agreed = True
-                if outcome.error is not None and self.mesh.rank == 0:
+                if error is not None and self.mesh.rank == 0:
                     # Another rank may have written into the folder while rank 0's failed thread removed it.
                     discard(self.storage, partial_folder(self.directory, job.step))
                 break
             if any(each.late for each in ranks):
-                outcome.given_up = True
-                outcome.error = outcome.error or CheckpointError(
+                error = error or CheckpointError(
                     f"the save after step {job.step} was abandoned: it was not durable within "
                     "checkpoint.signal_deadline_seconds; older checkpoints are untouched"
                 )
-                job.give_up(outcome.error)
+                job.give_up(error)
                 break
         self._collect()
-        return outcome
+        return error
 
     def _collect(self) -> None:
         job = self._job
@@ -361,15 +364,6 @@ class BackgroundSaver:
             raise
         if self.after is not None:
             self.after()
-
-
-@dataclass
-class _Outcome:
-    """The outcome of a save, on which all ranks agree. given_up: whether it was abandoned; a rank may still be
-    writing."""
-
-    error: CheckpointError | None = None
-    given_up: bool = False
 
 
 @dataclass(frozen=True)
