@@ -70,18 +70,23 @@ def newest_whole(directory: Path) -> Path | None:
     return _newest(directory, lambda path, error: None)
 
 
-def whole_checkpoint(folder: Path) -> Path:
-    """Return the folder itself if it is a checkpoint, otherwise the newest complete one of a run, or of a folder of
-    checkpoints. Raises CheckpointError if there is none."""
+def checkpoint_in(folder: Path) -> Path | None:
+    """Return the checkpoint that a folder means: the folder itself, or the newest complete one of a run, or of a folder
+    of checkpoints; None if there is none."""
     if (folder / MANIFEST).is_file():
         return folder
-    newest = newest_whole(folder / "checkpoints") or newest_whole(folder)
-    if newest is None:
+    return newest_whole(folder / "checkpoints") or newest_whole(folder)
+
+
+def whole_checkpoint(folder: Path) -> Path:
+    """Return `checkpoint_in` of a folder. Raises CheckpointError if it has no checkpoint."""
+    checkpoint = checkpoint_in(folder)
+    if checkpoint is None:
         raise CheckpointError(
             f"no complete checkpoint in {folder}: a run keeps them in folders such as checkpoints/step-00000100; "
             "a run saves its last step unless checkpoint.at_end is false, and others with --checkpoint.every N"
         )
-    return newest
+    return checkpoint
 
 
 def _newest(directory: Path, skip: Callable[[Path, DamagedCheckpointError], None]) -> Path | None:

@@ -176,11 +176,16 @@ def check_files(path: Path, manifest: Manifest) -> None:
         file = path / name
         if not file.is_file():
             raise DamagedCheckpointError(f"{file} is missing", "files")
-        num_bytes = file.stat().st_size
-        if num_bytes != size:
-            raise DamagedCheckpointError(
-                f"{file} has {num_bytes:,} bytes instead of {size:,}: it has changed since it was saved", "files"
-            )
+        check_size(file, size)
+
+
+def check_size(file: Path, size: int) -> None:
+    """Raise DamagedCheckpointError unless a file has the size that it had when it was saved."""
+    num_bytes = file.stat().st_size
+    if num_bytes != size:
+        raise DamagedCheckpointError(
+            f"{file} has {num_bytes:,} bytes instead of {size:,}: it has changed since it was saved", "files"
+        )
 
 
 def encoded(manifest: Manifest) -> bytes:

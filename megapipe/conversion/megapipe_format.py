@@ -12,7 +12,16 @@ from torch import Tensor
 import megapipe
 from megapipe.checkpoint.directory import FreshFolder, whole_checkpoint
 from megapipe.checkpoint.hugging_face import CONFIG
-from megapipe.checkpoint.manifest import MANIFEST, Chunk, Manifest, RunState, check_files, encoded, read_manifest
+from megapipe.checkpoint.manifest import (
+    MANIFEST,
+    Chunk,
+    Manifest,
+    RunState,
+    check_files,
+    check_size,
+    encoded,
+    read_manifest,
+)
 from megapipe.checkpoint.shards import Extent, Overlap, box_of, overlaps, tiling_problem
 from megapipe.checkpoint.storage import CheckpointError, DamagedCheckpointError, inside, on_failure
 from megapipe.checkpoint.tensor_file import (
@@ -275,12 +284,9 @@ class MegapipeSource:
 
     def _file(self, name: str) -> TensorReader:
         if name not in self._files:
-            path, size = inside(self.folder, name), self.manifest.files[name]
-            if path.is_file() and path.stat().st_size != size:
-                raise DamagedCheckpointError(
-                    f"{path} has {path.stat().st_size:,} bytes instead of {size:,}: it has changed since it was saved",
-                    "files",
-                )
+            path = inside(self.folder, name)
+            if path.is_file():
+                check_size(path, self.manifest.files[name])
             self._files[name] = TensorReader(path)
         return self._files[name]
 

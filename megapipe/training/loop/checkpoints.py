@@ -10,10 +10,10 @@ from pathlib import Path
 from megapipe.checkpoint.background import BackgroundSaver, EndedSave
 from megapipe.checkpoint.directory import (
     DirectoryLock,
+    checkpoint_in,
     keep_last,
     make_durable_folder,
     newest_valid,
-    newest_whole,
     quarantine,
     set_aside,
     step_folder,
@@ -462,9 +462,7 @@ def weights_folder(folder: Path) -> Path:
 
     Raises CheckpointError if there is neither.
     """
-    if (folder / MANIFEST).is_file() or is_hugging_face(folder):
-        return folder
-    checkpoint = newest_whole(folder) or newest_whole(folder / "checkpoints")
+    checkpoint = folder if is_hugging_face(folder) else checkpoint_in(folder)
     if checkpoint is None:
         raise CheckpointError(
             f"init_from {folder} is neither a megapipe checkpoint (a folder with {MANIFEST}, "
