@@ -157,7 +157,7 @@ class HuggingFaceTarget:
         self._generates = contents.model.kind == "gpt"
         self._folder = FreshFolder(path)
         self._stream: TensorStream | None = None
-        self._next = 0
+        self._planned = zip(self._files, self._shards, strict=True)
 
     def add(self, tensor: StoredTensor, values: Tensor) -> None:
         """Write the tensors of a parameter; open the next file when one is full."""
@@ -165,8 +165,8 @@ class HuggingFaceTarget:
             if self._stream is None or self._stream.full:
                 if self._stream is not None:
                     self._stream.close()
-                self._stream = TensorStream(self._folder.partial / self._files[self._next], self._shards[self._next])
-                self._next += 1
+                file, entries = next(self._planned)
+                self._stream = TensorStream(self._folder.partial / file, entries)
             self._stream.add(name, part)
 
     def finish(self) -> list[str]:

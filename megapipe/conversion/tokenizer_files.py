@@ -394,8 +394,9 @@ def _tokenizer_config(tokenizer: Tokenizer, exported: "tokenizers.Tokenizer", mo
         # transformers returns token types only if they are listed here.
         types = ["token_type_ids"] if model.token_types > 1 else []
         config["model_input_names"] = ["input_ids", *types, "attention_mask"]
-        normalizer = json.loads(exported.to_str())["normalizer"] or {}
-        if _is_bert_tokenizer(exported, normalizer):
+        content = json.loads(exported.to_str())
+        normalizer = content["normalizer"] or {}
+        if _is_bert_tokenizer(content, exported.get_vocab()):
             config |= {
                 "tokenizer_class": _BERT,
                 "do_lower_case": normalizer["lowercase"],
@@ -408,16 +409,16 @@ def _tokenizer_config(tokenizer: Tokenizer, exported: "tokenizers.Tokenizer", mo
     return config
 
 
-def _is_bert_tokenizer(exported: "tokenizers.Tokenizer", normalizer: Mapping[str, Any]) -> bool:
-    """Return whether BertTokenizerFast, which is built only from vocab.txt, is the same tokenizer."""
-    content = json.loads(exported.to_str())
-    ids = sorted(exported.get_vocab().values())
+def _is_bert_tokenizer(content: Mapping[str, Any], ids: Mapping[str, int]) -> bool:
+    """Return whether BertTokenizerFast, which is built only from vocab.txt, is the tokenizer with this
+    tokenizer.json."""
+    normalizer = content["normalizer"] or {}
     return (
         content["model"]["type"] == "WordPiece"
         and content["model"]["continuing_subword_prefix"] == "##"
         and normalizer.get("type") == "BertNormalizer"
         and normalizer["clean_text"]
         and content["pre_tokenizer"] == {"type": "BertPreTokenizer"}
-        and set(_ROLES) <= exported.get_vocab().keys()
-        and ids == list(range(len(ids)))
+        and set(_ROLES) <= ids.keys()
+        and sorted(ids.values()) == list(range(len(ids)))
     )
