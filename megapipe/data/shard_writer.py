@@ -140,10 +140,12 @@ class ShardWriter:
         new one. Returns the manifest with the checksums of both files.
         """
         for file in self._files:
-            self._flush(file)
+            file.flush()
         with HashedFile(self._partial("idx")) as index:
             self._write_index(index)
-            self._flush(index)
+            if self._durable:
+                for file in (*self._files, index):
+                    flush_to_disk(file)
         folder = bin_path(self.prefix).parent
         for old in (idx_path(self.prefix), manifest_path(self.prefix)):
             old.unlink(missing_ok=True)
@@ -200,12 +202,6 @@ class ShardWriter:
 
     def _partial(self, kind: str) -> Path:
         return Path(f"{self.prefix}.{kind}.partial")
-
-    def _flush(self, file: HashedFile) -> None:
-        if self._durable:
-            flush_to_disk(file)
-        else:
-            file.flush()
 
     def _flush_folder(self, folder: Path) -> None:
         if self._durable:
