@@ -21,34 +21,30 @@ if TYPE_CHECKING:
 
 
 _SPACE = "▁"
-_UNIGRAM, _BPE = 1, 2
 _NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
-"""Kinds of models and of pieces, numbered as in sentencepiece_model.proto."""
+"""Kinds of pieces, numbered as in sentencepiece_model.proto."""
 
 
-def from_sentence_piece(content: bytes) -> "tokenizers.Tokenizer":
-    """Return the tokenizer of a .model file, with the same ids.
+def from_sentence_piece(original: SentencePieceTokenizer) -> "tokenizers.Tokenizer":
+    """Return a tokenizer of the tokenizers library with the same ids.
 
     Unigram models may differ if two ways to split a text have equal scores, because SentencePiece sums them in 32 bits
     and the tokenizers library in 64. Models that normalize may differ at separate accents after characters that they
     replace: the library replaces both. Raises ValueError for a model that the library cannot represent exactly.
     """
     import tokenizers
-    from sentencepiece import sentencepiece_model_pb2
     from tokenizers import AddedToken, decoders, models
 
-    messages: Any = sentencepiece_model_pb2  # its classes are created at run time
-    proto = messages.ModelProto.FromString(content)
+    proto = original.proto
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
     unknown = proto.trainer_spec.unk_id
     fallback = proto.trainer_spec.byte_fallback
     user_defined = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
-    is_bpe = proto.trainer_spec.model_type == _BPE
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise ValueError("it puts the mark of a space at the end of words")
-    if is_bpe and any(len(piece) > 1 for piece in user_defined):
+    if original.is_bpe and any(len(piece) > 1 for piece in user_defined):
         raise ValueError("it has user-defined symbols of several characters")
-    if is_bpe:
+    if original.is_bpe:
         model: Any = models.BPE(
             vocab={piece: number for number, (piece, _, _) in enumerate(pieces)},
             merges=_merges(pieces),
@@ -56,7 +52,7 @@ def from_sentence_piece(content: bytes) -> "tokenizers.Tokenizer":
             fuse_unk=True,
             byte_fallback=fallback,
         )
-    elif proto.trainer_spec.model_type == _UNIGRAM:
+    elif proto.trainer_spec.model_type == proto.trainer_spec.UNIGRAM:
         model = models.Unigram([(piece, score) for piece, score, _ in pieces], unk_id=unknown, byte_fallback=fallback)
     else:
         raise ValueError("it is neither BPE nor unigram")
@@ -315,7 +311,7 @@ def _equivalent_tokenizer(tokenizer: Tokenizer, is_bert: bool) -> "tokenizers.To
             _add_template(exported)
     elif isinstance(tokenizer, SentencePieceTokenizer):
         try:
-            exported = from_sentence_piece(Path(tokenizer.spec).read_bytes())
+            exported = from_sentence_piece(tokenizer)
         except ValueError as error:
             raise CheckpointError(_NOT_EXACT.format(spec=tokenizer.spec, reason=error)) from error
     elif isinstance(tokenizer, ByteTokenizer):

@@ -134,16 +134,17 @@ class SentencePieceTokenizer(Tokenizer):
     @property
     def is_bpe(self) -> bool:
         """Whether this is a BPE model. Other models split a text by the best sum of scores."""
-        trainer = self._proto.trainer_spec
+        trainer = self.proto.trainer_spec
         return bool(trainer.model_type == trainer.BPE)
 
     @property
     def normalizes(self) -> bool:
         """Whether characters of a text are replaced before it is split, as by the rules nmt_nfkc."""
-        return bool(self._proto.normalizer_spec.precompiled_charsmap)
+        return bool(self.proto.normalizer_spec.precompiled_charsmap)
 
     @property
-    def _proto(self) -> Any:
+    def proto(self) -> Any:
+        """The content of the model file."""
         from sentencepiece import sentencepiece_model_pb2
 
         messages: Any = sentencepiece_model_pb2  # its classes are created at run time
