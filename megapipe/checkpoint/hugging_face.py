@@ -91,7 +91,7 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
         axes = next(n for n in range(1, len(spec.shape)) if math.prod(spec.shape[:n]) == count)
         return lambda parts: [torch.stack([*parts])], lambda parts: parts[0].flatten(0, axes - 1).unbind(0)
     if step == "input_first":
-        return _input_swapped, _input_swapped
+        return _swapped(3), _swapped(3)
     if step == "interleaved":
         return (
             lambda parts: [parts[0].unflatten(1, (-1, 2)).transpose(1, 2)],
@@ -99,15 +99,12 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
         )
     if step == "row":
         return lambda parts: [parts[0][0]], lambda parts: [parts[0][None]]
-    return _transposed, lambda parts: _transposed([_merged(spec, part) for part in parts])
+    return _swapped(2), lambda parts: _swapped(2)([_merged(spec, part) for part in parts])
 
 
-def _transposed(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [part.t() if part.ndim == 2 else part for part in parts]
-
-
-def _input_swapped(parts: Sequence[Tensor]) -> Sequence[Tensor]:
-    return [part.transpose(1, 2) if part.ndim == 3 else part for part in parts]
+def _swapped(axes: int) -> Join:
+    """Return the step that exchanges the last two axes of the tensors that have this number of axes."""
+    return lambda parts: [part.transpose(-2, -1) if part.ndim == axes else part for part in parts]
 
 
 def _merged(spec: ParameterSpec, parameter: Tensor) -> Tensor:
