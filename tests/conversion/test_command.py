@@ -21,8 +21,9 @@ from megapipe.config.model import ModelConfig
 from megapipe.conversion import operations
 from megapipe.conversion.command import main
 from megapipe.conversion.formats import Contents, StoredTensor
-from megapipe.conversion.megapipe_format import MegapipeSource, MegapipeTarget, parameters_of
+from megapipe.conversion.megapipe_format import MegapipeSource, parameters_of
 from megapipe.conversion.operations import difference
+from tests.conversion.foreign.weights import write as write_folder
 from tests.data.commands import Printed, run_command
 from tests.models.hugging_face import case_of
 
@@ -44,10 +45,8 @@ def write(folder: Path, weights: dict[str, Tensor], model: ModelConfig = MODEL, 
         for name, values in weights.items()
     )
     run = RunState(step, 8 * step, {"seed": 7}, "fp32", ((step, 2.5),), {"model": asdict(model)})
-    target = MegapipeTarget(folder, Contents(model, described, run, dict.fromkeys(weights, step)))
-    for tensor in described:
-        target.add(tensor, kinds[tensor.kind](weights[tensor.name]))
-    target.finish()
+    contents = Contents(model, described, run, dict.fromkeys(weights, step))
+    write_folder("megapipe", folder, contents, {each: kinds[each.kind](weights[each.name]) for each in described})
     return folder
 
 

@@ -21,6 +21,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.conversion.command import main
 from megapipe.conversion.formats import Contents, StoredTensor
 from megapipe.conversion.megapipe_format import MegapipeTarget
+from tests.conversion.foreign.weights import write as write_folder
 from tests.conversion.test_command import convert, run, tensors, write
 from tests.models.hugging_face import case_of
 
@@ -203,9 +204,8 @@ def test_code_in_a_folder_is_neither_run_nor_copied(folder: Path) -> None:
 def test_a_megapipe_checkpoint_of_a_billion_layers(tmp_path: Path) -> None:
     """Only the manifest is wrong, and its checksum is right."""
     tensor = StoredTensor("embedding.word.weight", "weights", (2,), "F32")
-    target = MegapipeTarget(tmp_path / "in", Contents(ModelConfig(num_layers=10**9), (tensor,)))
-    target.add(tensor, torch.ones(2))
-    target.finish()
+    contents = Contents(ModelConfig(num_layers=10**9), (tensor,))
+    write_folder("megapipe", tmp_path / "in", contents, {tensor: torch.ones(2)})
     error = convert(tmp_path / "in", "hf", tmp_path / "out", status=2).err
     assert "model.num_layers is 1000000000; it must be from 1 to 1048576" in error
 

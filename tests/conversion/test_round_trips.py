@@ -18,7 +18,8 @@ from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.conversion.formats import Contents, Source, StoredTensor
 from megapipe.conversion.hugging_face import HuggingFaceSource, exported_config
-from megapipe.conversion.megapipe_format import MegapipeSource, MegapipeTarget
+from megapipe.conversion.megapipe_format import MegapipeSource
+from tests.conversion.foreign.weights import write
 from tests.conversion.test_command import convert
 from tests.layers.bound import bind_model, load, make_context, run
 from tests.models import test_bert_hugging_face as bert
@@ -214,10 +215,7 @@ def test_a_model_with_balanced_experts_is_exported(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     values = plain | {f"blocks.{block}.mlp.router.bias": torch.randn(4, generator=generator) for block in range(2)}
     described = tuple(StoredTensor(name, "weights", tuple(each.shape), "F32") for name, each in values.items())
-    target = MegapipeTarget(tmp_path / "ours", Contents(model, described))
-    for tensor in described:
-        target.add(tensor, values[tensor.name])
-    target.finish()
+    write("megapipe", tmp_path / "ours", Contents(model, described), {each: values[each.name] for each in described})
     convert(tmp_path / "ours", "hf", tmp_path / "back")
     assert transformers.AutoConfig.from_pretrained(tmp_path / "back").model_type == "ernie4_5_moe"
     ((_, expected),) = check_logits(tmp_path / "back", MegapipeSource(tmp_path / "ours"))
