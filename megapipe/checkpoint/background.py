@@ -25,13 +25,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megapipe.checkpoint.directory import partial_folder, step_folder
+from megapipe.checkpoint.directory import discard, partial_folder, step_folder
 from megapipe.checkpoint.manifest import Manifest, RunState, encoded, read_manifest_file
 from megapipe.checkpoint.save_and_load import (
     Content,
     begin,
     contents_of,
-    discard,
     finish,
     part_without_file,
     write_rank_file,

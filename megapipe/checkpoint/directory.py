@@ -127,8 +127,14 @@ def remove_leftovers(storage: StorageWriter, directory: Path) -> None:
     again.
     """
     for path, _ in _matching(directory, _LEFTOVER):
-        with suppress(OSError):
-            remove_tree(storage, path)
+        discard(storage, path)
+
+
+def discard(storage: StorageWriter, folder: Path) -> None:
+    """Remove a folder that may exist, with everything in it, or leave what cannot be removed."""
+    with suppress(OSError):
+        if folder.exists():
+            remove_tree(storage, folder)
 
 
 def keep_last(directory: Path, count: int, storage: StorageWriter = DISK, *, keep_every: int | None = None) -> None:
@@ -290,6 +296,4 @@ class FreshFolder:
 
     def abandon(self) -> None:
         """Remove everything that was written. If this fails, the next conversion to `path` reports the remains."""
-        with suppress(OSError):
-            if self.partial.exists():
-                remove_tree(DISK, self.partial)
+        discard(DISK, self.partial)

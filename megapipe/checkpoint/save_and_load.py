@@ -9,7 +9,6 @@ before every rank has checked every byte that it will read, so that a damaged ch
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +16,7 @@ from typing import Protocol
 from torch import Tensor
 
 import megapipe
-from megapipe.checkpoint.directory import partial_folder, remove_leftovers, step_folder
+from megapipe.checkpoint.directory import discard, partial_folder, remove_leftovers, step_folder
 from megapipe.checkpoint.manifest import MANIFEST, Chunk, Manifest, RunState, check_files, encoded, read_manifest
 from megapipe.checkpoint.shards import (
     WEIGHTS,
@@ -39,7 +38,6 @@ from megapipe.checkpoint.storage import (
     agreed,
     gathered,
     on_first_rank,
-    remove_tree,
     write_file,
     writing,
 )
@@ -174,13 +172,6 @@ def finish(storage: StorageWriter, directory: Path, parts: Sequence[Manifest]) -
     with writing(complete, verb="complete"):
         storage.rename(partial, complete)
         storage.flush_folder(complete.parent)
-
-
-def discard(storage: StorageWriter, partial: Path) -> None:
-    """Remove the files of a failed save; if this fails too, the next save tries again."""
-    with suppress(OSError):
-        if partial.exists():
-            remove_tree(storage, partial)
 
 
 class Moments(Protocol):

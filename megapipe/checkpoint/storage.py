@@ -12,7 +12,6 @@ import errno
 import os
 import reprlib
 import stat
-import struct
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -228,33 +227,10 @@ def explained(error: OSError, folder: Path) -> str:
     return message if folder.is_dir() else f"{message}; {folder} is not a folder: write to another one"
 
 
-_LENGTH = struct.Struct("<Q")
-
-MAX_HEADER_BYTES = 100_000_000
-"""Largest header of a safetensors file: the limit of the format."""
 MAX_SHARDS = 10_000
 """Largest number of files in an index."""
 MAX_TENSORS = 1_000_000
 """Largest number of tensors in an index."""
-
-
-def check_safetensors(path: Path) -> int:
-    """Return the size of a safetensors file's header in bytes. Raises DamagedCheckpointError if it is impossible."""
-    try:
-        with path.open("rb") as file:
-            prefix, size = file.read(_LENGTH.size), os.fstat(file.fileno()).st_size
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing; every rank must see all files of a checkpoint") from None
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
-    length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
-    if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
-        raise DamagedCheckpointError(
-            f"{path} is not a readable safetensors file: it claims a header of {length:,} "
-            f"bytes in a file of {size:,}; at most {MAX_HEADER_BYTES:,} are read",
-            "unreadable",
-        )
-    return length
 
 
 def inside(folder: Path, name: str) -> Path:

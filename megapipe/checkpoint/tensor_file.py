@@ -30,7 +30,6 @@ from megapipe.checkpoint.storage import (
     DamagedCheckpointError,
     NewFile,
     StorageWriter,
-    check_safetensors,
     on_failure,
     writing,
 )
@@ -45,6 +44,8 @@ _HEADER_ALIGNMENT = 8
 _OF_TORCH = {"format": "pt"}
 """Metadata that transformers expects in a file of torch's tensors."""
 _LENGTH = struct.Struct("<Q")
+MAX_HEADER_BYTES = 100_000_000
+"""Largest header of a safetensors file: the limit of the format."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,25 @@ def check_piece(path: Path, key: str, start: int, piece: memoryview, checksum: s
             f"{actual} instead of {checksum}: the file has changed since it was saved",
             "checksum",
         )
+
+
+def check_safetensors(path: Path) -> int:
+    """Return the size of a safetensors file's header in bytes. Raises DamagedCheckpointError if it is impossible."""
+    try:
+        with path.open("rb") as file:
+            prefix, size = file.read(_LENGTH.size), os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; every rank must see all files of a checkpoint") from None
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    length: int = _LENGTH.unpack(prefix)[0] if len(prefix) == _LENGTH.size else size
+    if length > MAX_HEADER_BYTES or length + _LENGTH.size > size:
+        raise DamagedCheckpointError(
+            f"{path} is not a readable safetensors file: it claims a header of {length:,} "
+            f"bytes in a file of {size:,}; at most {MAX_HEADER_BYTES:,} are read",
+            "unreadable",
+        )
+    return length
 
 
 def open_to_read(path: Path) -> io.FileIO:
