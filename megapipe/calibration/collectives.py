@@ -318,8 +318,8 @@ def _nodes(places: Sequence[Place]) -> list[list[tuple[int, Place]]]:
         raise ConfigError("all ranks are on one node; start two or more nodes to measure the links between them")
     if len(set(sizes)) > 1:
         raise ConfigError(
-            f"nodes were started with {_listed(sizes)} ranks; start the same number on each, "
-            "so that every rank has a partner"
+            f"nodes were started with {_listed(sizes)} ranks; "
+            "start the same number on each, so that every rank has a partner"
         )
     return [sorted(nodes[node], key=lambda each: each[1].local) for node in sorted(nodes)]
 

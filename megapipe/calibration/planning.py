@@ -63,8 +63,8 @@ def planned(
         chosen = replace(chosen, recompute=replace(auto, hardware=hardware_name))
     line = (
         f"plan for {world_size} x {hardware.groups[0].device.name}: "
-        f"{layout_text(chosen)}; predicted {seconds_text(best.estimate.step_seconds)} a step "
-        f"({provenance(hardware)}), {findings.layouts:,} layouts considered"
+        f"{layout_text(chosen)}; predicted {seconds_text(best.estimate.step_seconds)} "
+        f"a step ({provenance(hardware)}), {findings.layouts:,} layouts considered"
     )
     return chosen, line
 

@@ -187,8 +187,8 @@ def space(findings: Diagnosis) -> None:
         findings.problems.append(f"the current folder {here} cannot be written: start runs in another one")
     if free < DISK_BYTES:
         findings.problems.append(
-            f"the current folder has {bytes_text(free)} free, too little for checkpoints: set "
-            "training.directory to another disk"
+            f"the current folder has {bytes_text(free)} free, "
+            "too little for checkpoints: set training.directory to another disk"
         )
     if not os.path.isdir("/dev/shm"):
         return

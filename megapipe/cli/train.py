@@ -227,8 +227,8 @@ def _one_line(error: Exception) -> str:
 
 
 PLAN_HELP = (
-    "auto, a hardware file, or a preset: use the fastest layout, by prediction, of those that "
-    "fit on the ranks of this start; fields that are given do not change"
+    "auto, a hardware file, or a preset: use the fastest layout, by prediction, "
+    "of those that fit on the ranks of this start; fields that are given do not change"
 )
 
 
@@ -396,8 +396,8 @@ def _job(flags: argparse.Namespace) -> Job | None:
     if tasks > 1 and flags.nodes is None and flags.rendezvous is None:
         if os.environ.get("SLURM_STEP_NUM_NODES") != str(tasks):
             raise ConfigError(
-                f"-n {job.ranks} starts the ranks of a node, but srun started {tasks} tasks on "
-                f"{os.environ.get('SLURM_STEP_NUM_NODES')} nodes: use one task per node, or one per rank without -n"
+                f"-n {job.ranks} starts the ranks of a node, but srun started {tasks} tasks "
+                f"on {os.environ.get('SLURM_STEP_NUM_NODES')} nodes: use one task per node, or one per rank without -n"
             )
         host, port = first_slurm_node(os.environ)
         job = replace(job, nodes=tasks, rendezvous=f"{host}:{port}", name=os.environ["SLURM_JOB_ID"])

@@ -101,8 +101,8 @@ def generate_parser() -> argparse.ArgumentParser:
             real_number,
             1.0,
             "X",
-            "make tokens that the prompt or the text has less likely: divide their positive logits "
-            "by X, multiply their negative ones by X",
+            "make tokens that the prompt or the text has less likely: "
+            "divide their positive logits by X, multiply their negative ones by X",
         ),
     ):
         help_text = f"{about} (default {default:g})"
@@ -327,8 +327,8 @@ def _run(command: Callable[[argparse.Namespace], None], arguments: argparse.Name
     def run() -> None:
         if not Path(arguments.checkpoint).is_dir():
             raise ConfigError(
-                f"no checkpoint: {arguments.checkpoint} is not a folder; name the folder of a "
-                "run, of a checkpoint, or of a Hugging Face model"
+                f"no checkpoint: {arguments.checkpoint} is not a folder; "
+                "name the folder of a run, of a checkpoint, or of a Hugging Face model"
             )
         command(arguments)
 

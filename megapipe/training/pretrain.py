@@ -135,9 +135,9 @@ def _train(
         position = Position.of(checkpointer.restore(replica))
         if position.step >= config.training.last_step:
             say(
-                f"already finished: {checkpointer.path} is after step {position.step} of "
-                f"{config.training.last_step}; raise training.steps to train more, or choose "
-                "another training.directory for another run"
+                f"already finished: {checkpointer.path} is after step {position.step} "
+                f"of {config.training.last_step}; raise training.steps to train more, "
+                "or choose another training.directory for another run"
             )
             return 0
         evaluation = None if validation is None else Evaluator(config, mesh, replica, validation)
