@@ -1,16 +1,16 @@
 """Option names of other training programs, and the field that each one is here; only used to answer a wrong option.
 
 A target is a field, or a field and the value that the option sets; after a semicolon, it says how values differ.
-Names that are spelled like a field here (`--weight-decay`, `--num-layers`) need no entry: `hint` searches the fields
-first. `WITHOUT_FIELD` has options that are no field here, and why. The tables of docs/migrate are made from both maps
-(`make figures`).
+Options with the same target share an entry, with spaces between their names. Names that are spelled like a field here
+(`--weight-decay`, `--num-layers`) need no entry: `hint` searches the fields first. `WITHOUT_FIELD` has options that
+are no field here, and why. The tables of docs/migrate are made from both maps (`make figures`).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from megapipe.config import nearest
 
-OTHER_NAMES = {
+_TARGETS = {
     "Megatron-LM": {
         "tensor_model_parallel_size": "parallel.tensor",
         "pipeline_model_parallel_size": "parallel.pipeline",
@@ -29,8 +29,7 @@ OTHER_NAMES = {
         "microbatch_group_size_per_virtual_pipeline_stage": "schedule.group_size",
         "use_distributed_optimizer": "zero.stage 1",
         "data_parallel_sharding_strategy": "zero.stage; no_shard: 0. optim: 1. optim_grads: 2. optim_grads_params: 3",
-        "use_megatron_fsdp": "zero.stage 3",
-        "use_torch_fsdp2": "zero.stage 3",
+        "use_megatron_fsdp use_torch_fsdp2": "zero.stage 3",
         "num_distributed_optimizer_instances": "zero.shard_size; replicas / old value",
         "grad_reduce_in_bf16": "zero.reduce_dtype bf16",
         "recompute_activations": "recompute.method selective",
@@ -55,11 +54,9 @@ OTHER_NAMES = {
         "num_layers_at_end_in_bf16": "training.fp8_last_kept",
         "deterministic_mode": "training.deterministic true",
         "log_interval": "training.log_every",
-        "save": "training.directory",
-        "load": "training.directory",
+        "save load": "training.directory",
         "finetune": "init_from; the folder of the weights",
-        "no_load_optim": "init_from; takes the weights alone",
-        "no_load_rng": "init_from; takes the weights alone",
+        "no_load_optim no_load_rng": "init_from; takes the weights alone",
         "pretrained_checkpoint": "init_from",
         "save_interval": "checkpoint.every",
         "save_retain_interval": "checkpoint.keep_every",
@@ -76,26 +73,20 @@ OTHER_NAMES = {
         "lr_warmup_fraction": "optimizer.warmup_steps; in steps, not a fraction",
         "lr_decay_samples": "optimizer.decay_steps; samples / global batch",
         "clip_grad": "optimizer.clip_norm",
-        "adam_beta1": "optimizer.betas; both in one list",
-        "adam_beta2": "optimizer.betas; both in one list",
+        "adam_beta1 adam_beta2": "optimizer.betas; both in one list",
         "adam_eps": "optimizer.epsilon",
-        "exp_avg_dtype": "optimizer.moment_dtype",
-        "exp_avg_sq_dtype": "optimizer.moment_dtype",
+        "exp_avg_dtype exp_avg_sq_dtype": "optimizer.moment_dtype",
         "muon_momentum": "optimizer.muon.momentum",
         "muon_num_ns_steps": "optimizer.muon.newton_schulz_steps",
         "sgd_momentum": "optimizer.momentum",
         "initial_loss_scale": "loss_scale.initial",
         "loss_scale_window": "loss_scale.window",
         "min_loss_scale": "loss_scale.minimum",
-        "data_path": "data.prefix; several shards with weights: data.blend",
-        "train_data_path": "data.prefix; several shards with weights: data.blend",
+        "data_path train_data_path": "data.prefix; several shards with weights: data.blend",
         "valid_data_path": "data.split; the validation documents of the same shard",
-        "seq_length": "data.sequence_length",
-        "encoder_seq_length": "data.sequence_length",
+        "seq_length encoder_seq_length": "data.sequence_length",
         "eod_mask_loss": "data.mask_end_of_document true",
-        "reset_attention_mask": "data.isolate_documents true",
-        "reset_position_ids": "data.isolate_documents true",
-        "dataloader_inter_document_masking": "data.isolate_documents true",
+        "reset_attention_mask reset_position_ids dataloader_inter_document_masking": "data.isolate_documents true",
         "fim_spm_rate": "data.fim_suffix_first",
         "mask_prob": "data.mask_probability",
         "short_seq_prob": "data.short_sequence_probability",
@@ -146,14 +137,11 @@ OTHER_NAMES = {
         "init_method_std": "model.init_std",
         "attention_backend": "model.attention; flash, fused: auto. unfused: unfused",
         "use_flash_attn": "model.attention auto",
-        "no_masked_softmax_fusion": "kernels.backends; a backend for each operation",
-        "no_bias_gelu_fusion": "kernels.backends; a backend for each operation",
-        "no_bias_swiglu_fusion": "kernels.backends; a backend for each operation",
-        "no_rope_fusion": "kernels.backends; a backend for each operation",
+        "no_masked_softmax_fusion no_bias_gelu_fusion": "kernels.backends; a backend for each operation",
+        "no_bias_swiglu_fusion no_rope_fusion": "kernels.backends; a backend for each operation",
         "moe_router_topk": "model.experts_per_token",
         "moe_router_pre_softmax": "model.normalize_expert_shares false",
-        "moe_router_enable_expert_bias": "model.expert_balance_rate",
-        "moe_router_bias_update_rate": "model.expert_balance_rate",
+        "moe_router_enable_expert_bias moe_router_bias_update_rate": "model.expert_balance_rate",
         "tensorboard_dir": "tracking.tensorboard true",
         "profile_step_start": "profile.first_step; counted from 1 at the start of the program",
         "profile_step_end": "profile.steps; the number of recorded steps",
@@ -180,8 +168,7 @@ OTHER_NAMES = {
         "decay_lr": "optimizer.decay; True: cosine. False: constant",
         "min_lr": "optimizer.floor; a fraction of the peak learning rate",
         "grad_clip": "optimizer.clip_norm",
-        "beta1": "optimizer.betas; both in one list",
-        "beta2": "optimizer.betas; both in one list",
+        "beta1 beta2": "optimizer.betas; both in one list",
         "dtype": "training.precision; float32: fp32. bfloat16: bf16. float16: fp16",
         "out_dir": "training.directory",
         "dataset": "data.prefix; a shard, not a folder",
@@ -200,16 +187,13 @@ OTHER_NAMES = {
         "model.flavor": "model; a packaged file, such as llama3_8b",
         "model.converters": "training.fp8; tensorwise or rowwise",
         "optimizer.lr": "optimizer.learning_rate",
-        "optimizer.beta1": "optimizer.betas; both in one list",
-        "optimizer.beta2": "optimizer.betas; both in one list",
+        "optimizer.beta1 optimizer.beta2": "optimizer.betas; both in one list",
         "optimizer.eps": "optimizer.epsilon",
         "lr_scheduler.warmup_steps": "optimizer.warmup_steps",
         "lr_scheduler.decay_ratio": "optimizer.decay_steps; in steps, with optimizer.decay wsd",
         "lr_scheduler.decay_type": "optimizer.decay; linear or cosine",
-        "lr_scheduler.min_lr_factor": "optimizer.floor",
-        "lr_scheduler.lr_min": "optimizer.floor",
-        "training.dataset": "data.prefix; a tokenized shard",
-        "training.dataset_path": "data.prefix; a tokenized shard",
+        "lr_scheduler.min_lr_factor lr_scheduler.lr_min": "optimizer.floor",
+        "training.dataset training.dataset_path": "data.prefix; a tokenized shard",
         "training.local_batch_size": "batch.micro_size; per micro-batch, with pipelines too",
         "training.global_batch_size": "batch.global_size",
         "training.seq_len": "data.sequence_length",
@@ -234,8 +218,7 @@ OTHER_NAMES = {
         "parallelism.expert_parallel_degree": "parallel.tensor; tensor ranks split the experts",
         "checkpoint.interval": "checkpoint.every",
         "checkpoint.folder": "training.directory",
-        "checkpoint.enable_checkpoint": "checkpoint.every; none saves only at the end",
-        "checkpoint.enable": "checkpoint.every; none saves only at the end",
+        "checkpoint.enable_checkpoint checkpoint.enable": "checkpoint.every; none saves only at the end",
         "checkpoint.keep_latest_k": "checkpoint.keep_last",
         "checkpoint.async_mode": "checkpoint.asynchronous true",
         "checkpoint.initial_load_path": "init_from; takes the weights alone",
@@ -246,8 +229,7 @@ OTHER_NAMES = {
         "validation.enable": "evaluation.every; null: no evaluation",
         "validation.dataset": "data.split; the validation documents of the same shard",
         "float8.recipe_name": "training.fp8; tensorwise or rowwise",
-        "comm.init_timeout_seconds": "parallel.timeout_seconds",
-        "comm.train_timeout_seconds": "parallel.timeout_seconds",
+        "comm.init_timeout_seconds comm.train_timeout_seconds": "parallel.timeout_seconds",
         "validation.freq": "evaluation.every",
         "validation.steps": "evaluation.samples; steps x samples per step",
         "debug.seed": "training.seed",
@@ -264,11 +246,8 @@ OTHER_NAMES = {
         "v_head_dim": "model.value_head_size",
         "intermediate_size": "model.ffn_hidden_size",
         "hidden_act": "model.activation",
-        "rms_norm_eps": "model.norm_epsilon",
-        "layer_norm_eps": "model.norm_epsilon",
-        "layer_norm_epsilon": "model.norm_epsilon",
-        "partial_rotary_factor": "model.rotary_fraction",
-        "rotary_pct": "model.rotary_fraction",
+        "rms_norm_eps layer_norm_eps layer_norm_epsilon": "model.norm_epsilon",
+        "partial_rotary_factor rotary_pct": "model.rotary_fraction",
         "attention_bias": "model.bias attention; with mlp_bias: all",
         "mlp_bias": "model.bias mlp; with attention_bias: all",
         "query_pre_attn_scalar": "model.attention_scale; 1 / sqrt of it",
@@ -295,43 +274,32 @@ OTHER_NAMES = {
     },
 }
 
-WITHOUT_FIELD = {
+_REASONS = {
     "Megatron-LM": {
         "accumulate_allreduce_grads_in_fp32": "gradients are always accumulated in fp32",
         "no_gradient_accumulation_fusion": "gradients are always accumulated in fp32",
         "attention_softmax_in_fp32": "softmax is always computed in fp32",
         "overlap_grad_reduce": "reductions always overlap with the rest of a step",
         "calculate_per_token_loss": "the loss is always a mean over tokens",
-        "transformer_impl": "there is one implementation; kernels.backends chooses its kernels",
-        "use_mcore_models": "there is one implementation; kernels.backends chooses its kernels",
+        "transformer_impl use_mcore_models": "there is one implementation; kernels.backends chooses its kernels",
         "use_cpu_initialization": "initial weights depend on the seed alone",
-        "tokenizer_type": "megapipe preprocess chooses the tokenizer",
-        "tokenizer_model": "megapipe preprocess chooses the tokenizer",
-        "vocab_file": "megapipe preprocess chooses the tokenizer",
-        "merge_file": "megapipe preprocess chooses the tokenizer",
+        "tokenizer_type tokenizer_model vocab_file merge_file": "megapipe preprocess chooses the tokenizer",
         "make_vocab_size_divisible_by": "padding of the vocabulary is added automatically",
         "no_check_for_nan_in_loss_and_grad": "both are always checked: see reliability.skip_non_finite",
         "data_cache_path": "data.order keyed needs no index",
         "num_workers": "a thread of each rank prepares its batches",
         "mock_data": "megapipe preprocess --input python-stdlib makes a small corpus",
         "ckpt_format": "there is one format; megapipe convert reads and writes others",
-        "exit_signal_handler": "signals end a run with a save by default",
-        "exit_duration_in_mins": "signals end a run with a save by default",
+        "exit_signal_handler exit_duration_in_mins": "signals end a run with a save by default",
         "log_throughput": "tokens per second and MFU are always reported",
         "wandb_exp_name": "a run's folder identifies it",
-        "start_weight_decay": "optimizer.weight_decay is constant",
-        "end_weight_decay": "optimizer.weight_decay is constant",
-        "weight_decay_incr_style": "optimizer.weight_decay is constant",
-        "fp8_margin": "fp8 scales are computed from the current tensor",
-        "fp8_amax_history_len": "fp8 scales are computed from the current tensor",
-        "fp8_amax_compute_algo": "fp8 scales are computed from the current tensor",
-        "moe_router_load_balancing_type": "biases balance the experts: model.expert_balance_rate",
-        "moe_aux_loss_coeff": "biases balance the experts: model.expert_balance_rate",
+        "start_weight_decay end_weight_decay weight_decay_incr_style": "optimizer.weight_decay is constant",
+        "fp8_margin fp8_amax_history_len fp8_amax_compute_algo": "fp8 scales are computed from the current tensor",
+        "moe_router_load_balancing_type moe_aux_loss_coeff": "biases balance the experts: model.expert_balance_rate",
         "moe_z_loss_coeff": "a z-loss is not supported",
         "moe_expert_capacity_factor": "no token is dropped",
         "moe_grouped_gemm": "there is no grouped kernel",
-        "moe_token_dispatcher_type": "tensor ranks split the experts",
-        "expert_tensor_parallel_size": "tensor ranks split the experts",
+        "moe_token_dispatcher_type expert_tensor_parallel_size": "tensor ranks split the experts",
     },
     "nanoGPT": {
         "eval_only": "use megapipe evaluate",
@@ -339,8 +307,7 @@ WITHOUT_FIELD = {
         "wandb_run_name": "a run's folder identifies it",
     },
     "torchtitan": {
-        "model.tokenizer_path": "megapipe preprocess chooses the tokenizer",
-        "model.hf_assets_path": "megapipe preprocess chooses the tokenizer",
+        "model.tokenizer_path model.hf_assets_path": "megapipe preprocess chooses the tokenizer",
         "job.description": "a run's folder identifies it",
         "profiling.enable_memory_snapshot": "memory snapshots are not supported",
         "optimizer.implementation": "kernels.backends chooses the kernel of adamw",
@@ -349,14 +316,25 @@ WITHOUT_FIELD = {
         "parallelism.expert_tensor_parallel_degree": "tensor ranks split the experts",
         "checkpoint.load_step": "a run continues from its newest checkpoint",
         "checkpoint.last_save_in_hf": "use megapipe convert, with --to hf",
-        "checkpoint.last_save_model_only": "use megapipe convert",
-        "checkpoint.export_dtype": "use megapipe convert",
+        "checkpoint.last_save_model_only checkpoint.export_dtype": "use megapipe convert",
         "checkpoint.create_seed_checkpoint": "initial weights do not depend on the layout",
         "float8.filter_fqns": "training.fp8_first_kept and training.fp8_last_kept exclude whole blocks",
         "float8.emulate": "CPUs always emulate fp8",
         "memory_estimation.enabled": "use megapipe plan dry-run",
     },
 }
+
+
+def _by_name(programs: Mapping[str, Mapping[str, str]]) -> dict[str, dict[str, str]]:
+    """Return the target, or the reason, of every option, by program and name."""
+    return {
+        program: {name: target for names, target in entries.items() for name in names.split()}
+        for program, entries in programs.items()
+    }
+
+
+OTHER_NAMES = _by_name(_TARGETS)
+WITHOUT_FIELD = _by_name(_REASONS)
 
 
 def hint(name: str, options: Collection[str]) -> str:
