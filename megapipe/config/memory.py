@@ -1,7 +1,7 @@
 """How a run saves memory: activations that are recomputed, and tensors that are kept in host memory between uses."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from megapipe.config.field_types import PositiveFloat, PositiveInt, bound_problems
 
@@ -69,6 +69,17 @@ def _needs(names: str, field: str, value: str, actual: str) -> str:
     return f"{names} need {field} {value}, and it is {actual}; set it to {value}, or leave them out"
 
 
+def limit_problems(section: Any, place: str, kind: str) -> list[str]:
+    """Return a message if a section limits a kind of tensors on a rank both in GiB and in layers. place: its name."""
+    memory, buffers = getattr(section, f"{kind}_memory"), getattr(section, f"{kind}_buffers")
+    if memory is None or buffers == getattr(type(section), f"{kind}_buffers"):
+        return []
+    return [
+        f"{place}.{kind}_memory {memory} and {place}.{kind}_buffers "
+        f"{buffers} both limit the same; leave one of the two out"
+    ]
+
+
 @dataclass(kw_only=True)
 class OffloadConfig:
     """Activations, optimizer state and weights that are kept in host memory between uses.
@@ -126,19 +137,10 @@ class OffloadConfig:
                 "offload.weights needs offload.optimizer, because weights are updated where "
                 "the optimizer state is; set offload.optimizer true, or leave offload.weights out"
             )
-        limits = {
-            "weight_buffers": self.weight_buffers != OffloadConfig.weight_buffers,
-            "weight_memory": self.weight_memory is not None,
-        }
-        set_limits = [name for name, is_set in limits.items() if is_set]
-        if not self.weights:
-            problems += [
-                f"offload.{name} needs offload.weights; set offload.weights true, or leave offload.{name} out"
-                for name in set_limits
-            ]
-        elif len(set_limits) > 1:
-            problems.append(
-                f"offload.weight_memory {self.weight_memory} and offload.weight_buffers "
-                f"{self.weight_buffers} both limit the same; leave one of the two out"
-            )
-        return problems
+        if self.weights:
+            return problems + limit_problems(self, "offload", "weight")
+        return problems + [
+            f"offload.{name} needs offload.weights; set offload.weights true, or leave offload.{name} out"
+            for name in ("weight_buffers", "weight_memory")
+            if getattr(self, name) != getattr(OffloadConfig, name)
+        ]

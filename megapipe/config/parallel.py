@@ -20,6 +20,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from megapipe.config.field_types import Bound, PositiveFloat, PositiveInt, bound_problems
+from megapipe.config.memory import limit_problems
 
 if TYPE_CHECKING:
     from megapipe.config.run import PretrainConfig
@@ -366,7 +367,6 @@ class ZeroConfig:
     def problems(self) -> list[str]:
         """Return one message for each rule that the fields break."""
         problems = bound_problems(self, "zero")
-        plain = ZeroConfig()
         needed = {
             "weight_buffers": 3,
             "weight_memory": 3,
@@ -380,16 +380,9 @@ class ZeroConfig:
             f"zero.{name} is {getattr(self, name)} but zero.stage {self.stage} does "
             f"not use it; set zero.stage to at least {least}, or leave zero.{name} out"
             for name, least in needed.items()
-            if self.stage < least and getattr(self, name) != getattr(plain, name)
+            if self.stage < least and getattr(self, name) != getattr(ZeroConfig, name)
         ]
-        for kind in ("weight", "gradient"):
-            memory, buffers = getattr(self, f"{kind}_memory"), getattr(self, f"{kind}_buffers")
-            if memory is not None and buffers != getattr(plain, f"{kind}_buffers"):
-                problems.append(
-                    f"zero.{kind}_memory {memory} and zero.{kind}_buffers "
-                    f"{buffers} both limit the same; leave one of the two out"
-                )
-        return problems
+        return problems + limit_problems(self, "zero", "weight") + limit_problems(self, "zero", "gradient")
 
     def whole_layers(self) -> tuple[tuple[int, float], tuple[int, float]]:
         """Return the minimum and maximum number of layers whose weights a rank holds whole at once at stage 3, and
