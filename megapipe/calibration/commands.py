@@ -118,7 +118,7 @@ def dry_run(
     world_size: int,
     *,
     device: str = "cuda",
-    say: Callable[[str], None] = lambda line: None,
+    say: Callable[[str], None] = quiet,
     report: Report = quiet,
 ) -> DryRun:
     """Check a run on `world_size` ranks.
@@ -274,8 +274,7 @@ def run_dry_run(request: Request) -> int:
     limit = None if hardware is None else min(node.device.memory_bytes for node in hardware.nodes(devices))
     if not config.data.prefixes[0]:
         config.data.prefix = NO_DATA
-    quiet = request.flags["json"]
-    say = _say_nothing if quiet else _say
+    say = quiet if request.flags["json"] else _say
     config = _without_auto(config, hardware, devices, say)
     try:
         with progress_bar("checking pipeline coordinates") as report:
@@ -283,7 +282,7 @@ def run_dry_run(request: Request) -> int:
     except ShapeError as error:
         raise ConfigError(f"{error}; this is a defect of megapipe: please report it with the configuration") from error
     too_large = [each for each in result.coordinates if limit is not None and each.peak_bytes > limit]
-    if quiet:
+    if request.flags["json"]:
         fits = None if limit is None else not too_large
         print(json.dumps(result.as_json() | {"memory_limit_bytes": limit, "fits": fits}, indent=2))
     else:
@@ -321,7 +320,7 @@ def run_profile(request: Request) -> int:
                 tensor_sizes=flags["tensor_sizes"],
                 context_sizes=flags["context_sizes"],
                 micro_sizes=flags["micro_sizes"],
-                say=_say_nothing if flags["json"] else _say,
+                say=quiet if flags["json"] else _say,
             )
     except _Stopped as stop:
         print(f"error: stopped by {stop.signal.name}; {flags['output']} was not written", file=sys.stderr)
@@ -455,10 +454,6 @@ def _print(result: DryRun) -> None:
 
 def _say(line: str) -> None:
     print(line, flush=True)
-
-
-def _say_nothing(line: str) -> None:
-    """Print nothing, because a program reads the output."""
 
 
 HANDLERS: dict[str, Callable[[Request], int]] = {"profile": run_profile, "links": run_links, "dry-run": run_dry_run}

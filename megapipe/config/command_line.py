@@ -103,20 +103,17 @@ def finite(text: str) -> float:
     return number
 
 
-def natural(text: str) -> int:
-    """Parse a whole number of at least 0; for use as the `type` of an argument."""
+def natural(text: str, least: int = 0) -> int:
+    """Parse a whole number of at least 0, or another limit; for use as the `type` of an argument."""
     number = whole_number(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"is {number}, but must be at least 0")
+    if number < least:
+        raise argparse.ArgumentTypeError(f"is {number}, but must be at least {least}")
     return number
 
 
 def positive(text: str) -> int:
     """Parse a whole number of at least 1; for use as the `type` of an argument."""
-    number = whole_number(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"is {number}, but must be at least 1")
-    return number
+    return natural(text, least=1)
 
 
 def not_empty(text: str) -> str:
@@ -284,7 +281,7 @@ Report = Callable[[float], None]
 """Receives the fraction of the work that is done, from 0 to 1."""
 
 
-def quiet(share: float) -> None:
+def quiet(_: object) -> None:
     """Report nothing."""
 
 
