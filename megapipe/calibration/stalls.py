@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from megapipe.calibration.planning import with_recompute
 from megapipe.config import ConfigError
@@ -30,6 +30,7 @@ from megapipe.training.loop.batches import open_loader, open_samples
 from megapipe.training.loop.loader import Consumer, Loader, StepBatch
 from megapipe.training.loop.replica import Replica
 from megapipe.training.memory_check import free_on_host
+from megapipe.training.observe.metrics import finite
 from megapipe.training.validation import validate
 
 
@@ -182,8 +183,7 @@ class StallReport:
         """Return all figures as JSON data; a missing figure is null."""
         rates, stalls = self.rates, self.measurement.stalls()
         by_name = {"ingestion": rates.ingestion, "preparation": rates.preparation, "fetch": rates.fetch}
-        headroom = {"memory": accelerator_headroom(rates, 1.0), "storage": accelerator_headroom(rates)}
-        return {
+        figures = {
             "shards": list(self.prefixes),
             "corpus_bytes": self.corpus_bytes,
             "memory_bytes": self.memory_bytes,
@@ -197,10 +197,9 @@ class StallReport:
             "storage_not_measured": self.not_cold,
             "resident_share_after_dropping": self.resident_share,
             "resident_share_after_a_cold_run": self.read_share,
-            "tokens_per_second": {name: _finite(rate) for name, rate in by_name.items()},
+            "tokens_per_second": by_name,
             "samples_per_second": {
-                name: _finite(None if rate is None else rate * self.samples / self.tokens)
-                for name, rate in by_name.items()
+                name: None if rate is None else rate * self.samples / self.tokens for name, rate in by_name.items()
             },
             "seconds_per_step": {
                 each.name: None if (step := getattr(self.measurement, each.name)) is None else step._asdict()
@@ -208,13 +207,17 @@ class StallReport:
             },
             "stall_shares": {"preparation": stalls.preparation, "fetch": stalls.fetch},
             "what_if": {
-                "tokens_per_second_from_storage": _finite(rates.throughput(0.0)),
+                "tokens_per_second_from_storage": rates.throughput(0.0),
                 "tokens_per_second_from_memory": rates.throughput(1.0),
                 "storage_needed_tokens_per_second": needed_fetch(rates),
                 "cached_share_needed": needed_cached_share(rates),
-                "accelerator_headroom": {name: _finite(factor) for name, factor in headroom.items()},
+                "accelerator_headroom": {
+                    "memory": accelerator_headroom(rates, 1.0),
+                    "storage": accelerator_headroom(rates),
+                },
             },
         }
+        return cast(dict[str, Any], finite(figures))
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the printed report."""
@@ -306,11 +309,6 @@ class StallReport:
             f"storage is too slow: the run needs {times:.2g} times its rate ({needed:,.0f} "
             f"tokens/s), or {share:.0%} of the shards in memory ({bytes_text(size)})"
         )
-
-
-def _finite(rate: float | None) -> float | None:
-    """Return the rate, or None if JSON cannot represent it."""
-    return rate if rate is not None and math.isfinite(rate) else None
 
 
 def _factor(times: float) -> str:
