@@ -86,7 +86,7 @@ def decode_json(content: bytes, origin: str, failure: Failure) -> Any:
     """Return the value of a JSON text in UTF-8. Raises `failure`, in one line that starts with `origin`."""
     try:
         text = content.decode("utf-8")
-        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=no_constant)
         _check_scalars(text)
     except RecursionError:
         raise failure(f"{origin} is not readable JSON: it is nested deeper than {MAX_DEPTH} levels") from None
@@ -117,7 +117,8 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _no_constant(name: str) -> NoReturn:
+def no_constant(name: str) -> NoReturn:
+    """Refuse NaN or Infinity, for `json`, which reads them by default. Raises ValueError."""
     raise ValueError(f"it contains {name}, which JSON does not allow")
 
 

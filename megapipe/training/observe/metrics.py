@@ -12,11 +12,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from megapipe.config.files import decode_json
+from megapipe.config.files import decode_json, no_constant
 from megapipe.training.observe.records import EvaluationRecord, LineFile, Listener, StepRecord
 
 METRICS = "metrics.jsonl"
@@ -130,7 +130,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
     An incomplete last line is skipped: the run is writing it, or was killed. Values are not checked. Raises OSError.
     """
-    decode = json.JSONDecoder(parse_constant=_no_constant).decode
+    decode = json.JSONDecoder(parse_constant=no_constant).decode
     with path.open("rb") as file:
         while line := file.readline(_LONGEST_LINE):
             try:
@@ -146,10 +146,6 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
 def is_number(value: Any) -> TypeGuard[int | float]:
     """Return whether a value of a record is a finite number that later arithmetic can hold."""
     return type(value) in (int, float) and -LARGEST < value < LARGEST
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 CONFIG = "config.yaml"
