@@ -56,6 +56,7 @@ class Saves:
         """timeout: seconds that a collective waits for its peers. say: called with lines for the user."""
         self._config = config
         self._directory = directory
+        self._mesh = mesh
         self._first = mesh.rank == 0
         self._say = say
         patience = PATIENCE_SHARE * timeout
@@ -101,16 +102,14 @@ class Saves:
         states: Sequence[UnitState],
         applied: Mapping[str, int],
         run: RunState,
-        between_steps: Callable[[], Path],
         *,
         last: bool,
         timeout: float | None,
     ) -> Path:
         """Save as configured, and return the checkpoint's folder. A collective call.
 
-        between_steps: saves durably, for runs that are not asynchronous. last: `finish` is the next call and states do
-        not change before it, so nothing is copied. timeout: seconds from now after which that `finish` abandons the
-        save.
+        last: `finish` is the next call and states do not change before it, so nothing is copied. timeout: seconds from
+        now after which that `finish` abandons the save.
         """
         start = time.perf_counter()
         self.give_up_after(timeout)
@@ -121,7 +120,7 @@ class Saves:
                 path = self.background.start(states, applied, run, copied=not last, by_step=by_step, timeout=timeout)
                 self._note_wait(self.background.waited)
             else:
-                path = between_steps()
+                path = save(self._directory, states, applied, run, self._mesh)
                 if self._first:
                     self.delete_older()
                 self._ended.append(EndedSave(run.step, path, time.perf_counter() - start))
@@ -302,15 +301,7 @@ class Checkpointer:
             data=self._data_identity(),
             data_changes=self._data_changes,
         )
-        applied = replica.optimizer.applied
-        path = self.saves.begin(
-            states,
-            applied,
-            run,
-            lambda: save(self.directory, states, applied, run, self.mesh),
-            last=last,
-            timeout=timeout,
-        )
+        path = self.saves.begin(states, replica.optimizer.applied, run, last=last, timeout=timeout)
         self._saved_step = step
         self.can_rewind = True
         return path
