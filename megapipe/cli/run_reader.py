@@ -14,11 +14,11 @@ import yaml
 from megapipe.config.files import MAX_YAML_BYTES, decode_yaml, flat, read_bytes
 from megapipe.training.observe.metrics import (
     CONFIG,
-    LARGEST,
     METRICS,
     RUN,
     RUNNING,
     LossHistory,
+    count_in,
     is_number,
     read_records,
     read_starts,
@@ -207,7 +207,7 @@ def _read_metrics(run: Run) -> dict[str, RunStart]:
             if record["event"] == "start" and isinstance(record.get("run"), str):
                 current = starts.setdefault(record["run"], RunStart(record["run"]))
                 current.started = _time(record.get("time"))
-                current.first_step = None if (step := _step(record)) is None else step + 1
+                current.first_step = None if (step := count_in(record, "step")) is None else step + 1
                 _take_start(run, record)
             _take_event(run, record, current)
     except OSError as error:
@@ -219,7 +219,7 @@ def _read_metrics(run: Run) -> dict[str, RunStart]:
 
 
 def _take_step(run: Run, record: Mapping[str, Any], start: RunStart | None) -> None:
-    step = _step(record)
+    step = count_in(record, "step")
     if step is None:
         return
     taken = Step(*(record[name] if is_number(record.get(name)) else None for name in Step._fields))
@@ -243,13 +243,12 @@ def _take_start(run: Run, record: Mapping[str, Any]) -> None:
     run.layout = _layout(record) or run.layout
     if isinstance(record.get("schedule"), str):
         run.schedule = record["schedule"]
-    parameters = record.get("parameters")
-    if type(parameters) is int and 0 <= parameters < LARGEST:
+    if (parameters := count_in(record, "parameters")) is not None:
         run.parameters = parameters
 
 
 def _take_event(run: Run, record: Mapping[str, Any], start: RunStart | None) -> None:
-    get, step = record.get, _step(record)
+    get, step = record.get, count_in(record, "step")
     name = get("event")
     if start is not None and (moment := _time(get("time"))) is not None:
         start.ended = moment
@@ -309,7 +308,7 @@ def _merge_starts(run: Run, recorded: dict[str, RunStart]) -> None:
         start.ended = _written_time(entry.get("end")) or start.ended
         for name in ("first_step", "last_step"):
             if getattr(start, name) is None:
-                setattr(start, name, _step(entry, name))
+                setattr(start, name, count_in(entry, name))
         start.command = entry["command"] if isinstance(entry.get("command"), str) else ""
         run.layout = run.layout or _layout(entry)
         listed.append(start)
@@ -335,11 +334,6 @@ def _read_config(run: Run) -> None:
             run.config = flat(value)
         else:
             run.problems.append(f"{path} is not a configuration: it has no groups of fields")
-
-
-def _step(record: Mapping[str, Any], name: str = "step") -> int | None:
-    step = record.get(name)
-    return step if type(step) is int and 0 <= step < LARGEST else None
 
 
 def _layout(record: Mapping[str, Any]) -> dict[str, int]:

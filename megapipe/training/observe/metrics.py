@@ -77,8 +77,8 @@ class LossHistory:
 
     def add(self, record: Mapping[str, Any]) -> int | None:
         """Add a record of a metrics file. Return the step that the run went back to before it, if it did."""
-        event, step, loss = record.get("event"), record.get("step"), record.get("loss")
-        if type(step) is not int or not 0 <= step < LARGEST:
+        event, step, loss = record.get("event"), count_in(record, "step"), record.get("loss")
+        if step is None:
             return None
         returned = None
         if event in ("start", "rewind"):
@@ -141,6 +141,12 @@ def read_records(path: Path) -> Iterator[dict[str, Any] | None]:
                 yield record
             elif line.endswith(b"\n") or len(line) == _LONGEST_LINE:
                 yield None
+
+
+def count_in(record: Mapping[str, Any], name: str) -> int | None:
+    """Return a value of a record if it is a whole number from 0 to `LARGEST`, otherwise None."""
+    value = record.get(name)
+    return value if type(value) is int and 0 <= value < LARGEST else None
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
