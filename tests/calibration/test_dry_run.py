@@ -1,7 +1,6 @@
 """A run of many ranks in one process: rules, schedule, shapes on the meta device, memory by the formulas."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from megapipe.planner.command.main import main
 from megapipe.schedules import Schedule
 from megapipe.training.loop.loader import HeldTokens
 from megapipe.training.loop.replica import Replica
+from tests.config.test_command_line import stderr_is_a_terminal
 from tests.distributed.test_covering import CASES
 from tests.support.layouts import config_of, sizes_of, world_size
 from tests.support.meshes import run_threads
@@ -213,9 +213,7 @@ def test_a_slow_command_shows_its_progress(
     command: str, flags: list[str], shown: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command_line, "SHOWN_AFTER", 0.0)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    for name, value in (("TERM", "xterm"), ("TTY_COMPATIBLE", "1")):
-        monkeypatch.setenv(name, value)
+    stderr_is_a_terminal(monkeypatch)
     model = "--model=examples/models/gpt2_124m.yaml"
     assert main([command, model, *SMALL, *flags, "--json"], {"dry-run": run_dry_run}) == 0
     captured = capsys.readouterr()

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -42,6 +41,7 @@ from tests.faults.jobs import children_of, wait_for_the_end
 from tests.planner.measured.machines import machine
 from tests.support.launch import ROOT, environment
 from tests.support.patience import wait_until
+from tests.support.ranks import free_port
 
 CPU = torch.device("cpu")
 
@@ -264,9 +264,7 @@ def test_two_nodes_measure_their_links(tmp_path: Path) -> None:
     (group,) = machine().groups
     one_device = replace(machine(), groups=(replace(group, devices_per_node=1),))
     (tmp_path / "machine.yaml").write_text(written(one_device))
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     flags = ["--hardware=machine.yaml", "--output=cluster.yaml", "--megabytes=1", "--json"]
     jobs = [start(node, 2, port, tmp_path, *flags) for node in range(2)]
     said = [job.communicate(timeout=120) for job in jobs]

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +15,8 @@ from megapipe.cli.help import VARIABLES, explained
 from megapipe.cli.main import main, overview
 from megapipe.cli.train import parser_of
 from megapipe.config.bert import BertPretrainConfig
+from tests.support.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LEAKS = re.compile(r"<class|Literal|Union|Optional|NoneType|\bNone\b|\bTrue\b|\bint\b|\bstr\b|functools|==SUPPRESS==")
 WIDTH = 80
 

@@ -12,8 +12,8 @@ from megapipe.cli.main import SUBCOMMANDS, main, overview
 from megapipe.config import ConfigError
 from megapipe.config.help_format import packaged_files
 from megapipe.config.load import parse
+from tests.support.commands import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 ALONE = {"train": ["pretrain_gpt.py", "pretrain_bert.py"], "convert": ["tools/convert_checkpoint.py"]}
 """Programs that are not called like their subcommand."""
 

@@ -40,9 +40,7 @@ def write_run(folder: Path, learning_rate: float = 1e-3) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "time", lambda: clock[0])
         file = MetricsFile(folder)
-
-        def event(name: str, **fields: Any) -> None:
-            file.event(name, **fields)
+        event = file.event
 
         def steps(first: int, last: int, **fields: Any) -> None:
             for step in range(first, last + 1):

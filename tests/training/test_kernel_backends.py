@@ -11,7 +11,6 @@ from megapipe.config import ConfigError
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
 from megapipe.config.run import PretrainConfig
-from megapipe.kernels import triton_backend
 from megapipe.kernels.apex_backend import kernels as apex_kernels
 from megapipe.kernels.cuda_backend import kernels as cuda_kernels
 from megapipe.kernels.cuda_backend import library as cuda_library
@@ -26,6 +25,7 @@ from megapipe.training.loop import replica
 from megapipe.training.loop.replica import Replica
 from megapipe.training.validation import described_choices, document_attention, kernel_choices, kernel_problems
 from tests.kernels import apex_stand_in, emulated
+from tests.kernels.cases import needs_triton
 from tests.kernels.interpreter import interpret
 from tests.support import gpt_runs
 from tests.support.bert_runs import POST_NORM, PRE_NORM, make_bert_config, write_corpus
@@ -40,8 +40,6 @@ MODELS = {
 }
 HALVES = {"whole": {}, "halves": {"two_bp": True}}
 CPU = torch.device("cpu")
-
-needs_triton = pytest.mark.skipif(not triton_backend.installed(), reason="triton is not installed")
 
 
 def configuration(corpus: str, model: ModelConfig, **schedule: object) -> PretrainConfig:
