@@ -13,12 +13,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from megapipe.layers.split import Record, SplitTape, Tensors
+from megapipe.layers.split import InPlaceOf, Record, SplitTape, Tensors, new_probe
 from megapipe.parallel.groups import Work
 from megapipe.parallel.unit_state import UnitState
 
@@ -175,18 +175,6 @@ class _Kept:
         return view.set_(memory.untyped_storage(), self.offset, self.size, self.stride)
 
 
-class _Entered(torch.autograd.Function):
-    """Puts data into a graph in place of a leaf that takes no memory; the leaf gets the gradient of the data."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:
-        return data.view_as(data)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 RANDOM_STATE_BYTES = 16
 """Storages up to this size stay on the device: torch's fused attention saves two numbers that its dropout starts from,
 and their copies would only be two more commands."""
@@ -208,9 +196,9 @@ class SavedTensors:
     def entered(self, inputs: Tensors) -> tuple[Tensors, Tensors]:
         """Return (leaves, inputs for the forward) for a forward's inputs, which are leaves: their gradients go to
         leaves that take no memory. Inputs without a gradient stay as they are."""
-        leaves = tuple(_leaf(each) if each.requires_grad else each for each in inputs)
+        leaves = tuple(new_probe(each.shape, each) if each.requires_grad else each for each in inputs)
         passed = tuple(
-            _Entered.apply(leaf, each.detach()) if each.requires_grad else each
+            InPlaceOf.apply(leaf, each.detach()) if each.requires_grad else each
             for leaf, each in zip(leaves, inputs, strict=True)
         )
         return leaves, passed
@@ -279,10 +267,6 @@ class SavedTensors:
     @staticmethod
     def _unpack(kept: _Kept | Tensor) -> Tensor:
         return kept.tensor() if isinstance(kept, _Kept) else kept
-
-
-def _leaf(like: Tensor) -> Tensor:
-    return torch.zeros((), dtype=like.dtype, device=like.device).expand(like.shape).requires_grad_()
 
 
 def address_of(tensor: Tensor) -> int:

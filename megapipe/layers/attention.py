@@ -42,7 +42,7 @@ from megapipe.layers.linear import (
     within,
 )
 from megapipe.layers.norms import Norm, ProjectionNorm
-from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients, rerun_product
+from megapipe.layers.split import InPlaceOf, Rerun, SplitModule, SplitTape, Tensors, WeightGradients, rerun_product
 from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
@@ -172,23 +172,11 @@ class Sinks(SplitModule):
         if tape is None:
             return self.weight
         probe = tape.record(self, self.weight.shape, self.weight).probe
-        scores: Tensor = _ProbedSinks.apply(probe, self.weight.detach())
+        scores: Tensor = InPlaceOf.apply(probe, self.weight.detach())
         return scores
 
     def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         yield self.weight, gradient
-
-
-class _ProbedSinks(torch.autograd.Function):
-    """Return the scores unchanged; the probe receives their gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, probe: Tensor, weight: Tensor) -> Tensor:
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
 
 
 class Attention(nn.Module):

@@ -112,6 +112,18 @@ def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape)).requires_grad_()
 
 
+class InPlaceOf(torch.autograd.Function):
+    """Puts data into a graph in place of a leaf that takes no memory; the leaf gets the gradient of the data."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, data: Tensor) -> Tensor:
+        return data.view_as(data)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
 class SplitTape:
     """Records of one forward of one micro-batch for the two halves of its backward.
 
