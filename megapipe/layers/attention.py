@@ -43,7 +43,6 @@ from megapipe.layers.linear import (
 )
 from megapipe.layers.norms import Norm, ProjectionNorm
 from megapipe.layers.split import InPlaceOf, Rerun, SplitModule, SplitTape, Tensors, WeightGradients, rerun_product
-from megapipe.parallel.collectives import copy_to_group, gather_tokens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.ops import AttentionPath
@@ -484,7 +483,7 @@ class MultiLatentAttention(Attention, OnShards):
             .unflatten(-1, (self.kv_groups, 1, -1))
             .split([self.head_dim - shared.shape[-1], self.value_dim], dim=-1)
         )
-        whole = copy_to_group(shared, self.group) if self.sequence is None else gather_tokens(shared, self.group)
+        whole = self.on_all_tokens(shared, self.group)
         rotated = self._prepare(whole[:, :, None, None], None, context)
         return query, torch.cat([rotated.expand(-1, -1, self.kv_groups, -1, -1), own], dim=-1), value
 

@@ -22,7 +22,6 @@ from megapipe.config.rope import RopeScaling
 from megapipe.kernels.registry import Registry, constant_when_compiled, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape, Tensors, WeightGradients
-from megapipe.parallel.collectives import reduce_from_group, scatter_sum
 from megapipe.parallel.groups import Group
 from megapipe.spec.token_order import Share
 
@@ -146,11 +145,7 @@ class VocabParallelEmbedding(_Table, OnShards):
         """
         embeddings = self.own_rows(tokens, tape)
         if self.group.size > 1:
-            embeddings = (
-                reduce_from_group(embeddings, self.group)
-                if self.sequence is None
-                else scatter_sum(embeddings, self.group)
-            )
+            embeddings = self.summed_over(embeddings, self.group)
         return scaled(embeddings, self.scale)
 
     def own_rows(self, tokens: Tensor, tape: SplitTape | None) -> Tensor:

@@ -36,14 +36,7 @@ from megapipe.layers.linear import (
     within,
 )
 from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients
-from megapipe.parallel.collectives import (
-    copy_to_group,
-    gather_tokens,
-    joined,
-    reduce_from_group,
-    scatter_sum,
-    start_gather,
-)
+from megapipe.parallel.collectives import joined, start_gather
 from megapipe.parallel.groups import Group
 
 SMALLEST_SUM = 1e-20
@@ -366,10 +359,8 @@ class Experts(nn.Module, OnShards):
         """
         own_x = x
         shares, chosen = self.router(x, tape, rerun)
-        if self.sequence is None:
-            x, shares = copy_to_group(x, self.group), copy_to_group(shares, self.group)
-        else:
-            x, shares = gather_tokens(x, self.group), gather_tokens(shares, self.group)
+        x, shares = self.on_all_tokens(x, self.group), self.on_all_tokens(shares, self.group)
+        if self.sequence is not None:
             chosen = joined(start_gather(chosen, self.group)())
         num_experts, chosen = self.up.weight.shape[0], chosen.flatten(0, -2)
         if chosen.is_meta:
@@ -384,7 +375,7 @@ class Experts(nn.Module, OnShards):
         rows = self.down(activate(inner), products, tape, rerun_activation)
         weights = shares.flatten().index_select(0, assignment.pairs).unsqueeze(-1)
         y = sum_rows(rows * weights.to(rows.dtype), assignment).view(x.shape)
-        y = reduce_from_group(y, self.group) if self.sequence is None else scatter_sum(y, self.group)
+        y = self.summed_over(y, self.group)
         if self.shared is None:
             return y
         self.shared.recompute = self.recompute

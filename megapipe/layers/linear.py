@@ -22,7 +22,13 @@ from torch.nn import functional
 
 from megapipe.kernels.registry import Registry, opaque
 from megapipe.layers.split import Rerun, SplitModule, SplitTape, Tensors, WeightGradients, save_input, saved_input
-from megapipe.parallel.collectives import copy_to_group, largest_in_group, reduce_from_group
+from megapipe.parallel.collectives import (
+    copy_to_group,
+    gather_tokens,
+    largest_in_group,
+    reduce_from_group,
+    scatter_sum,
+)
 from megapipe.parallel.groups import Group
 
 if TYPE_CHECKING:
@@ -39,6 +45,15 @@ class OnShards:
 
     sequence: "SequenceProducts | None" = None
     partial: ClassVar[tuple[str, ...]] = ()
+
+    def on_all_tokens(self, x: Tensor, group: Group) -> Tensor:
+        """Return the hidden states x of all tokens, for computation of which each rank does a part: their gradient is
+        the sum of all ranks' gradients."""
+        return copy_to_group(x, group) if self.sequence is None else gather_tokens(x, group)
+
+    def summed_over(self, y: Tensor, group: Group) -> Tensor:
+        """Return the sum of all ranks' y [b, s, h], of all tokens or of those that a rank keeps."""
+        return reduce_from_group(y, group) if self.sequence is None else scatter_sum(y, group)
 
 
 def own_tokens(per_token: Tensor, shards: "SequenceProducts | None") -> Tensor:
