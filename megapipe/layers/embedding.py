@@ -174,27 +174,19 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
 
 
 class LearnedPositions(_Table, OnShards):
-    """One learned vector per position."""
+    """One learned vector per position, or per token type, which says to which of a sample's two parts a token
+    belongs."""
 
     partial = ("weight",)
 
     def forward(self, positions: Tensor, document_starts: Tensor | None, tape: SplitTape | None) -> Tensor:
-        """Return vectors [s, h] for `positions` int64 [s]; [b, s, h] if positions count from `document_starts`.
+        """Return vectors [..., s, h] for `positions` int64 [..., s]; [b, s, h] if positions count from
+        `document_starts`.
 
         Under sequence parallelism, only the vectors of this rank's tokens.
         """
         starts = None if document_starts is None else own_tokens(document_starts, self.sequence)
         return self.look_up(own_tokens(positions, self.sequence), starts, tape)
-
-
-class TokenTypes(_Table, OnShards):
-    """One learned vector per token type, which says to which of a sample's two parts a token belongs."""
-
-    partial = ("weight",)
-
-    def forward(self, types: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return vectors [b, s, h] for types int64 [b, s]; under sequence parallelism [b, s / t, h]."""
-        return self.look_up(own_tokens(types, self.sequence), None, tape)
 
 
 def inverse_frequencies(channels: int, theta: float, scaling: RopeScaling, num_tokens: int) -> Tensor:

@@ -75,12 +75,12 @@ def build_layer(
         for path, entry in spec.parameters.items()
     }
     model = model.of_kind(spec.variant)
-    modules: tuple[Callable[..., nn.Module], ...] = gpt.Embedding, gpt.Block, gpt.Head
+    modules: tuple[Callable[..., nn.Module], ...] = gpt.Block, gpt.Head
     if isinstance(model, BertModelConfig):
-        modules = bert.BertEmbedding, bert.BertBlock, bert.BertHead
-    embedding, block, head = modules
+        modules = bert.BertBlock, bert.BertHead
+    block, head = modules
     build: dict[LayerKind, Callable[[], nn.Module]] = {
-        "embedding": lambda: embedding(model, shapes, tensor_group, kernels),
+        "embedding": lambda: gpt.Embedding(model, shapes, tensor_group, kernels),
         "block": lambda: block(model, shapes, tensor_group, kernels, spec.index),
         "head": lambda: head(model, shapes, tensor_group, kernels, recompute_logits),
         "positions": lambda: gpt.Positions(model, shapes, kernels),

@@ -1,4 +1,4 @@
-"""BERT as a list of layers: embedding, blocks, heads (Devlin et al. 2018, arXiv 1810.04805).
+"""The blocks and heads of a BERT, whose embedding is a GPT's with token types (Devlin et al. 2018, arXiv 1810.04805).
 
 With norms after the residual sums it is transformers' BertForPreTraining; with norms before attention and MLP it is
 Megatron-LM's BERT (Shoeybi et al. 2019, arXiv 1909.08053, section 5.3).
@@ -11,49 +11,13 @@ from torch.nn import functional
 from megapipe.config.bert import BertModelConfig
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import BidirectionalAttention
-from megapipe.layers.context import BertContext, token_numbers
+from megapipe.layers.context import BertContext
 from megapipe.layers.cross_entropy import MaskedTokenHead
-from megapipe.layers.dropout import EMBEDDING_SITE, Dropout
-from megapipe.layers.embedding import LearnedPositions, TokenTypes, VocabParallelEmbedding
-from megapipe.layers.linear import OnShards, OwnTokensLinear, ReplicatedLinear, Shapes, within
+from megapipe.layers.linear import OnShards, ReplicatedLinear, Shapes, within
 from megapipe.layers.split import Tensors
 from megapipe.models.gpt import Block, make_norm, norm_at
 from megapipe.parallel.collectives import gather_from_group
 from megapipe.parallel.groups import Group
-
-
-class BertEmbedding(nn.Module):
-    """Maps tokens, their positions and their types to hidden states."""
-
-    def __init__(self, model: BertModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
-        super().__init__()
-        self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
-        self.position = (
-            LearnedPositions(within(shapes, "position"), unused=model.first_position)
-            if model.positions == "learned"
-            else None
-        )
-        self.token_type = TokenTypes(within(shapes, "token_type")) if model.token_types else None
-        self.norm = norm_at(model, shapes, "norm", kernels)
-        self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
-        projection = within(shapes, "projection")
-        self.projection = OwnTokensLinear(projection, group) if projection else None
-
-    def forward(self, context: BertContext) -> tuple[Tensor]:
-        """Return (hidden [b, s, h],) for the context's tokens and token_types [b, s]."""
-        if context.tokens is None or context.token_types is None:
-            raise ValueError("the embedding's stage needs tokens and token_types in its context")
-        tape = context.tape
-        hidden = self.word(context.tokens, tape)
-        if self.position is not None:
-            places = token_numbers(context, context.tokens.shape[1], hidden.device)
-            hidden = hidden + self.position(places, None, tape)
-        if self.token_type is not None:
-            hidden = hidden + self.token_type(context.token_types, tape)
-        if self.norm is not None:
-            hidden = self.norm(hidden, tape)
-        hidden = self.dropout(hidden, context)
-        return (hidden if self.projection is None else self.projection(hidden, tape),)
 
 
 class BertBlock(Block):

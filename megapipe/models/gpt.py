@@ -12,7 +12,7 @@ from megapipe.config.memory import Part
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import Attention, MultiLatentAttention
-from megapipe.layers.context import MicrobatchContext, token_numbers
+from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.cross_entropy import SharedHead, VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
@@ -26,12 +26,15 @@ from megapipe.spec.ops import ContextAttention
 
 
 class Positions(nn.Module):
-    """The rest of the embedding if all pipeline ranks share the table of words: scale, positions, norm and dropout."""
+    """The rest of the embedding if all pipeline ranks share the table of words: scale, positions, types, norm and
+    dropout."""
 
     def __init__(self, model: ModelConfig, shapes: Shapes, kernels: Registry) -> None:
         super().__init__()
         self.scale = model.embedding_scale
-        self.position = LearnedPositions(within(shapes, "position")) if model.positions == "learned" else None
+        own, types = within(shapes, "position"), within(shapes, "token_type")
+        self.position = LearnedPositions(own, unused=own["weight"][0] - model.max_positions) if own else None
+        self.token_type = LearnedPositions(types) if types else None
         self.norm = norm_at(model, shapes, "norm", kernels)
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 
@@ -45,23 +48,30 @@ class Positions(nn.Module):
             assert context.tokens is not None
             places = token_numbers(context, context.tokens.shape[1], hidden.device)
             hidden = hidden + self.position(places, context.document_starts, context.tape)
+        if self.token_type is not None:
+            if not isinstance(context, BertContext) or context.token_types is None:
+                raise ValueError("the embedding's stage needs token_types in its context")
+            hidden = hidden + self.token_type(context.token_types, None, context.tape)
         if self.norm is not None:
             hidden = self.norm(hidden, context.tape)
         return self.dropout(hidden, context)
 
 
 class Embedding(Positions):
-    """Maps tokens to hidden states."""
+    """Maps tokens, their positions and, in a BERT, their types to hidden states."""
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry) -> None:
         super().__init__(model, shapes, kernels)
         self.word = VocabParallelEmbedding(within(shapes, "word"), model.vocabulary_size, group, model.embedding_scale)
+        projection = within(shapes, "projection")
+        self.projection = OwnTokensLinear(projection, group) if projection else None
 
     def forward(self, context: MicrobatchContext) -> tuple[Tensor]:  # type: ignore[override]
         """Return (hidden [b, s, h],) for the context's tokens [b, s]."""
         if context.tokens is None:
             raise ValueError("the embedding's stage needs tokens in its context")
-        return (self.after(self.word(context.tokens, context.tape), context),)
+        hidden = self.after(self.word(context.tokens, context.tape), context)
+        return (hidden if self.projection is None else self.projection(hidden, context.tape),)
 
 
 class WordShard(nn.Module):
