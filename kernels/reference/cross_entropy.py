@@ -22,6 +22,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from megapipe.kernels.reference.norms import wide_dtype
 from megapipe.kernels.registry import Implementation, opaque
 
 
@@ -34,7 +35,7 @@ def cross_entropy_row_statistics(
     is then 0, so that a sum over ranks is correct. softmax: if given, [n, v], receives exp(logits - log-sum-exp) in
     its own dtype. Without columns the log-sum-exp is minus infinity.
     """
-    wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    wide = wide_dtype(logits)
     if logits.shape[1] == 0:
         nothing = torch.zeros(logits.shape[0], dtype=wide, device=logits.device)
         return nothing - torch.inf, nothing
@@ -139,7 +140,7 @@ def linear_cross_entropy_statistics(
 
     softmax: if present, [n, stored], receives this rank's softmax of the logits, times the derivative of the cap.
     """
-    pieces = [x.new_empty(2, 0, dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)]
+    pieces = [x.new_empty(2, 0, dtype=wide_dtype(x))]
     for first in range(0, x.shape[0], CHUNK_ROWS):
         chunk = slice(first, first + CHUNK_ROWS)
         logits = projected(x[chunk], weight, bias)[:, :num_columns]
@@ -160,7 +161,7 @@ def linear_cross_entropy_statistics(
     "linear_cross_entropy_gradient(Tensor x, Tensor weight, Tensor columns, Tensor owned, "
     "SymInt num_columns, bool alone, float? cap=None) -> (Tensor, Tensor)",
     lambda x, weight, *_, cap=None: (
-        x.new_empty(3, x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32)),
+        x.new_empty(3, x.shape[0], dtype=wide_dtype(x)),
         x.new_empty(x.shape[0], weight.shape[0]),
     ),
 )
@@ -257,7 +258,7 @@ def projected(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def softcapped(logits: Tensor, cap: float) -> tuple[Tensor, Tensor]:
     """Return cap x tanh(logits / cap), and its derivative, in fp32 (fp64 for fp64)."""
-    wide = torch.tanh(logits.to(torch.promote_types(logits.dtype, torch.float32)) / cap)
+    wide = torch.tanh(logits.to(wide_dtype(logits)) / cap)
     return wide * cap, 1 - wide.square()
 
 

@@ -17,6 +17,11 @@ from torch import Tensor
 from megapipe.kernels.registry import Implementation, opaque
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums and products of x: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def wide(x: Tensor) -> Tensor:
     """Return x in fp32, or fp64 for fp64."""
     return x if x.dtype in (torch.float32, torch.float64) else x.float()
@@ -48,15 +53,9 @@ def layer_norm_input_gradient(
     return through if dx is None else through + dx
 
 
-def _layer_norm_fake_weight_gradient(
-    dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(weight), torch.empty_like(weight)
-
-
 @opaque(
     "layer_norm_weight_gradient(Tensor dy, Tensor x, Tensor mean, Tensor rstd, Tensor weight) -> (Tensor, Tensor)",
-    _layer_norm_fake_weight_gradient,
+    lambda dy, x, mean, rstd, weight: (torch.empty_like(weight), torch.empty_like(weight)),
 )
 def layer_norm_weight_gradient(
     dy: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor

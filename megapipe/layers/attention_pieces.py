@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapipe.kernels.reference.norms import wide_dtype
+
 LARGEST_HEAD_DIM = 256
 """Largest head dimension of a GPU's flash kernels, which must also be a multiple of 8."""
 
@@ -53,7 +55,7 @@ class Weighing:
         none."""
         if self.slopes is None or self.distances is None:
             return None
-        dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
+        dtype = wide_dtype(query)
         distances = self.distances if self.distances.dim() == 4 else self.distances[None, None]
         return distances.to(dtype) * -self.slopes.to(dtype).view(-1, 1, 1)
 
@@ -129,7 +131,7 @@ computed from scores."""
 
 def merged_pieces(query: Tensor, sinks: Tensor | None, parts: Iterable[Part]) -> tuple[Tensor, Tensor]:
     """Return outputs [b, heads, s, d] and log-sums [b, heads, s] of all pieces of the queries [b, heads, s, d]."""
-    wide = torch.promote_types(query.dtype, torch.float32)
+    wide = wide_dtype(query)
     # The memory layout that the output projection needs: tokens before heads.
     mixed = torch.zeros_like(query.transpose(1, 2), dtype=wide, memory_format=torch.contiguous_format)
     mixed = mixed.transpose(1, 2)
@@ -234,8 +236,7 @@ def _by_kv_head(x: Tensor, key: Tensor) -> Tensor:
 
 def _scores(query: Tensor, key: Tensor, seen: Seen, how: Weighing) -> Tensor:
     """Return scores [b, heads, rows, columns] in fp32 (fp64 for fp64), minus infinity where hidden."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    scores = _by_kv_head(query, key).matmul(key.transpose(-2, -1)).to(wide).mul_(how.scale)
+    scores = _by_kv_head(query, key).matmul(key.transpose(-2, -1)).to(wide_dtype(query)).mul_(how.scale)
     if how.softcap is not None:
         scores = scores.div_(how.softcap).tanh_().mul_(how.softcap)
     scores = scores.view(*query.shape[:3], key.shape[2])

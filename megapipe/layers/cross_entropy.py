@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.reference.cross_entropy import cross_entropy_logit_gradient, merged, slope_at, softcapped
+from megapipe.kernels.reference.norms import wide_dtype
 from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import Linear, OnShards, Shapes, weight_gradient
 from megapipe.layers.split import SplitError, SplitTape, Tensors, WeightGradients
-from megapipe.parallel.collectives import copy_to_group, gather_from_group
+from megapipe.parallel.collectives import copy_to_group, gather_from_group, gather_tokens
 from megapipe.parallel.groups import Group
 
 
@@ -66,7 +67,7 @@ class VocabParallelHead(Linear, OnShards):
 
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """Return the logits [b, s, v] of x [b, s, h] over the true vocabulary, on every rank."""
-        local = self.local_product(self._all_tokens(x), tape, add_bias=False)
+        local = self.local_product(self.on_all_tokens(x, self.group), tape, add_bias=False)
         if self.softcap is not None:
             local = softcapped(local, self.softcap)[0].to(local.dtype)
         return gather_from_group(local, self.group, dim=-1)[..., : self.vocabulary_size]
@@ -81,15 +82,14 @@ class VocabParallelHead(Linear, OnShards):
         """
         if self.recompute:
             return self.recomputed_loss_sum(x, labels, loss_mask, tape)
-        rows = self._all_tokens(x).flatten(0, -2)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
+        rows = self.on_all_tokens(x, self.group).flatten(0, -2)
+        row_weight = row_weights(loss_mask, x)
         targets = self._targets(labels.flatten(), row_weight)
         if tape is None:
             # Autograd is always disabled within the function.
             keep = torch.is_grad_enabled()
             return _FusedCrossEntropy.apply(rows, self.weight, self, targets, row_weight, keep, self._kept(x, rows))
-        record = tape.record(self, (), rows.new_empty((), dtype=wide))
+        record = tape.record(self, (), rows.new_empty((), dtype=wide_dtype(rows)))
         loss, gradient = _ProbedCrossEntropy.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
         kept = self._kept(x, rows)
         record.saved = (kept, gradient) if row_weight is None else (kept, gradient, row_weight)
@@ -105,9 +105,8 @@ class VocabParallelHead(Linear, OnShards):
                 "halves of a split backward would each recompute the logits; "
                 "set recompute.logits false, or use a schedule with whole backwards"
             )
-        rows = self._all_tokens(x).flatten(0, -2)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
+        rows = self.on_all_tokens(x, self.group).flatten(0, -2)
+        row_weight = row_weights(loss_mask, x)
         kept = self._kept(x, rows)
         return _Recomputed.apply(rows, self.weight, self.bias, self, labels.flatten(), row_weight, kept)
 
@@ -122,10 +121,6 @@ class VocabParallelHead(Linear, OnShards):
         capped = "softcapped_" if self.capped else ""
         return self.kernels.pick(f"{capped}linear_cross_entropy", rows)
 
-    def _all_tokens(self, x: Tensor) -> Tensor:
-        """Return the rows that every rank multiplies with its part of the matrix."""
-        return copy_to_group(x, self.group) if self.sequence is None else self.sequence.whole(x)
-
     def _kept(self, x: Tensor, rows: Tensor) -> Tensor:
         """Return the tensor from which a backward gets the rows [n, h]: this rank's tokens x [b, s / t, h], or the
         rows."""
@@ -133,7 +128,7 @@ class VocabParallelHead(Linear, OnShards):
 
     def rows_of(self, kept: Tensor) -> Tensor:
         """Return the rows [n, h] from the tensor that `_kept` returned."""
-        return kept if self.sequence is None else self.sequence.whole(kept).flatten(0, -2)
+        return kept if self.sequence is None else gather_tokens(kept, self.group).flatten(0, -2)
 
     def _targets(self, labels: Tensor, row_weight: Tensor | None) -> Targets:
         known = (labels >= 0) & (labels < self.vocabulary_size)
@@ -164,14 +159,13 @@ class SharedHead(VocabParallelHead):
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
         rows = x.flatten(0, -2)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        row_weight = None if loss_mask is None else loss_mask.flatten().to(wide)
+        row_weight = row_weights(loss_mask, x)
         targets = self._targets(labels.flatten(), row_weight)
         if not torch.is_grad_enabled():
             return loss_and_logit_gradient(rows, self.weight, self, targets, row_weight, keep=False)[0]
         if tape is None:
             return _DelayedCrossEntropy.apply(rows, self.weight, self, targets, row_weight)
-        record = tape.record(self, (), rows.new_empty((), dtype=wide))
+        record = tape.record(self, (), rows.new_empty((), dtype=wide_dtype(rows)))
         loss, *kept = _RescaledCrossEntropy.apply(rows, record.probe, self.weight.detach(), self, targets, row_weight)
         record.saved = (rows.detach(), *kept) if row_weight is None else (rows.detach(), *kept, row_weight)
         record.integers = (targets.columns, targets.owned)
@@ -193,6 +187,11 @@ class SharedHead(VocabParallelHead):
         share = torch.exp(merged(own.unsqueeze(0))[0] - merged(by_rank)[0])
         slope = slope_at(own[2], self.softcap)
         return share, 1 - share if slope is None else (1 - share) * slope
+
+
+def row_weights(loss_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Return the weights of the rows [n], in fp32 (fp64 for fp64), for a mask of any shape; None for 1."""
+    return None if loss_mask is None else loss_mask.flatten().to(wide_dtype(like))
 
 
 def loss_and_logit_gradient(
@@ -245,6 +244,11 @@ def _row_scale(row_weight: Tensor | None, dloss: Tensor) -> Tensor:
     """Return the factor of each row's gradient, [n, 1] or [1, 1] in the loss's precision, because bf16 would round it
     by up to one part in 500. (A number without dimensions would be rounded to the rows' precision by torch.)"""
     return dloss.view(1, 1) if row_weight is None else (dloss * row_weight).unsqueeze(1)
+
+
+def _scales(row_weight: Tensor | None, dloss: Tensor, num_rows: int) -> Tensor:
+    """Return the factor of each row's gradient, [n]."""
+    return dloss.expand(num_rows).contiguous() if row_weight is None else dloss * row_weight
 
 
 class _FusedCrossEntropy(torch.autograd.Function):
@@ -377,7 +381,7 @@ class _Recomputed(torch.autograd.Function):
         head = ctx.head
         rows = head.rows_of(kept)
         op = head.loss_op(rows)
-        scale = dloss.expand(len(rows)).contiguous() if row_weight is None else dloss * row_weight
+        scale = _scales(row_weight, dloss, len(rows))
         columns, owned = head.columns_of(labels)
         gradients = op.backward(
             rows, weight, columns, owned, head.num_columns, log_sum_exp, scale, bias, **head.capped
@@ -438,8 +442,7 @@ class MaskedTokenHead(VocabParallelHead):
 
         labels: int64 [...]. weights: [...], None for 1. Raises ValueError as `VocabParallelHead.loss_sum` does.
         """
-        wide = torch.promote_types(local.dtype, torch.float32)
-        row_weight = local.new_ones(labels.numel(), dtype=wide) if weights is None else weights.flatten().to(wide)
+        row_weight = row_weights(weights, local)
         targets = self._targets(labels.flatten(), row_weight)
         return _CrossEntropy.apply(local.flatten(0, -2), self, targets, row_weight)
 
@@ -461,7 +464,7 @@ class MaskedTokenHead(VocabParallelHead):
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: Tensor, head: MaskedTokenHead, targets: Targets, row_weight: Tensor) -> Tensor:
+    def forward(ctx: Any, local: Tensor, head: MaskedTokenHead, targets: Targets, row_weight: Tensor | None) -> Tensor:
         logits = local[:, : head.num_columns].contiguous()
         own = head.kernels.pick("cross_entropy", logits).statistics(logits, targets.columns, targets.owned)
         log_sum_exp, loss = merged_loss(own, head.group, targets, row_weight)
@@ -474,6 +477,7 @@ class _CrossEntropy(torch.autograd.Function):
         logits, log_sum_exp, row_weight = ctx.saved_tensors
         gradient = logits.clone()
         op = ctx.head.kernels.pick("cross_entropy", gradient)
-        op.gradient(gradient, ctx.targets.columns, ctx.targets.owned, log_sum_exp, dloss * row_weight)
+        scale = _scales(row_weight, dloss, len(gradient))
+        op.gradient(gradient, ctx.targets.columns, ctx.targets.owned, log_sum_exp, scale)
         padding = ctx.stored - gradient.shape[1]
         return torch.nn.functional.pad(gradient, (0, padding)) if padding else gradient, None, None, None

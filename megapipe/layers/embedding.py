@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
+from megapipe.kernels.reference.norms import wide, wide_dtype
 from megapipe.kernels.registry import Registry, constant_when_compiled, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape, Tensors, WeightGradients
@@ -35,9 +36,8 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
 
     Summed in fp32 (fp64 for fp64): a frequent token gets thousands of small contributions, which bf16 would lose.
     """
-    wide = torch.float64 if dy.dtype == torch.float64 else torch.float32
-    gradient = torch.zeros(num_rows, dy.shape[-1], dtype=wide, device=dy.device)
-    return gradient.index_add_(0, rows.flatten(), dy.flatten(0, -2).to(wide)).to(dy.dtype)
+    gradient = torch.zeros(num_rows, dy.shape[-1], dtype=wide_dtype(dy), device=dy.device)
+    return gradient.index_add_(0, rows.flatten(), wide(dy).flatten(0, -2)).to(dy.dtype)
 
 
 class _Rows(NamedTuple):
@@ -265,9 +265,8 @@ class RotaryAngles:
 
         On the device of `like`, in fp32 (fp64 for fp64).
         """
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         held = () if share is None else (share.order, share.rank, share.size)
-        return _tables(self._key, num_tokens, dtype, like.device, *held)
+        return _tables(self._key, num_tokens, wide_dtype(like), like.device, *held)
 
 
 @constant_when_compiled

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megapipe.config.model import ModelConfig
+from megapipe.kernels.reference.norms import wide, wide_dtype
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import (
     ColumnParallelLinear,
@@ -75,7 +76,7 @@ class Router(SplitModule, OnShards):
         if tape is None:
             scores = FusedLinear.apply(x, self.weight, score_bias, True, rerun, _WIDE)
         else:
-            record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=_wide(x)))
+            record = tape.record(self, (*x.shape[:-1], self.weight.shape[0]), x.new_empty((), dtype=wide_dtype(x)))
             record.keep_input(x, rerun)
             bias = None if score_bias is None else score_bias.detach()
             scores = ProbedLinear.apply(x, record.probe, self.weight.detach(), bias, _WIDE)
@@ -140,15 +141,11 @@ class Router(SplitModule, OnShards):
         return num_experts * counts - flat.numel()
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 class _WideProducts(Products):
     """Products in fp32 (fp64 for fp64) of operands of one dtype. The weight's gradient is as wide as gradient sums."""
 
     def output(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        scores = x.to(_wide(x)) @ weight.to(_wide(x)).t()
+        scores = wide(x) @ wide(weight).t()
         return scores if bias is None else scores.add_(bias)
 
     def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megapipe.layers.linear import Gradients, Linear, Products, Source, bias_gradient
 from megapipe.layers.split import Rerun, SplitTape, WeightGradients
-from megapipe.parallel.collectives import by_rank, gather_tokens, joined, start_gather, start_scatter
+from megapipe.parallel.collectives import by_rank, joined, start_gather, start_scatter
 from megapipe.parallel.groups import Group
 
 Multiply = Callable[[Tensor], Tensor]
@@ -33,10 +33,6 @@ class SequenceProducts:
 
     group: Group
     chunks: int = 1
-
-    def whole(self, x: Tensor) -> Tensor:
-        """Return all ranks' tokens [b, s, h] of x [b, s / t, h]; each rank's gradient is a part of the sum."""
-        return gather_tokens(x, self.group)
 
     def column(
         self, linear: Linear, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megapipe.config.bert import BertModelConfig
+from megapipe.kernels.reference.norms import wide
 from megapipe.kernels.registry import Registry
 from megapipe.layers.attention import BidirectionalAttention
 from megapipe.layers.context import BertContext
@@ -96,8 +97,7 @@ class BertHead(nn.Module, OnShards):
 def _sentence_loss(logits: Tensor, context: BertContext) -> Tensor:
     """Return the weighted sum of the pairs' cross entropies, in fp32 (fp64 for fp64)."""
     labels, weights = _sentences(context)
-    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return (functional.cross_entropy(wide, labels, reduction="none") * weights).sum()
+    return (functional.cross_entropy(wide(logits), labels, reduction="none") * weights).sum()
 
 
 def _sentences_correct(logits: Tensor, context: BertContext) -> Tensor:
