@@ -258,12 +258,6 @@ class _WatchedGroup(Group):
         work = self._group.all_reduce(tensor, op, async_op=True)
         return awaited_unless(async_op, WatchedWork(work, self._stopwatch.wait))
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self._stopwatch.wait(lambda: self._group.all_gather(tensor))
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return self._stopwatch.wait(lambda: self._group.reduce_scatter(tensor))
-
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         return WatchedWork(self._group.gather_into(whole, part), self._stopwatch.wait)
 

@@ -87,26 +87,38 @@ class Group(ABC):
         is complete on return.
         """
 
-    @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every member's tensor, stacked in rank order: (...) -> (size, ...)."""
+        return self.start_all_gather(tensor)()
 
-    @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return the sum, over the members, of the slice that belongs to this member: (size, ...) -> (...)."""
+        return self.start_reduce_scatter(tensor)()
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `all_gather` in the background; call the returned function once to wait for the result.
 
-        `tensor` must not be changed until then. The default implementation has finished on return.
+        `tensor` must not be changed until then.
         """
-        gathered = self.all_gather(tensor)
-        return lambda: gathered
+        whole = tensor.new_empty((self.size, *tensor.shape))
+        work = self.gather_into(whole.view(-1), tensor.detach().reshape(-1))
+
+        def finish() -> Tensor:
+            work.wait()
+            return whole
+
+        return finish
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `reduce_scatter` in the background, as `start_all_gather` does."""
-        reduced = self.reduce_scatter(tensor)
-        return lambda: reduced
+        whole = tensor.detach().flatten().clone()
+        work = self.reduce_into_part(whole)
+
+        def finish() -> Tensor:
+            work.wait()
+            return self.own_part(whole).view(tensor.shape[1:])
+
+        return finish
 
     @abstractmethod
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
@@ -159,12 +171,6 @@ class SoloGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         return _Finished()
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().unsqueeze(0)
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().clone().squeeze(0)
-
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         if whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
@@ -197,11 +203,11 @@ class SilentGroup(SoloGroup):
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int) -> None:
         Group.__init__(self, name, ranks, rank)
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return tensor.detach().unsqueeze(0).expand(self.size, *tensor.shape).contiguous()
+    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return tensor.detach().unsqueeze(0).expand(self.size, *tensor.shape).contiguous
 
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return tensor.detach()[self.rank].clone()
+    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
+        return tensor.detach()[self.rank].clone
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         whole.detach().view(self.size, -1).copy_(part.detach().clone().expand(self.size, -1))
@@ -298,18 +304,6 @@ class DistributedGroup(Group):
         with self.errors_named("all_reduce"):
             handle = dist.all_reduce(tensor.detach(), _REDUCE_OPERATIONS[op], self.process_group, async_op=True)
         return awaited_unless(async_op, _DistributedWork(self, "all_reduce", [handle]))
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        gathered = tensor.new_empty((self.size, *tensor.shape))
-        with self.errors_named("all_gather"):
-            _all_gather_single(gathered.view(-1), tensor.detach().reshape(-1), self.process_group)
-        return gathered
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        reduced = tensor.new_empty(tensor.shape[1:])
-        with self.errors_named("reduce_scatter"):
-            _reduce_scatter_single(reduced.view(-1), tensor.detach().reshape(-1), group=self.process_group)
-        return reduced
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         whole, part = whole.detach(), part.detach()
