@@ -21,8 +21,8 @@ from torch import Tensor
 from megapipe.engine.stage import Specs, Stage, TensorSpec, described
 from megapipe.engine.step import EngineError, StepState
 from megapipe.layers.split import Tensors
-from megapipe.parallel.groups import Group
-from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
+from megapipe.parallel.groups import FINISHED, Group, Work
+from megapipe.parallel.links import Edge, LinkEnd, Loan
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import LinkKind, make_links
 from megapipe.schedules.schedule import Connection, Header, Schedule
@@ -70,7 +70,7 @@ class BufferSlots(ReceiveSlots):
         self._specs = boundary.specs
         self._buffers = _allocated(boundary.specs, num_slots, device)
         self._messages = list(self._buffers)
-        self._pending: dict[int, list[Transfer]] = {}
+        self._pending: dict[int, list[Work]] = {}
 
     def post(self, slot: int, part: int = 0) -> None:
         self._messages[slot] = _within(self._specs, self._buffers[slot], part)
@@ -159,7 +159,7 @@ class Sender:
     def __init__(self, boundary: Boundary) -> None:
         self._link = boundary.link
         self._specs = boundary.specs
-        self._in_flight: deque[tuple[Transfer, Tensor]] = deque()
+        self._in_flight: deque[tuple[Work, Tensor]] = deque()
 
     def send(self, tensors: Tensors, part: int = 0) -> None:
         """Start sending; each tensor is kept alive until it has left. part: number of their sequence slice.

@@ -29,14 +29,15 @@ ReduceOperation = Literal["sum", "max"]
 
 
 class Work(ABC):
-    """A collective that was started."""
+    """A collective, a send or a receive that was started."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Return when the result may be used: on a CPU it is complete, on a GPU the current stream waits for it.
+        """Return when the result may be used, or a sent tensor overwritten: on a CPU the work is complete, on a GPU
+        the current stream waits for it.
 
         Raises:
-            CommunicationError: a member failed or did not answer.
+            CommunicationError: a member failed, did not answer, or sent something other than expected.
         """
 
 
@@ -157,9 +158,14 @@ class Group(ABC):
         """Wait until every member has called this."""
 
 
-class _Finished(Work):
+class Finished(Work):
+    """A work that was complete when it was started."""
+
     def wait(self) -> None:
         """Nothing to wait for."""
+
+
+FINISHED = Finished()
 
 
 class SoloGroup(Group):
@@ -169,22 +175,22 @@ class SoloGroup(Group):
         super().__init__(name, (global_rank,), 0)
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
-        return _Finished()
+        return FINISHED
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         if whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
-        return _Finished()
+        return FINISHED
 
     def reduce_into_part(self, whole: Tensor) -> Work:
-        return _Finished()
+        return FINISHED
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
-        return _Finished()
+        return FINISHED
 
     def shift(self, tensor: Tensor, into: Tensor) -> Work:
         into.detach().copy_(tensor.detach())
-        return _Finished()
+        return FINISHED
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value]
@@ -211,7 +217,7 @@ class SilentGroup(SoloGroup):
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         whole.detach().view(self.size, -1).copy_(part.detach().clone().expand(self.size, -1))
-        return _Finished()
+        return FINISHED
 
     def all_gather_object(self, value: Any) -> list[Any]:
         return [value] * self.size

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megapipe.config.parallel import MeshShape, Partition
 from megapipe.parallel.groups import CommunicationError, Group, ReduceOperation, Work, awaited_unless
-from megapipe.parallel.links import Edge, LinkEnd, Transfer
+from megapipe.parallel.links import Edge, LinkEnd
 from megapipe.parallel.mesh import Mesh
 
 
@@ -108,12 +108,6 @@ class ThreadGroup(Group):
         number = self._post(_described(f"all_reduce {op}", tensor), Deposit(tensor.detach().clone()))
         work = _ThreadWork(self, number, lambda deposits: _reduce_into(tensor.detach(), deposits, op))
         return awaited_unless(async_op, work)
-
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return self.start_all_gather(tensor)()
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return self.start_reduce_scatter(tensor)()
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         number = self._post(_described("all_gather", tensor), Deposit(tensor.detach().clone()))
@@ -288,7 +282,7 @@ def run_in_process(meshes: Sequence[InProcessMesh], function: Callable[..., Any]
     return results
 
 
-class _Posted(Transfer):
+class _Posted(Work):
     """One posted send or receive. On a GPU, events order the streams of the two threads."""
 
     def __init__(self, world: ThreadWorld, link: LinkEnd, number: int, tensor: Tensor) -> None:
@@ -323,7 +317,7 @@ class InProcessLink(LinkEnd):
         self._world = world
         self._meeting = meeting
 
-    def _start(self, tensor: Tensor) -> Transfer:
+    def _start(self, tensor: Tensor) -> Work:
         posted, meeting = _Posted(self._world, self, next(self._numbers), tensor.detach()), self._meeting
         with self._world.changed:
             (meeting.sends if self._sends else meeting.receives).append(posted)

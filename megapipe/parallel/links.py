@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapipe.layout.costs import MESSAGES_IN_FLIGHT
-from megapipe.parallel.groups import CommunicationError, Group
+from megapipe.parallel.groups import CommunicationError, Group, Work
 
 
 @dataclass(frozen=True)
@@ -46,30 +46,6 @@ class Edge:
 
     def __str__(self) -> str:
         return f"link {self.source}->{self.destination}"
-
-
-class Transfer(ABC):
-    """A send or receive that was started."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Wait until a sent tensor may be overwritten, or a received one read.
-
-        On a GPU, the current stream waits.
-
-        Raises:
-            CommunicationError: the peer died, did not answer, or sent something other than expected.
-        """
-
-
-class Finished(Transfer):
-    """A transfer that was complete when it was started."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-FINISHED = Finished()
 
 
 class Loan(ABC):
@@ -114,7 +90,7 @@ class LinkEnd:
         self.timeout = timeout
         self._numbers = itertools.count()
 
-    def send(self, tensor: Tensor) -> Transfer:
+    def send(self, tensor: Tensor) -> Work:
         """Start sending `tensor`, which must not change before the transfer is awaited.
 
         Raises:
@@ -126,7 +102,7 @@ class LinkEnd:
         self.check_size(tensor)
         return self._start(tensor)
 
-    def receive(self, into: Tensor) -> Transfer:
+    def receive(self, into: Tensor) -> Work:
         """Start receiving the link's next message into the contiguous tensor `into`.
 
         Raises:
@@ -138,7 +114,7 @@ class LinkEnd:
             raise ValueError(f"{self.edge} receives into contiguous tensors, not strides {into.stride()}")
         return self._start(into)
 
-    def _start(self, tensor: Tensor) -> Transfer:
+    def _start(self, tensor: Tensor) -> Work:
         """Start to send or receive a checked tensor, depending on the end. Every kind of link overrides this."""
         raise NotImplementedError
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapipe.parallel.groups import DistributedGroup, LaunchError
+from megapipe.parallel.groups import DistributedGroup, LaunchError, Work
 from megapipe.parallel.in_process import InProcessMesh, in_process_links
-from megapipe.parallel.links import Edge, LinkEnd, Transfer
+from megapipe.parallel.links import Edge, LinkEnd
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.shared_memory import memory_is_shared, shared_memory_links
 from megapipe.schedules.validation import STREAMS_PER_PRIORITY
@@ -45,7 +45,7 @@ class DistributedLink(LinkEnd):
         self._carrier = carrier
         self.wait_timeout = timedelta(seconds=timeout) if carrier is group else None
 
-    def _start(self, tensor: Tensor) -> Transfer:
+    def _start(self, tensor: Tensor) -> Work:
         call, verb = (dist.isend, "send") if self._sends else (dist.irecv, "receive")
         buffer, number = tensor.detach().contiguous(), next(self._numbers)
         try:
@@ -66,7 +66,7 @@ class DistributedLink(LinkEnd):
         self._numbers = itertools.count()
 
 
-class _DistributedTransfer(Transfer):
+class _DistributedTransfer(Work):
     """Keeps the tensor alive, as the backend's thread or stream works on its memory."""
 
     def __init__(self, link: DistributedLink, number: int, work: dist.Work | None, tensor: Tensor) -> None:

@@ -27,8 +27,8 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from megapipe.parallel.groups import CommunicationError, DistributedGroup, Group
-from megapipe.parallel.links import FINISHED, Edge, LinkEnd, Loan, Transfer
+from megapipe.parallel.groups import FINISHED, CommunicationError, DistributedGroup, Group, Work
+from megapipe.parallel.links import Edge, LinkEnd, Loan
 from megapipe.parallel.shared_ring import RingBuffer, RingShape
 
 Taken = TypeVar("Taken")
@@ -133,11 +133,11 @@ class SharedMemorySender(SharedMemoryLink):
     def is_short_of_slots(self) -> bool:
         return bool(self._waiting)
 
-    def _start(self, tensor: Tensor) -> Transfer:
+    def _start(self, tensor: Tensor) -> Work:
         self.enqueue(tensor).wait()
         return FINISHED
 
-    def enqueue(self, tensor: Tensor) -> Transfer:
+    def enqueue(self, tensor: Tensor) -> Work:
         """Send without waiting. If no slot is free, the message is sent while this rank waits for any of its links.
 
         tensor: not larger than a slot.
@@ -179,7 +179,7 @@ class SharedMemorySender(SharedMemoryLink):
         self._sent += 1
 
 
-class _Queued(Transfer):
+class _Queued(Work):
     """A message that waits for a free slot."""
 
     def __init__(self, link: SharedMemorySender, tensor: Tensor) -> None:
@@ -204,7 +204,7 @@ class SharedMemoryReceiver(SharedMemoryLink):
     def is_short_of_slots(self) -> bool:
         return len(self._waiting) > len(self._ring.slots) - self._on_loan
 
-    def _start(self, tensor: Tensor) -> Transfer:
+    def _start(self, tensor: Tensor) -> Work:
         transfer = _Receive(self, next(self._numbers), tensor.detach())
         self._waiting.append(transfer)
         self.deliver()
@@ -246,7 +246,7 @@ class SharedMemoryReceiver(SharedMemoryLink):
         receive.complete(slot)
 
 
-class _Receive(Transfer):
+class _Receive(Work):
     """A receive into the caller's tensor."""
 
     def __init__(self, link: SharedMemoryReceiver, number: int, into: Tensor) -> None:
@@ -430,7 +430,7 @@ class SharedMemoryExchange:
         """Return an exchange; None if members are on several hosts, or the system is not Linux. A collective call."""
         return cls(group, timeout) if memory_is_shared(group) else None
 
-    def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Transfer]:
+    def start(self, peers: Sequence[int], pieces: Sequence[Tensor], received: Sequence[Tensor]) -> list[Work]:
         """Send every peer its piece, and post a receive from every peer. pieces, received: flat tensors by group rank.
 
         Returns the waits that must return before `received` may be read and `pieces` overwritten.

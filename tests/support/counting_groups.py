@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megapipe.engine import transfers
 from megapipe.parallel import collectives
-from megapipe.parallel.groups import Group, SoloGroup
-from megapipe.parallel.links import Edge, LinkEnd, Loan, Transfer
+from megapipe.parallel.groups import Group, SoloGroup, Work
+from megapipe.parallel.links import Edge, LinkEnd, Loan
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.pipeline_links import LinkKind
 
@@ -109,7 +109,7 @@ class CountingLink(LinkEnd):
         self._link = link
         self._traffic = traffic
 
-    def _start(self, tensor: Tensor) -> Transfer:
+    def _start(self, tensor: Tensor) -> Work:
         if self._sends:
             self._traffic.note(Place("link", "send"), [tensor])
         return self._link._start(tensor)
