@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,7 +46,9 @@ from megapipe.layers.split import InPlaceOf, Rerun, SplitModule, SplitTape, Tens
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.ops import AttentionPath
-from megapipe.spec.token_order import Share
+
+if TYPE_CHECKING:
+    from megapipe.layers.context_parallel import HeadExchange, Ring
 
 BLOCK = 128
 """Number of queries, and of keys, in a block."""
@@ -145,19 +147,6 @@ def visible_within_documents(document_starts: Tensor, window: int | None) -> Ten
     return (keys <= queries) & (keys >= first)
 
 
-class SharedSamples(Protocol):
-    """Attention to whole samples on the ranks of a group, each of which holds a part of every sample."""
-
-    @property
-    def share(self) -> Share:
-        """The part of each sample that this rank holds."""
-        ...
-
-    def mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return attention outputs for this rank's tokens, as `Attention.mix` does for whole samples."""
-        ...
-
-
 class Sinks(SplitModule):
     """Attention sinks: one more score per head in the softmax. shapes: of `weight` (kv groups, query heads per
     group)."""
@@ -193,8 +182,8 @@ class Attention(nn.Module):
 
     def __init__(self, model: ModelConfig, shapes: Shapes, group: Group, kernels: Registry, site: int) -> None:
         super().__init__()
-        self.sharing: SharedSamples | None = None
-        self.in_pieces: SharedSamples | None = None
+        self.sharing: Ring | HeadExchange | None = None
+        self.in_pieces: Ring | None = None
         self.own_heads = slice(None)
         self._add_projections(model, shapes, group, kernels)
         self.output = RowParallelLinear(within(shapes, "output"), group)

@@ -1,7 +1,7 @@
 """The data of the current micro-batch that layers of a stage need in addition to their inputs."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -9,6 +9,9 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from megapipe.kernels.reference.dropout import numbers
 from megapipe.layers.split import SplitTape
+
+if TYPE_CHECKING:
+    from megapipe.layers.sequence_slices import Slice
 
 
 @dataclass
@@ -38,25 +41,7 @@ class MicrobatchContext:
     document_blocks: dict[int | None, BlockMask] | None = None
     token_numbers: Tensor | None = None
     whole_document_starts: Tensor | None = None
-    slice: "SampleSlice | None" = None
-
-
-class SampleSlice(Protocol):
-    """One sequence slice of the samples of a micro-batch, which attends to the earlier slices."""
-
-    @property
-    def places(self) -> range:
-        """Positions of this slice's tokens in their samples."""
-        ...
-
-    @property
-    def whole(self) -> int:
-        """Number of tokens of a whole sample."""
-        ...
-
-    def mix(self, attention: Any, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
-        """Return attention outputs for this rank's tokens, as `Attention.mix` does for whole samples."""
-        ...
+    slice: "Slice | None" = None
 
 
 @dataclass
