@@ -326,3 +326,24 @@ def constant_when_compiled(function: Callable[Arguments, Result]) -> Callable[Ar
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def cached_constants(number: int) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
+    """Decorate a function that makes tensors from constants: its last `number` results are kept, and a compiler takes
+    them for constants."""
+
+    def decorate(function: Callable[..., Result]) -> Callable[..., Result]:
+        @functools.lru_cache(number)
+        def made(*arguments: Any) -> Result:
+            # Tensors that are created in inference mode cannot be used in training.
+            with torch.inference_mode(False):
+                return function(*arguments)
+
+        @constant_when_compiled
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Result:
+            return made(*arguments)
+
+        return call
+
+    return decorate
