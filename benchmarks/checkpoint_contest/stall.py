@@ -158,7 +158,7 @@ def _engine(mesh: Mesh, schedule: Schedule, stages: dict[int, Stage], swaps: Swa
     reductions = Reductions(
         states,
         [segment.spec.name for state in states for segment in state.table],
-        Communicators(mesh.world, alone, {}, mesh.world),
+        Communicators(mesh.world, alone, {}, mesh.world, mesh.group("tensor")),
         partial(clip_coefficient, limit=1.0),
         NoOptimizer(),
         mesh.device,

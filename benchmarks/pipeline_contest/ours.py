@@ -89,7 +89,7 @@ def fed(mesh: Mesh, schedule: Schedule, stages: Mapping[int, Stage], contexts: S
     reductions = Reductions(
         states,
         [segment.spec.name for state in states for segment in state.table],
-        Communicators(alone, alone, {}, alone),
+        Communicators(alone, alone, {}, alone, alone),
         partial(clip_coefficient, limit=1.0),
         NoOptimizer(),
         mesh.device,

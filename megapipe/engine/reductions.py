@@ -248,24 +248,24 @@ class Communicators:
     """The groups that the engine uses on one rank.
 
     tied[g]: all replicas of the stages that use the weight of tied group g, the first replica's first.
-    scalars: all ranks, by default the world; another group than the world if sums are hidden.
+    scalars: all ranks; another group than the world if sums are hidden.
     data: all replicas of this rank's weights, over data and context.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
     replica: index of this rank among the replicas of its weights. If n replicas shard a state, the first n count in
     the gradient norm; the others hold the same sums. shards: by their number, the replicas that share one copy of a
     unit's state. copies: by the same number, the replicas with the same shard as this one, if there are several.
-    tensor: tensor ranks, for gradients that are partial sums on each of them; needed if states have such gradients.
+    tensor: tensor ranks, for gradients that are partial sums on each of them.
     """
 
     world: Group
     data: Group
     tied: Mapping[int, Group]
-    scalars: Group | None = None
+    scalars: Group
+    tensor: Group
     counts_loss: bool = True
     replica: int = 0
     shards: Mapping[int, Group] = field(default_factory=dict)
     copies: Mapping[int, Group] = field(default_factory=dict)
-    tensor: Group | None = None
 
     def through(self, change: Callable[[Group], Group]) -> "Communicators":
         """Return the communicators with `change` applied to every group."""
@@ -274,10 +274,10 @@ class Communicators:
             world=change(self.world),
             data=change(self.data),
             tied={group: change(members) for group, members in self.tied.items()},
-            scalars=None if self.scalars is None else change(self.scalars),
+            scalars=change(self.scalars),
             shards={size: change(members) for size, members in self.shards.items()},
             copies={size: change(members) for size, members in self.copies.items()},
-            tensor=None if self.tensor is None else change(self.tensor),
+            tensor=change(self.tensor),
         )
 
 
@@ -307,7 +307,7 @@ class Reductions:
     parameter_names: InitVar[Sequence[str]]
     communicators: Communicators
     clip: Callable[[Tensor], Tensor]
-    optimizer: FlatOptimizer | None
+    optimizer: FlatOptimizer
     device: torch.device
     _: KW_ONLY
     hidden: bool = False
@@ -318,9 +318,8 @@ class Reductions:
     reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self, parameter_names: Sequence[str], balanced_names: Sequence[str], pool_limit: int) -> None:
-        communicators = self.communicators
-        self._all_ranks = communicators.scalars or communicators.world
-        if self.hidden and self._all_ranks is communicators.world and self._all_ranks.size > 1:
+        scalars = self.communicators.scalars
+        if self.hidden and scalars is self.communicators.world and scalars.size > 1:
             raise ValueError("hidden sums need a separate group, such as mesh.second_world()")
         # The position of every parameter of the model in the vector of squared norms. Ranks sum such vectors over the
         # pipeline and tensor groups: entries of other ranks' parameters are zero, so adding them changes no bit.
@@ -336,7 +335,6 @@ class Reductions:
         """Return the reductions with `change` applied to every group."""
         other = copy(self)
         other.communicators = self.communicators.through(change)
-        other._all_ranks = change(self._all_ranks)
         return other
 
     def start_counts(self, step: StepState) -> None:
@@ -360,8 +358,7 @@ class Reductions:
         groups = self.communicators
         if state.table.num_elements == 0:
             return
-        if groups.tensor is not None:
-            sum_partial_gradients(state, state.gradients_of(update)[0], groups.tensor)
+        sum_partial_gradients(state, state.gradients_of(update)[0], groups.tensor)
         if state.sharding.count == 1:
             step.reductions.append(groups.data.all_reduce(state.gradients_of(update)[0], async_op=True))
             return
@@ -384,8 +381,7 @@ class Reductions:
         """
         state.sum_uses(update)
         total = state.gradients_of(update)[0]
-        if self.communicators.tensor is not None:
-            sum_partial_gradients(state, total, self.communicators.tensor)
+        sum_partial_gradients(state, total, self.communicators.tensor)
         step.reductions.append(self.communicators.tied[group].all_reduce(total, async_op=True))
 
     def reduce_scalars(self, step: StepState, update: int) -> None:
@@ -412,8 +408,6 @@ class Reductions:
 
         Several updates of one step are neither clipped nor checked, because the step's scalars come after them.
         """
-        if self.optimizer is None:
-            raise ValueError("this engine has no optimizer; give it one to run UPDATE actions")
         coefficient, finite = self._awaited(step)
         if finite:
             self.optimizer.update(states, version, step.input.learning_rate, coefficient)
@@ -429,10 +423,9 @@ class Reductions:
     def rehearse(self, states: Sequence[UnitState]) -> None:
         """Allocate the buffers of the first update of `states`, and run its kernels if updates may run during
         messages."""
-        if self.optimizer is not None:
-            self.optimizer.prepare(states)
-            if self.hidden:
-                self.optimizer.rehearse(states)
+        self.optimizer.prepare(states)
+        if self.hidden:
+            self.optimizer.rehearse(states)
 
     def clear(self, step: StepState, states: Sequence[UnitState], update: int) -> None:
         """Wait for the sums that an update of `states` needs, and clear the gradients as an update does."""
@@ -484,7 +477,7 @@ class Reductions:
     def _shared(self, step: StepState, scalars: Tensor) -> Scalars:
         """Sum `scalars` over all ranks, and read them together with the counts, because each read waits for the
         device."""
-        self._all_ranks.all_reduce(scalars)
+        self.communicators.scalars.all_reduce(scalars)
         squares, losses = scalars[: -self.loss_terms], scalars[-self.loss_terms :]
         loads = squares.index_select(0, self._balanced)
         if len(self._balanced):
