@@ -247,7 +247,7 @@ class Forwards:
         training, again = self._training, place in self._again
         run_bare = self._run_bare(action, chain) if again else None
         moves = self.moves if training and self.moves.keeps(action) else None
-        version, per_step = action.version, self.schedule.header.updates_per_step
+        version = action.version
         slots = self.transfers.receive_activation.get(stage_id) if slot >= 0 else None
         following = self.schedule.next_stage(stage_id, microbatch)
         # In training an output has been sent before its gradient arrives, and its slot is kept until then.
@@ -278,7 +278,7 @@ class Forwards:
                     for each in self.transfers.shards.values():
                         each.end_all(step)
                 return
-            copy = (step.input.step * per_step + version) % len(chain.twins)
+            copy = step.absolute(version) % len(chain.twins)
             leaves = inputs
             if run_bare is not None:
                 outputs = run_bare(step, copy, inputs)
@@ -302,11 +302,11 @@ class Forwards:
         following = stage_id, microbatch, unit + 1
         chain = self._chain(action)
         goes_on = following in self._continuing
-        version, per_step = action.version, self.schedule.header.updates_per_step
+        version = action.version
 
         def run(step: StepState) -> None:
             inputs = step.kept.pop(place)
-            copy = (step.input.step * per_step + version) % len(chain.twins)
+            copy = step.absolute(version) % len(chain.twins)
             outputs, tape = chain.run(copy, inputs, step.input.contexts[microbatch])
             step.pieces[place] = SavedGraph.between(inputs, outputs, tape)
             if goes_on:

@@ -251,13 +251,12 @@ class Program:
 
     def _update(self, actions: list[Action]) -> Closure:
         states = [self._state(action) for action in actions]
-        version, per_step = actions[0].version, self._header.updates_per_step
-        number = self._update_number(actions[0])
+        version, number = actions[0].version, self._update_number(actions[0])
         if not self.updates:
             return self._moves.update(actions, lambda step: self.reductions.clear(step, states, number(step)))
 
         def run(step: StepState) -> None:
-            absolute, update, copies = step.input.step * per_step + version, number(step), step.input.snapshot
+            absolute, update, copies = step.absolute(version), number(step), step.input.snapshot
             if copies is None:
                 self.reductions.update(step, states, absolute, update)
                 return
@@ -274,14 +273,12 @@ class Program:
     def _copy(self, state: UnitState, action: Action) -> Callable[[StepState], int]:
         """Return a function from a step to the physical version of a state's weights that an action uses. Forward mode
         uses the newest."""
-        version, per_step = action.version, self._header.updates_per_step
-        copies = len(state.weights)
+        version, copies = action.version, len(state.weights)
         if self._header.mode == "forward":
             return lambda step: state.newest % copies
-        return lambda step: (step.input.step * per_step + version) % copies
+        return lambda step: step.absolute(version) % copies
 
     def _update_number(self, action: Action) -> Callable[[StepState], int]:
         """Return a function from a step to the absolute number of an action's update."""
-        per_step = self._header.updates_per_step
         within = action.microbatch // self._header.microbatches_per_update
-        return lambda step: step.input.step * per_step + within
+        return lambda step: step.absolute(within)

@@ -165,6 +165,10 @@ class StepState:
     scalars: Future[Scalars] | None = None
     _loss_gradients: Tensor | None = None
 
+    def absolute(self, number: int) -> int:
+        """Return the absolute number of a weight version or an update, for its number within the step."""
+        return self.input.step * self.updates + number
+
     def update_of(self, microbatch: int) -> int:
         """Return the number, within the step, of the update that a micro-batch contributes to."""
         return microbatch * self.updates // len(self.input.contexts)
