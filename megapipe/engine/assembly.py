@@ -329,7 +329,6 @@ class Assembly:
             tied=tied,
             scalars=mesh.world if schedule.flushes else mesh.second_world(),
             counts_loss=ends_here and mesh.coordinate("tensor") == 0,
-            replica=self._replicas.rank,
             shards=shards,
             copies={size: members for size, members in copies.items() if members.size > 1},
             tensor=mesh.group("tensor"),

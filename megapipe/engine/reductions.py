@@ -249,11 +249,11 @@ class Communicators:
 
     tied[g]: all replicas of the stages that use the weight of tied group g, the first replica's first.
     scalars: all ranks; another group than the world if sums are hidden.
-    data: all replicas of this rank's weights, over data and context.
+    data: all replicas of this rank's weights, over data and context. If n replicas shard a state, the first n count in
+    the gradient norm; the others hold the same sums.
     counts_loss: this rank's loss sums and token counts enter the global sums (tensor rank 0 of its stage).
-    replica: index of this rank among the replicas of its weights. If n replicas shard a state, the first n count in
-    the gradient norm; the others hold the same sums. shards: by their number, the replicas that share one copy of a
-    unit's state. copies: by the same number, the replicas with the same shard as this one, if there are several.
+    shards: by their number, the replicas that share one copy of a unit's state. copies: by the same number, the
+    replicas with the same shard as this one, if there are several.
     tensor: tensor ranks, for gradients that are partial sums on each of them.
     """
 
@@ -263,7 +263,6 @@ class Communicators:
     scalars: Group
     tensor: Group
     counts_loss: bool = True
-    replica: int = 0
     shards: Mapping[int, Group] = field(default_factory=dict)
     copies: Mapping[int, Group] = field(default_factory=dict)
 
@@ -454,7 +453,7 @@ class Reductions:
         self._await_gradients(step)
         values: list[Tensor] = []
         places: list[int] = []
-        counted = [state for state in self.counted_states if self.communicators.replica < state.sharding.count]
+        counted = [state for state in self.counted_states if self.communicators.data.rank < state.sharding.count]
         if counted:
             squares = squared_norms(counted, update, self.squared_norm) | uncounted_flaw(counted, update)
             values += squares.values()
