@@ -161,9 +161,7 @@ class FlatMuon(FlatAdamW):
 
     def _own_part(self, whole: Tensor, segment: Segment) -> Tensor:
         axis = segment.spec.partition_axis
-        if axis is None or self._group.size == 1:
-            return whole
-        return whole.chunk(self._group.size, axis)[self._group.rank]
+        return whole if axis is None else whole.chunk(self._group.size, axis)[self._group.rank]
 
 
 def make_optimizer(

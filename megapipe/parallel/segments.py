@@ -96,9 +96,6 @@ class SegmentTable:
     def __getitem__(self, name: str) -> Segment:
         return self._segments[name]
 
-    def __len__(self) -> int:
-        return len(self._segments)
-
     def counted(self) -> Iterator[Segment]:
         """Yield the segments whose elements this tensor rank counts in a global sum: replicated ones count only on
         rank 0."""
