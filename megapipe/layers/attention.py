@@ -270,9 +270,7 @@ class Attention(nn.Module):
     def _mix(self, query: Tensor, key: Tensor, value: Tensor, context: MicrobatchContext) -> Tensor:
         if self.in_pieces is not None:
             return self.in_pieces.mix(query, key, value, context)
-        if context.document_blocks is not None:
-            return self._within_blocks(query, key, value, context.document_blocks[self.window])
-        if self._picked_path(query, context) == "unfused":
+        if context.document_blocks is None and self._picked_path(query, context) == "unfused":
             return self._unfused(query, key, value, context)
         return self._fused(query, key, value, context)
 
@@ -322,6 +320,9 @@ class Attention(nn.Module):
         """Return attention outputs [b, s, heads, d']."""
         channels, value = value.shape[-1], widened(value, query)
         query, key, value = (x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
+        if context.document_blocks is not None:
+            mixed = attend(query, key, value, context.document_blocks[self.window], self.scale)
+            return narrowed(mixed.transpose(1, 2), channels)
         mask = self._fused_mask(query, context)
         grouped = query.shape[1] > key.shape[1]
         if grouped and query.device.type == "cuda" and (mask is not None or query.dtype == torch.float32):
@@ -338,13 +339,6 @@ class Attention(nn.Module):
             scale=self.scale,
             enable_gqa=grouped,
         )
-        return narrowed(mixed.transpose(1, 2), channels)
-
-    def _within_blocks(self, query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask) -> Tensor:
-        """Return attention outputs [b, s, heads, d'] for documents that are separated by blocks."""
-        channels, value = value.shape[-1], widened(value, query)
-        query, key, value = (x.flatten(2, 3).transpose(1, 2) for x in (query, key, value))
-        mixed = attend(query, key, value, blocks, self.scale)
         return narrowed(mixed.transpose(1, 2), channels)
 
     def _fused_mask(self, query: Tensor, context: MicrobatchContext) -> Tensor | None:

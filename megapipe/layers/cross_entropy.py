@@ -21,7 +21,7 @@ from megapipe.kernels.reference.norms import wide_dtype
 from megapipe.kernels.registry import Implementation, Registry
 from megapipe.layers.linear import Linear, OnShards, Shapes, weight_gradient
 from megapipe.layers.split import SplitError, SplitTape, Tensors, WeightGradients
-from megapipe.parallel.collectives import copy_to_group, gather_from_group, gather_tokens
+from megapipe.parallel.collectives import gather_from_group, gather_tokens
 from megapipe.parallel.groups import Group
 
 
@@ -67,10 +67,14 @@ class VocabParallelHead(Linear, OnShards):
 
     def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
         """Return the logits [b, s, v] of x [b, s, h] over the true vocabulary, on every rank."""
-        local = self.local_product(self.on_all_tokens(x, self.group), tape, add_bias=False)
+        local = self.local_logits(x, tape)
         if self.softcap is not None:
             local = softcapped(local, self.softcap)[0].to(local.dtype)
         return gather_from_group(local, self.group, dim=-1)[..., : self.vocabulary_size]
+
+    def local_logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
+        """Return this rank's logits [..., stored rows] for x [..., h], before they are capped."""
+        return self.local_product(self.on_all_tokens(x, self.group), tape, add_bias=True)
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
         """Return the weighted sum of the cross entropy over tokens, a scalar in fp32 (fp64 for fp64), the same on
@@ -216,10 +220,7 @@ def loss_and_logit_gradient(
 
 def merged_loss(own: Tensor, group: Group, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the log-sum-exp of each row [n] and the loss sum, from each rank's own statistics [3, n]."""
-    by_rank = own.unsqueeze(0)
-    if group.size > 1:
-        by_rank = gather_from_group(by_rank, group, dim=0)
-    return loss_of_statistics(by_rank, targets, row_weight)
+    return loss_of_statistics(gather_from_group(own.unsqueeze(0), group, dim=0), targets, row_weight)
 
 
 def loss_of_statistics(by_rank: Tensor, targets: Targets, row_weight: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -423,13 +424,6 @@ class MaskedTokenHead(VocabParallelHead):
 
     shapes: of `weight` (stored rows, hidden) and `bias` (stored rows,); rows after the true vocabulary are padding.
     """
-
-    def local_logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        """Return this rank's logits [..., stored rows] for x [..., h]."""
-        return self.local_product(copy_to_group(x, self.group), tape, add_bias=True)
-
-    def logits(self, x: Tensor, tape: SplitTape | None) -> Tensor:
-        return gather_from_group(self.local_logits(x, tape), self.group, dim=-1)[..., : self.vocabulary_size]
 
     def loss_sum(self, x: Tensor, labels: Tensor, loss_mask: Tensor | None, tape: SplitTape | None) -> Tensor:
         if self.recompute:
