@@ -43,7 +43,6 @@ from megapipe.layout.scheduling import schedule_name
 from megapipe.layout.stages import StageLayout, slice_ranges
 from megapipe.layout.table import LayoutTable, lowered_schedule
 from megapipe.layout.units import StateBytes
-from megapipe.models import family_of
 from megapipe.parallel.groups import CommunicationError, LaunchError
 from megapipe.parallel.launch import LaunchEnvironment, initialize, shutdown
 from megapipe.parallel.mesh import Mesh, silent_mesh
@@ -160,7 +159,7 @@ def dry_run(
 
 def _run_shapes(config: PretrainConfig, stages: Mapping[int, Stage], tokens: HeldTokens) -> None:
     """Run a forward and a backward of each stage, and compare the shapes with its declared inputs and outputs."""
-    terms = len(family_of(config).loss_terms)
+    terms = len(config.loss_terms)
     context = _context(config, tokens)
     for number, stage in stages.items():
         inputs = [spec.allocate(META).requires_grad_(spec.requires_grad) for spec in stage.inputs]
@@ -188,7 +187,7 @@ def _context(config: PretrainConfig, held: HeldTokens) -> MicrobatchContext:
         "seed": config.training.seed,
         "token_numbers": None if held.numbers is None else integers(tokens),
     }
-    predictions = family_of(config).predictions
+    predictions = config.predictions
     if predictions is not None:
         return BertContext(
             **shared,

@@ -23,7 +23,6 @@ from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.data.files import drop_from_page_cache, resident_share
 from megapipe.data.shards import bin_path, idx_path
 from megapipe.engine.step import StepInput
-from megapipe.models import ModelFamily, family_of
 from megapipe.parallel.launch import initialize
 from megapipe.training.device import with_precision
 from megapipe.training.loop.batches import open_loader, open_samples
@@ -388,7 +387,6 @@ COLD = 0.05
 class StandIn:
     """A placeholder for a model on other devices, which needs the data of the first and last stage."""
 
-    family: ModelFamily
     is_first: bool = True
     is_last: bool = True
 
@@ -472,7 +470,7 @@ def measure_stalls(
             replica.engine.run(StepInput(next(numbers), batch.contexts, batch.token_counts, learning_rate=0.0))
 
     else:
-        consumer, seconds = StandIn(family_of(config)), tokens / replica_ingestion
+        consumer, seconds = StandIn(), tokens / replica_ingestion
 
         def train(batch: StepBatch) -> None:
             time.sleep(seconds)

@@ -42,7 +42,7 @@ from megapipe.layers.sequence_parallel import SequenceProducts
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT, StageLayout, slice_ranges
 from megapipe.layout.table import LayerChoice, LayoutTable
 from megapipe.layout.units import tied_unit
-from megapipe.models import DTYPES, family_of
+from megapipe.models import DTYPES, build_layer
 from megapipe.models.gpt import Head, PredictionDepth
 from megapipe.optim.muon import make_optimizer
 from megapipe.optim.scaling import clip_coefficient
@@ -82,21 +82,27 @@ class ModelTable:
     @classmethod
     def of(cls, config: PretrainConfig, layout: StageLayout, mesh: Mesh, kernels: Registry = OPS) -> "ModelTable":
         """Return the table of a GPT or BERT. kernels: which backends run the layers' ops."""
-        family, seed, layers = family_of(config), config.training.seed, layout.layers
+        seed, layers = config.training.seed, layout.layers
         lengths = tuple(map(len, slice_ranges(config)))
         boundary = residual_stream(config, config.batch.micro_size, max(lengths))
         if len(set(lengths)) > 1:
             slices = tuple(length // config.parallel.sequence_shards for length in lengths)
             boundary = tuple(replace(spec, slices=slices) for spec in boundary)
+
+        def build(index: int) -> nn.Module:
+            layer, recompute = layers[index], config.recompute.logits
+            group = holders(layer, mesh)
+            return build_layer(layer, config.model, group, VOCABULARY_ALIGNMENT, kernels, recompute)
+
         return cls(
             layers,
             layout.ranges,
             [boundary] * (len(layout.ranges) - 1),
-            lambda index: family.build(layers[index], holders(layers[index], mesh), VOCABULARY_ALIGNMENT, kernels),
+            build,
             DTYPES[config.training.precision],
             alignment=VOCABULARY_ALIGNMENT,
             initialize=lambda state: state.initialize(seed),
-            loss_terms=len(family.loss_terms),
+            loss_terms=len(config.loss_terms),
         )
 
 

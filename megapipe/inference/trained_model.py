@@ -29,8 +29,7 @@ from megapipe.engine.assembly import Assembly, Holding, ModelTable, residual_str
 from megapipe.engine.engine import Engine
 from megapipe.engine.step import StepInput
 from megapipe.inference.settings import PromptError
-from megapipe.layout.stages import StageLayout, lay_out
-from megapipe.models import family_of
+from megapipe.layout.stages import StageLayout, lay_out, layers_of
 from megapipe.models.gpt_decoding import DecodingContext, cache_slots, decoding_layer
 from megapipe.parallel.launch import joined
 from megapipe.parallel.mesh import Mesh
@@ -230,7 +229,7 @@ class LoadedModel:
     def __init__(self, config: PretrainConfig, mesh: Mesh, restore: Restore) -> None:
         self.config = config
         self.mesh = mesh
-        layers = family_of(config).layers
+        layers = layers_of(config)
         num_stages = config.parallel.pipeline
         self.layout: StageLayout = lay_out(layers, config.model, num_stages, config.data.sequence_length)
         model = ModelTable.of(config, self.layout, mesh)

@@ -1,21 +1,15 @@
-"""GPTs and BERTs as lists of layers, and the decoding of GPTs.
-
-`family_of` returns the family of a configuration: the layers of its model, and how each layer becomes a module.
-"""
+"""GPTs and BERTs as lists of layers, and the decoding of GPTs. `build_layer` returns the module of a layer."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.config.run import PretrainConfig
 from megapipe.kernels.ops import OPS
 from megapipe.kernels.registry import Registry
 from megapipe.layers.linear import Shapes, partial_parameters
-from megapipe.layout.stages import layers_of
 from megapipe.models import bert, gpt
 from megapipe.parallel.groups import Group
 from megapipe.spec.layers import layer_ops
@@ -24,36 +18,6 @@ from megapipe.spec.parameters import LayerKind, LayerSpec
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Name of a precision -> dtype of weights and activations."""
-
-
-@dataclass(frozen=True)
-class ModelFamily:
-    """The kind of model of one configuration.
-
-    layers: the model's layers in order. loss_terms: names of the terms of the loss. predictions: number of tokens of a
-    sample that the head predicts, None for all. build: (layer, tensor group, alignment of padded rows, kernels) ->
-    module of the layer, whose parameters are not bound to a buffer yet.
-    """
-
-    layers: tuple[LayerSpec, ...]
-    loss_terms: tuple[str, ...]
-    predictions: int | None
-    build: Callable[[LayerSpec, Group, int, Registry], nn.Module]
-
-    def named(self, values: tuple[float, ...]) -> dict[str, float]:
-        """Return the value of each term by its name; empty if the loss has a single term."""
-        return dict(zip(self.loss_terms, values, strict=True)) if len(self.loss_terms) > 1 else {}
-
-
-def family_of(config: PretrainConfig) -> ModelFamily:
-    """Return the family of a configuration: BERT for the configuration of a BERT run, else GPT."""
-    model, recompute = config.model, config.recompute.logits
-    return ModelFamily(
-        layers_of(config),
-        config.loss_terms,
-        config.predictions,
-        lambda spec, group, alignment, kernels: build_layer(spec, model, group, alignment, kernels, recompute),
-    )
 
 
 def build_layer(

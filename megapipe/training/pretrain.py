@@ -14,7 +14,7 @@ from megapipe.data.mixing import LONGEST_PERIOD, weights_are_rounded
 from megapipe.engine.step import StepInput
 from megapipe.layout.batch_plan import BatchPlan, mesh_shape
 from megapipe.layout.scheduling import eager_cost, schedule_name
-from megapipe.models import family_of
+from megapipe.layout.stages import layers_of
 from megapipe.parallel.launch import (
     LaunchEnvironment,
     choose_device,
@@ -198,7 +198,7 @@ def _report_start(listeners: Listeners, config: PretrainConfig, mesh: Mesh, posi
         config=asdict(config),
         layout=dict(mesh.shape.sizes),
         schedule=schedule_name(config),
-        parameters=num_parameters(family_of(config).layers),
+        parameters=num_parameters(layers_of(config)),
     )
 
 
@@ -228,7 +228,7 @@ def num_parameters(layers: Sequence[LayerSpec]) -> int:
 
 
 def _meter(config: PretrainConfig, mesh: Mesh, say: Say) -> UtilisationMeter:
-    layers = family_of(config).layers
+    layers = layers_of(config)
     active, total = active_parameters(config.model, layers), num_parameters(layers)
     used = f" ({active:,} used by a token)" if active < total else ""
     say(

@@ -28,7 +28,6 @@ from megapipe.inference.generation import Limits, generate
 from megapipe.inference.settings import SamplingSettings
 from megapipe.inference.trained_model import LoadedModel
 from megapipe.layers.context import BertContext, MicrobatchContext
-from megapipe.models import family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.parallel.mesh import Mesh
 from megapipe.training.loop.checkpoints import Checkpointer
@@ -193,7 +192,7 @@ def opened(folder: Path) -> Any:
 def batches(config: PretrainConfig) -> Iterable[list[MicrobatchContext]]:
     """Yield the micro-batches of every step of a run, whole."""
     (mesh,) = in_process_meshes({})
-    everything: Any = SimpleNamespace(is_first=True, is_last=True, family=family_of(config))
+    everything: Any = SimpleNamespace(is_first=True, is_last=True)
     config = replace(config, parallel=replace(config.parallel, data=1))
     for batch in load_batches(everything, config, mesh, config.training.steps):
         yield list(batch.contexts)

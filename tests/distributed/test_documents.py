@@ -10,7 +10,6 @@ from torch.nn.attention import flex_attention
 
 from megapipe.layers import attention
 from megapipe.layers.attention import attend, visible_within_documents
-from megapipe.models import family_of
 from megapipe.parallel.in_process import in_process_meshes
 from megapipe.training.loop import batches
 from tests.distributed.conftest import Make, Oracle
@@ -43,8 +42,7 @@ def test_every_stage_computes_the_same_blocks(make: Make, as_on_a_gpu: None) -> 
     config = make("llama", ONE, DOCUMENTS)
     (mesh,) = in_process_meshes({})
     ends: list[Any] = [
-        SimpleNamespace(is_first=first, is_last=last, family=family_of(config))
-        for first, last in ((True, False), (False, False), (False, True))
+        SimpleNamespace(is_first=first, is_last=last) for first, last in ((True, False), (False, False), (False, True))
     ]
     first, middle, last = (load_batches(stage, config, mesh)[0].contexts for stage in ends)
     for contexts in zip(first, middle, last, strict=True):

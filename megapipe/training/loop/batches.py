@@ -41,7 +41,7 @@ class RankLoader(Loader):
         self._is_first, self._is_last = consumer.is_first, consumer.is_last
         self._held = HeldTokens.of(config, mesh)
         self._numbers = None if self._held.numbers is None else tensor_on(self._held.numbers, mesh.device)
-        self._num_terms = len(consumer.family.loss_terms)
+        self._num_terms = len(config.loss_terms)
         super().__init__(plan, config.batch.micro_size * mesh.size("data"))
 
     def _on_device(self, array: np.ndarray) -> torch.Tensor:

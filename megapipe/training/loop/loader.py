@@ -18,7 +18,6 @@ from megapipe.engine.step import Counts
 from megapipe.layers.context import MicrobatchContext
 from megapipe.layout.batch_plan import BatchPlan
 from megapipe.layout.validation import token_order
-from megapipe.models import ModelFamily
 from megapipe.parallel.mesh import Mesh
 from megapipe.spec.token_order import Share
 from megapipe.training.observe.records import LineFile, Listener
@@ -153,8 +152,6 @@ class Consumer(Protocol):
     """Whether this rank holds the stage that reads token ids."""
     is_last: bool
     """Whether this rank holds a stage that computes the loss."""
-    family: ModelFamily
-    """The kind of model."""
 
 
 class Loader(ABC):

@@ -22,7 +22,7 @@ from megapipe.layout.offload import BlockCost, DoesNotFit, Treatments, treat
 from megapipe.layout.scheduling import splits_backwards
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import LayoutTable, build_schedule
-from megapipe.models import DTYPES, family_of
+from megapipe.models import DTYPES
 from megapipe.optim.scaling import LossScaler
 from megapipe.parallel.mesh import Mesh
 from megapipe.parallel.unit_state import UnitState
@@ -194,7 +194,6 @@ class Replica:
         self._config = config
         self._mesh = mesh
         self.rank = mesh.coordinate("pipeline")
-        self.family = family_of(config)
         self.layout = StageLayout.of(config)
         plain = partial(self._schedule, replace(config, offload=OffloadConfig()), None)
         self.table, self.remarks = layout_table(config, mesh, self.layout, plain)

@@ -62,7 +62,7 @@ class Evaluator:
         size = config.batch.global_size
         self._num_batches = math.ceil(min(config.evaluation.samples, len(samples)) / size)
         self._mesh = mesh
-        self._family = replica.family
+        self._term_names = config.loss_terms
         self._engine = replica.forward_engine()
         self._loader = open_loader(config, mesh, replica, samples, BatchPlan(size, size, 0), training=False)
         last = replica.schedule.header.num_routed - 1 in replica.stages
@@ -92,7 +92,7 @@ class Evaluator:
         """
         start = time.perf_counter()
         # Rows and columns as in batch_sums.
-        totals = torch.zeros(3, len(self._family.loss_terms), dtype=torch.float64, device=self._mesh.device)
+        totals = torch.zeros(3, len(self._term_names), dtype=torch.float64, device=self._mesh.device)
         stopped = start_any_rank(self._mesh, stop())
         with self._loader.steps(consumed=0) as batches:
             for done, batch in enumerate(itertools.islice(batches, self._num_batches), 1):
@@ -111,7 +111,7 @@ class Evaluator:
         terms = tuple(total / max(count, 1.0) for total, count in zip(losses, counts, strict=True))
         accuracies = {
             name: total / max(count, 1.0)
-            for name, total, count in zip(self._family.loss_terms, correct, counts, strict=True)
+            for name, total, count in zip(self._term_names, correct, counts, strict=True)
             if not math.isnan(total)
         }
         return EvaluationRecord(
@@ -120,9 +120,14 @@ class Evaluator:
             perplexity=perplexity(terms[0]),
             loss_tokens=int(counts[0]),
             seconds=time.perf_counter() - start,
-            terms=self._family.named(terms),
+            terms=by_term(self._term_names, terms),
             accuracies=accuracies,
         )
+
+
+def by_term(names: Sequence[str], values: Sequence[float]) -> dict[str, float]:
+    """Return the value of each term of the loss by its name; empty if the loss has a single term."""
+    return dict(zip(names, values, strict=True)) if len(names) > 1 else {}
 
 
 def perplexity(loss: float) -> float:
@@ -459,7 +464,7 @@ class TrainingLoop:
             seconds=seconds,
             data_seconds=fed.data_seconds,
             mfu=self.meter.mfu(tokens, seconds),
-            terms=self.replica.family.named(result.loss_terms),
+            terms=by_term(self.config.loss_terms, result.loss_terms),
             loss_scale=fed.loss_scale,
             expert_load_variations=load_variations(
                 self.config.model, result.squared_loads, tokens // self._engine.schedule.header.updates_per_step

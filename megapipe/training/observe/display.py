@@ -19,7 +19,7 @@ from rich.text import Text
 
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.roofline import peak_flops
-from megapipe.models import DTYPES, family_of
+from megapipe.models import DTYPES
 from megapipe.spec.layers import model_flops_per_token
 from megapipe.spec.ops import Precision
 from megapipe.spec.parameters import LayerSpec
@@ -55,7 +55,7 @@ class UtilisationMeter:
     def __init__(
         self, config: PretrainConfig, layers: tuple[LayerSpec, ...], peak: DevicePeak, num_ranks: int
     ) -> None:
-        length, predictions = config.data.sequence_length, family_of(config).predictions
+        length, predictions = config.data.sequence_length, config.predictions
         self._flops_per_token = model_flops_per_token(config.model, layers, length, predictions)
         self._flops_per_second = peak.flops * num_ranks
 
