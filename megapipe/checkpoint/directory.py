@@ -71,7 +71,7 @@ def newest_whole(directory: Path) -> Path | None:
 
 
 def checkpoint_in(folder: Path) -> Path | None:
-    """Return the checkpoint that a folder means: the folder itself, or the newest complete one of a run, or of a folder
+    """Return the checkpoint that a folder means: the folder itself, or the newest complete one of a run or of a folder
     of checkpoints; None if there is none."""
     if (folder / MANIFEST).is_file():
         return folder
