@@ -492,9 +492,13 @@ class StateSnapshot:
         return self._contents
 
     def _copy_now(self, states: Iterable[int]) -> None:
-        for state in states:
-            for target, source in self._missing.pop(state, ()):
-                target.copy_(source)
+        devices = set()
+        for target, source in (move for state in states for move in self._missing.pop(state, ())):
+            target.copy_(source, non_blocking=True)
+            devices.add(source.device)
+        for device in devices:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
         self._check_all_started()
 
     def _check_all_started(self) -> None:

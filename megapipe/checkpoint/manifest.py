@@ -137,6 +137,8 @@ class Manifest:
 
 
 MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer"
+"""Folder in a checkpoint for the tokenizer's files of a Hugging Face model."""
 FORMAT = "megapipe checkpoint"
 VERSION = 1
 

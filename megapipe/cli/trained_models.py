@@ -60,7 +60,7 @@ used, as in evaluations during training. The numbers do not depend on the layout
 the model, nor on the layout of the evaluation. Memory holds both weights and gradients.
 
 With --tasks, the command prints the metrics of tasks of lm-eval instead, and holds weights
-only. That needs pip install 'megapipe[evaluation]'.
+only. That needs pip install '.[evaluation]' in megapipe's folder.
 """
 EVALUATE_EXAMPLES = """\
 examples:

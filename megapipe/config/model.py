@@ -671,9 +671,10 @@ class ModelConfig:
             )
         if self.attention in ("sdpa", "flex") and self.why_unfused is not None:
             field = self.why_unfused.split()[0]
+            neutral = "0" if self.attention_dropout > 0 else "null"
             problems.append(
-                f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention supports "
-                f"it: set model.attention to 'unfused' (or 'auto'), or {field} to {getattr(type(self), field[6:])}"
+                f"model.attention is {self.attention!r} with {self.why_unfused}; only unfused attention "
+                f"supports it: set model.attention to 'unfused' (or 'auto'), or {field} to {neutral}"
             )
         if self.attention_softcap is not None and self.positions == "alibi":
             problems.append(

@@ -14,6 +14,7 @@ from megapipe.checkpoint.directory import FreshFolder, whole_checkpoint
 from megapipe.checkpoint.hugging_face import CONFIG
 from megapipe.checkpoint.manifest import (
     MANIFEST,
+    TOKENIZER,
     Chunk,
     Manifest,
     RunState,
@@ -47,10 +48,6 @@ from megapipe.spec.layers import model_layers
 from megapipe.spec.parameters import Box, ParameterSpec
 
 _PRECISIONS = {"F32": "fp32", "F64": "fp32", "BF16": "bf16", "F16": "fp16"}
-
-
-TOKENIZER = "tokenizer"
-"""Folder in a checkpoint for the tokenizer's files of a Hugging Face model."""
 
 
 class MegapipeTarget:

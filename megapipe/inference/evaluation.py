@@ -199,7 +199,8 @@ class Tasks:
         except ModuleNotFoundError as error:
             missing = str(error.name).partition(".")[0]
             raise ConfigError(
-                f"--tasks needs lm-eval, but {missing} is not installed: pip install 'megapipe[evaluation]'"
+                f"--tasks needs lm-eval, but {missing} is not installed: "
+                "pip install '.[evaluation]' in megapipe's folder"
             ) from error
         self._manager = TaskManager(include_path=folder, include_defaults=folder is None)
         self._names = list(names)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megapipe.checkpoint.directory import whole_checkpoint
 from megapipe.checkpoint.hugging_face import CONFIG, is_hugging_face, load_hugging_face
-from megapipe.checkpoint.manifest import MANIFEST
+from megapipe.checkpoint.manifest import MANIFEST, TOKENIZER
 from megapipe.checkpoint.manifest import read_manifest as read_run_manifest
 from megapipe.checkpoint.save_and_load import load_weights
 from megapipe.checkpoint.storage import read_json
@@ -76,8 +76,9 @@ def read_trained(folder: str) -> TrainedModel:
     kind = BertPretrainConfig if "sentence_head" in run.config.get("model", {}) else PretrainConfig
     config = parse_as(kind, ["--config", dumps(run.config), f"--training.precision={run.precision}"])
     _check_model(config)
-    tokenizer = config.data.tokenizer if isinstance(config, BertPretrainConfig) else ""
-    return TrainedModel(path, config, run.step, tokenizer or None)
+    named = config.data.tokenizer if isinstance(config, BertPretrainConfig) else ""
+    tokenizer = str(path / TOKENIZER) if (path / TOKENIZER).is_dir() else named or None
+    return TrainedModel(path, config, run.step, tokenizer)
 
 
 _PRECISIONS = {"bfloat16": "bf16", "float16": "fp16"}

@@ -14,12 +14,13 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megapipe.checkpoint import CheckpointError
+from megapipe.checkpoint.manifest import TOKENIZER
 from megapipe.config.bert import BertModelConfig
 from megapipe.config.model import ModelConfig
-from megapipe.conversion.megapipe_format import TOKENIZER
 from megapipe.conversion.tokenizer_files import ExportedTokenizer, exported_tokenizer
 from megapipe.data.tokenizers import Tokenizer, open_tokenizer
 from megapipe.data.tokenizers.model_files import ENCODINGS, SentencePieceTokenizer
+from megapipe.inference.trained_model import read_trained
 from tests.conversion.test_command import convert
 from tests.data.small_tokenizers import CORPUS, SIZES, make, train, write_tiktoken
 
@@ -217,6 +218,8 @@ def test_chat_template_and_generation_settings_survive_a_round_trip(middle: str,
     (theirs / "chat_template.jinja").write_text("{{ messages }}")
     (theirs / "generation_config.json").write_text('{"temperature": 0.5, "eos_token_id": [0, 7]}')
     convert(theirs, middle, tmp_path / "ours")
+    tokenizer = open_tokenizer(str(read_trained(str(tmp_path / "ours")).tokenizer))
+    assert tokenizer.fingerprint == open_tokenizer(str(theirs)).fingerprint
     convert(tmp_path / "ours", "hf", tmp_path / "back")
     for name in ("tokenizer.json", "chat_template.jinja", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (theirs / name).read_bytes()

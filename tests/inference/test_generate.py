@@ -350,5 +350,5 @@ def test_tasks_without_lm_eval_name_what_to_install(tmp_path: Path, monkeypatch:
         monkeypatch.delitem(sys.modules, name)  # of other tests, where it is installed
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     words = ["--checkpoint", save_run(tmp_path, ""), "--tokenizer", "bytes", "--device", "cpu", "--tasks", "t"]
-    message = "--tasks needs lm-eval, but lm_eval is not installed: pip install 'megapipe[evaluation]'"
+    message = "--tasks needs lm-eval, but lm_eval is not installed: pip install '.[evaluation]' in megapipe's folder"
     assert message in run_command(evaluate, *words, status=2).err

@@ -379,8 +379,8 @@ def print_advice(advice: Mapping[str, Any]) -> None:
     if "partition" in advice:
         plan = advice["partition"]
         print(
-            f"\n{plan['source']}: {plan['tokens_per_s']:,.0f} tokens/s with "
-            f"{plan['in_flight']} micro-batches in flight, by its model, which ignores memory; "
+            f"\n{plan['source']}: {plan['tokens_per_s']:,.0f} tokens/s with {plan['in_flight']} "
+            f"micro-batch{'es' if plan['in_flight'] > 1 else ''} in flight, by its model, which ignores memory; "
             "megapipe trains it if it fits and all stages have the same number of replicas"
         )
         for number, stage in enumerate(plan["stages"]):

@@ -50,7 +50,7 @@ def device_peak(device: torch.device, precision: Precision) -> DevicePeak:
 
 
 class UtilisationMeter:
-    """MFU: the model's FLOPs (see spec/compute.py) divided by the peak of all ranks."""
+    """MFU: the model's FLOPs (see `spec.layers.model_flops_per_token`) divided by the peak of all ranks."""
 
     def __init__(
         self, config: PretrainConfig, layers: tuple[LayerSpec, ...], peak: DevicePeak, num_ranks: int
