@@ -350,7 +350,8 @@ class BackgroundSaver:
         """
         partial, rank = partial_folder(self.directory, job.step), self.mesh.rank
         if rank:
-            report_written(self.storage, partial, rank, write_rank_file(self.storage, partial, rank, part, contents()))
+            part = write_rank_file(self.storage, partial, rank, part, contents())
+            report_written(self.storage, partial, rank, part)
             return
         try:
             parts = [write_rank_file(self.storage, partial, rank, part, contents())]

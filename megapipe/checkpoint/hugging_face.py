@@ -104,7 +104,7 @@ def _step(step: Step, spec: ParameterSpec, model: ModelConfig, count: int) -> tu
 
 def _swapped(axes: int) -> Join:
     """Return the step that exchanges the last two axes of the tensors that have this number of axes."""
-    return lambda parts: [part.transpose(-2, -1) if part.ndim == axes else part for part in parts]
+    return lambda parts: [part.mT if part.ndim == axes else part for part in parts]
 
 
 def _merged(spec: ParameterSpec, parameter: Tensor) -> Tensor:
@@ -145,7 +145,8 @@ def rotary_last(model: ModelConfig, spec: ParameterSpec) -> tuple[Join, Join]:
             turned = rows[:, :rotated] if from_front else rows[:, plain_rows:]
             plain = rows[:, rotated:] if from_front else rows[:, :plain_rows]
             turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
-            return [torch.cat([turned, plain] if to_front else [plain, turned], dim=1).flatten(0, 1)]
+            ordered = [turned, plain] if to_front else [plain, turned]
+            return [torch.cat(ordered, dim=1).flatten(0, 1)]
 
         return step
 

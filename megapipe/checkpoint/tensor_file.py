@@ -73,7 +73,8 @@ def write_tensors(
     """Write a new file durably. Return its size in bytes and, by key, the checksums of all pieces in memory."""
     # Wide types come first, as in the library's files: every tensor then starts at a multiple of its element size.
     ordered = sorted(tensors, key=lambda tensor: -tensor.values.element_size())
-    file = TensorStream(path, ((each.key, each.dtype, each.shape) for each in ordered), storage, metadata={})
+    described = ((each.key, each.dtype, each.shape) for each in ordered)
+    file = TensorStream(path, described, storage, metadata={})
     with on_failure(file.abandon):
         checksums = {each.key: file.add(each.key, each.values.view(each.shape)) for each in ordered}
         file.close()

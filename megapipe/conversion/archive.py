@@ -231,7 +231,8 @@ class Archive:
         first = self._start + place.start
         checksum = 0
         for position in range(first, first + place.num_bytes, PIECE_BYTES):
-            content = os.pread(self._file.fileno(), min(PIECE_BYTES, first + place.num_bytes - position), position)
+            count = min(PIECE_BYTES, first + place.num_bytes - position)
+            content = os.pread(self._file.fileno(), count, position)
             checksum = zlib.crc32(content, checksum)
         # torch can be configured to write no checksums, and then writes zeros.
         if place.crc32 in (0, checksum):
@@ -347,9 +348,8 @@ class PickledTensors:
         if not isinstance(value, dict):
             self.close()
             raise DamagedCheckpointError(f"{path} does not contain a state dict of tensors by name", "unreadable")
-        self.entries = {
-            str(key): place for key, place in value.items() if isinstance(place, TensorPlace) and place.dtype in DTYPES
-        }
+        places = [item for item in value.items() if isinstance(item[1], TensorPlace)]
+        self.entries = {str(key): place for key, place in places if place.dtype in DTYPES}
 
     def entry(self, key: str) -> TensorPlace:
         """Return the place of a tensor. Raises DamagedCheckpointError if there is no such floating-point tensor."""

@@ -99,7 +99,8 @@ class HuggingFaceSource:
 
 def _model(folder: Path, config: Mapping[str, Any], names: Collection[str]) -> ModelConfig:
     """Return the configuration of the folder's model."""
-    model = model_of({**read_family(folder, config).run_fields(config), **fields_of_config(folder, config, names)})
+    run_fields = read_family(folder, config).run_fields(config)
+    model = model_of({**run_fields, **fields_of_config(folder, config, names)})
     check_layers(folder, model, len(names))
     return model
 
@@ -143,9 +144,11 @@ class HuggingFaceTarget:
         self._config = exported_config(contents.model, dtypes.pop())
         family = family_of(self._config["model_type"])
         with family_errors(f"this model cannot be exported as {family.model_type}: "):
-            self._pairs = {pair.spec.name: pair for pair in correspondences(contents.model, family)}
+            pairs = correspondences(contents.model, family)
+        self._pairs = {pair.spec.name: pair for pair in pairs}
         # transformers stores a repeated tensor under both names, and reads the second one if the model is untied.
-        self._copies = {} if contents.model.tie_embeddings else {first: copy for copy, first in family.repeats.items()}
+        copies = {first: copy for copy, first in family.repeats.items()}
+        self._copies = {} if contents.model.tie_embeddings else copies
         self._names = [tensor.name for tensor in contents.tensors]
         self._check(contents)
         self._shards = self._plan_shards(contents, options.max_shard_bytes)

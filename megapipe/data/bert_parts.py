@@ -62,7 +62,8 @@ class BertVocabulary:
         """Hash of all properties. Vocabularies with the same hash mask the same tokens in the same way; their pieces
         may differ."""
         numbers = (self.size, self.padding, self.classification, self.separator, self.mask)
-        return "xxh128:" + xxhash.xxh3_128_hexdigest(f"{numbers}".encode() + self.continues.tobytes())
+        content = f"{numbers}".encode() + self.continues.tobytes()
+        return f"xxh128:{xxhash.xxh3_128_hexdigest(content)}"
 
     @classmethod
     def of(cls, ids: dict[str, int], source: str, starts: Callable[[str], bool]) -> "BertVocabulary":

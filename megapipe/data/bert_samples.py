@@ -81,8 +81,8 @@ class BertSamples:
 
     def lengths(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the number of tokens of each sample without padding: int64 [b]. Reads no tokens."""
-        lengths = [self._pairs.parts(int(each)).num_tokens + self._pairs.num_special for each in np.asarray(ordinals)]
-        return np.array(lengths, dtype=np.int64)
+        parts = (self._pairs.parts(int(each)) for each in np.asarray(ordinals))
+        return np.array([each.num_tokens + self._pairs.num_special for each in parts], dtype=np.int64)
 
     def text(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """Return the original tokens of samples without special tokens, concatenated: int64 [n]."""

@@ -83,11 +83,14 @@ class MegatronSamples(RangeSamples):
         ranges = []
         for window in self._windows(ordinals).flat:
             start = int(window) * self.sequence_length
-            first, stop = np.searchsorted(self._starts, [start, start + self.sequence_length], side="right")
-            starts, sequences = self._starts[first - 1 : stop + 1], self._sequences[first - 1 : stop]
-            shifts = self._shard.sequence_offsets[sequences] // self._shard.dtype.itemsize - starts[:-1]
-            cuts = np.clip(starts, start, start + self.sequence_length + 1)
-            pairs = zip((cuts[:-1] + shifts).tolist(), (cuts[1:] + shifts).tolist(), strict=True)
+            last = start + self.sequence_length
+            first, stop = np.searchsorted(self._starts, [start, last], side="right")
+            starts = self._starts[first - 1 : stop + 1]
+            offsets = self._shard.sequence_offsets[self._sequences[first - 1 : stop]]
+            shifts = offsets // self._shard.dtype.itemsize - starts[:-1]
+            cuts = np.clip(starts, start, last + 1)
+            begins, ends = cuts[:-1] + shifts, cuts[1:] + shifts
+            pairs = zip(begins.tolist(), ends.tolist(), strict=True)
             ranges.append([(begin, end) for begin, end in pairs if begin < end])
         return ranges
 
