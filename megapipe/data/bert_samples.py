@@ -168,11 +168,6 @@ class BlendedBertSamples(Blend[BertSamples]):
     """BERT samples of several corpora, blended in the same order as GPT samples."""
 
     @property
-    def sequence_length(self) -> int:
-        """Number of tokens of a sample, with padding."""
-        return self.corpora[0].sequence_length
-
-    @property
     def has_pairs(self) -> bool:
         """Whether samples have two parts."""
         return self.corpora[0].has_pairs

@@ -19,7 +19,7 @@ sample (context-level FIM).
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Generic, Protocol, TypeVar
@@ -43,7 +43,15 @@ class CorpusOrder(Protocol):
         ...
 
 
-Corpus = TypeVar("Corpus", bound=Sized)
+class _Samples(Protocol):
+    """The samples of one corpus."""
+
+    sequence_length: int
+
+    def __len__(self) -> int: ...
+
+
+Corpus = TypeVar("Corpus", bound=_Samples)
 
 
 class Blend(Generic[Corpus]):
@@ -55,6 +63,7 @@ class Blend(Generic[Corpus]):
 
     def __init__(self, corpora: Sequence[Corpus], order: CorpusOrder, *, repeats: bool) -> None:
         self.corpora = tuple(corpora)
+        self.sequence_length = corpora[0].sequence_length
         self._order = order
         self._repeats = repeats
         self._num_samples = min(order.ordinal_of(index, len(corpus)) for index, corpus in enumerate(corpora))
@@ -79,10 +88,6 @@ class Blend(Generic[Corpus]):
 
 class BlendedSamples(Blend[SampleSet]):
     """GPT samples of several corpora."""
-
-    def __init__(self, corpora: Sequence[SampleSet], order: CorpusOrder, *, repeats: bool) -> None:
-        super().__init__(corpora, order, repeats=repeats)
-        self.sequence_length = corpora[0].sequence_length
 
     def num_labels(self, ordinals: npt.ArrayLike) -> np.ndarray:
         """See `SampleSet.num_labels`."""
