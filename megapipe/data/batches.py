@@ -127,7 +127,7 @@ Request = TypeVar("Request")
 Result = TypeVar("Result")
 
 
-class Prefetcher(Generic[Request, Result]):
+class Prefetcher(Iterator[Result], Generic[Request, Result]):
     """Iterates over load(request) for each request, in order; one background thread loads results in advance.
 
         with Prefetcher(lambda consumed: source.step(consumed, 8), itertools.count(0, global_size)) as steps:
@@ -154,9 +154,6 @@ class Prefetcher(Generic[Request, Result]):
 
     def __exit__(self, *error: object) -> None:
         self.close()
-
-    def __iter__(self) -> Iterator[Result]:
-        return self
 
     def __next__(self) -> Result:
         if self._closed.is_set():

@@ -7,7 +7,7 @@ limited to a buffer.
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +35,7 @@ class WriterPosition(NamedTuple):
     """Checksums of the partial files so far: tokens, lengths, boundaries."""
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """Collects documents in `<prefix>.bin.partial`; `commit` turns them into a shard.
 
         with ShardWriter(prefix, dtype) as writer:
@@ -70,9 +70,6 @@ class ShardWriter:
                 for kind, size, checksum in zip(_KINDS, sizes, checksums, strict=True)
             ]
         self._files = self._tokens, self._lengths, self._boundaries = files
-
-    def __enter__(self) -> "ShardWriter":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
