@@ -65,7 +65,6 @@ class Saves:
         self._timer = save_timer(config) if self._first else None
         self._ended: list[EndedSave] = []
         self._noted_wait = False
-        self._deadline: float | None = None
 
     def is_due(self, step: int, last: bool, stopped: bool = False) -> bool:
         """Return whether the configuration asks for a checkpoint after `step`, on all ranks. last: this is the last
@@ -109,10 +108,9 @@ class Saves:
         """Save as configured, and return the checkpoint's folder. A collective call.
 
         last: `finish` is the next call and states do not change before it, so nothing is copied. timeout: seconds from
-        now after which that `finish` abandons the save.
+        now until the deadline of that `finish`.
         """
         start = time.perf_counter()
-        self.give_up_after(timeout)
         started = False
         try:
             if timeout is not None or self._config.asynchronous:
@@ -133,13 +131,9 @@ class Saves:
                     self._timer.save_ended(None)
         return path
 
-    def give_up_after(self, seconds: float | None) -> None:
-        """Set the seconds after which `finish` abandons the save in progress, None for never. Not collective."""
-        self._deadline = None if seconds is None else time.perf_counter() + seconds
-
-    def finish(self) -> None:
-        """Wait until the save in progress is durable; see `BackgroundSaver.finish`. A collective call."""
-        deadline = self._deadline
+    def finish(self, deadline: float | None = None) -> None:
+        """Wait until the save in progress is durable; see `BackgroundSaver.finish`. A collective call. deadline: time
+        of `time.perf_counter` at which the save is abandoned, None for never."""
         self.background.finish(None if deadline is None else max(0.0, deadline - time.perf_counter()))
 
     def ended(self) -> list[EndedSave]:
@@ -279,14 +273,13 @@ class Checkpointer:
             losses: the last (step, loss) pairs.
             skipped: as in RunState.
             last: `finish` is the next call, so nothing is copied.
-            timeout: seconds after which that `finish` abandons the save.
+            timeout: seconds until the deadline of that `finish`.
 
         Raises:
             CheckpointError: the checkpoint could not be written. Older checkpoints are untouched, and the run may
                 continue.
         """
         if self._saved_step == step:
-            self.saves.give_up_after(timeout)
             return step_folder(self.directory, step)
         states = replica.states()
         run = RunState(
@@ -306,14 +299,14 @@ class Checkpointer:
         self.can_rewind = True
         return path
 
-    def finish(self) -> None:
-        """Return once the save in progress is durable.
+    def finish(self, deadline: float | None = None) -> None:
+        """Return once the save in progress is durable. deadline: as in `Saves.finish`.
 
         Raises CheckpointError when it failed or was abandoned; older checkpoints are untouched, and `save` may try
         this step again.
         """
         try:
-            self.saves.finish()
+            self.saves.finish(deadline)
         except CheckpointError:
             self._saved_step = None
             raise

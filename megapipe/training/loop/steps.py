@@ -338,10 +338,11 @@ class TrainingLoop:
         while True:
             self.guards.heartbeat.outside("saving")
             self.listeners.retry()
+            save_deadline = None if remaining is None else time.perf_counter() + remaining
             try:
                 self.checkpointer.save(self.replica, *state, last=last, timeout=remaining)
                 if last:
-                    self.checkpointer.finish()
+                    self.checkpointer.finish(save_deadline)
                 break
             except CheckpointError as error:
                 out_of_time = required and any_rank(self.mesh, time.monotonic() + RETRY_PAUSE_SECONDS > give_up)
