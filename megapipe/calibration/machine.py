@@ -73,12 +73,9 @@ REPEATS, WARM_UP = 9, 2
 def measured_products(precision: str, device: torch.device) -> list[Product]:
     """Return the median times of matrix products of several sizes."""
     scale = GPU_SCALE if device.type == "cuda" else 1
-    products = []
-    for rows, inner, columns in PRODUCTS:
-        sizes = rows * scale, inner * scale, columns * scale
-        seconds = median(product_times(sizes, DTYPES[precision], device, REPEATS, WARM_UP))
-        products.append(Product(*sizes, seconds))
-    return products
+    sizes = [(rows * scale, inner * scale, columns * scale) for rows, inner, columns in PRODUCTS]
+    times = (product_times(each, DTYPES[precision], device, REPEATS, WARM_UP) for each in sizes)
+    return [Product(*each, median(seconds)) for each, seconds in zip(sizes, times, strict=True)]
 
 
 def measured_bandwidth(device: torch.device) -> float:

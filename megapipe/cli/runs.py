@@ -303,8 +303,8 @@ def _memory_lines(run: Run) -> list[str]:
         return ["memory was not measured (reliability.stragglers_every sets how often)"]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     return [
-        f"peak per rank: {bytes_text(min(peaks))} to {bytes_text(peaks[rank])} (rank {rank}), "
-        f"up to step {_number(run.ranks_step)}"
+        f"peak per rank: {bytes_text(min(peaks))} to {bytes_text(peaks[rank])} "
+        f"(rank {rank}), up to step {_number(run.ranks_step)}"
     ]
 
 
