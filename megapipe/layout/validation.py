@@ -25,40 +25,30 @@ def run_problems(config: PretrainConfig, world_size: int) -> list[str]:
     problems += tensor_problems(config.model, config.parallel.tensor) or context_problems(config)
     problems += config.zero.replica_problems(replicas * config.parallel.context)
     problems = problems or schedule_problems(config, replicas) or slice_problems(config)
-    return problems or _pool_problems(config, world_size) or _file_problems(config, world_size)
+    return problems or _lowering_problems(config, world_size, replicas * config.parallel.context)
 
 
-def _pool_problems(config: PretrainConfig, world_size: int) -> list[str]:
+def _lowering_problems(config: PretrainConfig, world_size: int, replicas: int) -> list[str]:
     """Return a message for each limit of whole weights or gradients that is smaller than a layer, or than the layers
-    that one action of a named schedule uses."""
-    if not (has_memory_limits(config) or config.zero.weight_buffers == 1 or config.offload.weight_buffers == 1):
+    that one action of a named schedule uses; or one about a schedule file that does not fit the model and the
+    layout. replicas: ranks that hold the same weights."""
+    file, limited = config.schedule.file, has_memory_limits(config)
+    if not (file or limited or config.zero.weight_buffers == 1 or config.offload.weight_buffers == 1):
         return []
-    layout, count = StageLayout.of(config), num_microbatches(config, world_size)
-    replicas = data_parallel_size(config, world_size) * config.parallel.context
+    layout = StageLayout.of(config)
     units = StateUnits(config, layout, replicas)
-    problems = units.problems() if has_memory_limits(config) else []
-    if problems or config.schedule.file or not (tight := units.tight_weights()):
+    problems, tight = units.problems() if limited else [], "" if file else units.tight_weights()
+    if problems or not (file or tight):
         return problems
     try:
-        build_schedule(config, count, layout, replicas=replicas)
-    except ScheduleError:
+        build_schedule(config, num_microbatches(config, world_size), layout, replicas=replicas)
+    except ScheduleError as error:
         return [
-            f"{tight}, but {config.schedule.name} overlaps the forward of one layer with "
+            f"schedule {file}: {error}"
+            if file
+            else f"{tight}, but {config.schedule.name} overlaps the forward of one layer with "
             "the backward of another; set it to at least two layers, or use another schedule"
         ]
-    return []
-
-
-def _file_problems(config: PretrainConfig, world_size: int) -> list[str]:
-    """Return at most one message about a schedule file that does not fit the model and the layout."""
-    if not config.schedule.file:
-        return []
-    count = num_microbatches(config, world_size)
-    replicas = data_parallel_size(config, world_size) * config.parallel.context
-    try:
-        build_schedule(config, count, StageLayout.of(config), replicas=replicas)
-    except ScheduleError as error:
-        return [f"schedule {config.schedule.file}: {error}"]
     return []
 
 

@@ -504,9 +504,8 @@ class _Buffers:
         self.opened: list[tuple[int, int, int]] = []
         self.summed: list[tuple[int, int, int]] = []
         self._open: set[int] = set()
-        self._summing: deque[int] = deque()
-        self._numbers: deque[int] = deque()
-        self._number = 0
+        self._summing: deque[int] = deque()  # places, the oldest sum first
+        self._number = 0  # of the newest sum
 
     def add_to(self, row: int, place: int, size: int) -> None:
         """Add to a sharded gradient, which takes a buffer."""
@@ -524,13 +523,12 @@ class _Buffers:
         """Start the sum of a gradient. If shards are also summed over copies, the sum before it has ended by then."""
         if self._gradients.over_copies and self._summing:
             newest = self._summing[-1]
-            self.summed.append((row, self._numbers[-1], NOTHING))
+            self.summed.append((row, self._number, NOTHING))
             if newest in self._open:
                 self.opened.append((row, newest, NOTHING))
         if self._gradients.filled[place]:  # not where all weights are tied
             self._number += 1
             self._summing.append(place)
-            self._numbers.append(self._number)
             self.summed.append((row, self._number, size))
 
     def close_all(self, row: int) -> None:
@@ -539,8 +537,8 @@ class _Buffers:
             self._close_oldest(row)
 
     def _close_oldest(self, row: int) -> None:
+        self.summed.append((row, self._number - len(self._summing) + 1, NOTHING))
         place = self._summing.popleft()
-        self.summed.append((row, self._numbers.popleft(), NOTHING))
         if place in self._open:
             self._open.remove(place)
             self._free += self._sizes[place]
