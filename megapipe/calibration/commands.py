@@ -395,11 +395,11 @@ def _without_auto(
     if automatic:
         validate(config, devices)
     config, precision = with_named_precision(config, (node.device for node in hardware.nodes(devices)))
-    choice = resolved(config, hardware, devices)
-    for remark in (precision, choice.remark):
+    config, choice = resolved(config, hardware, devices)
+    for remark in (precision, choice):
         if remark is not None:
             say(remark)
-    return choice.config
+    return config
 
 
 class _Stopped(BaseException):

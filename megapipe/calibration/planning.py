@@ -17,7 +17,7 @@ from megapipe.parallel.launch import DeviceChoice, ranks_per_node, set_driver_va
 from megapipe.parallel.mesh import Mesh
 from megapipe.planner.command.main import MEMORY_RESERVE
 from megapipe.planner.command.planning import layout_text, measured_times, provenance
-from megapipe.planner.recompute import Resolved, limited, resolved
+from megapipe.planner.recompute import limited, resolved
 from megapipe.planner.search.plan import BEST_ALONE, search_speed
 
 AUTO = "auto"
@@ -122,7 +122,7 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
         return config
     per_node = ranks_per_node(os.environ, mesh.world.size)
     device_bytes = min(mesh.world.all_gather_object(memory_bytes(mesh.device, per_node)))
-    outcome: Resolved | ConfigError | None = None
+    outcome: tuple[PretrainConfig, str | None] | ConfigError | None = None
     if mesh.rank == 0:
         try:
             device = mesh.device.type
@@ -133,10 +133,10 @@ def with_recompute(config: PretrainConfig, mesh: Mesh, say: Callable[[str], None
     answer = mesh.world.all_gather_object(outcome)[0]
     if isinstance(answer, ConfigError):
         raise answer
-    choice = cast(Resolved, answer)
-    if choice.remark is not None:
-        say(choice.remark)
-    return replace(config, recompute=choice.config.recompute)
+    chosen, remark = answer
+    if remark is not None:
+        say(remark)
+    return replace(config, recompute=chosen.recompute)
 
 
 def memory_bytes(device: torch.device, ranks: int) -> int:

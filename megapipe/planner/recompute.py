@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from megapipe.config import ConfigError
 from megapipe.config.memory import OffloadConfig, RecomputeConfig, RecomputedPart
-from megapipe.config.parallel import DIMENSIONS, MeshShape
+from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.hardware.description import Device, Hardware, hardware_device_type, with_named_precision
 from megapipe.layout.prediction import predict_rank
@@ -49,14 +49,6 @@ class Recomputation:
     source: str
 
 
-@dataclass(frozen=True)
-class Resolved:
-    """A run with the chosen recompute group. remark: the choice and its reason; None if the method was not auto."""
-
-    config: PretrainConfig
-    remark: str | None = None
-
-
 def resolved(
     config: PretrainConfig,
     hardware: Hardware,
@@ -64,14 +56,15 @@ def resolved(
     *,
     device_bytes: float | None = None,
     amx: bool = False,
-) -> Resolved:
-    """Replace recompute.method auto by the method that it selects; return any other run unchanged.
+) -> tuple[PretrainConfig, str | None]:
+    """Return the run with recompute.method auto replaced by the method that it selects, and a remark with the choice
+    and its reason; without auto, the run itself and None.
 
     hardware: gives the times of layers and, without `device_bytes`, the memory of its smallest device. amx: as in
     `faster_path`. Raises ConfigError if nothing fits, or the run cannot be laid out on this number of ranks.
     """
     if config.recompute.method != "auto":
-        return Resolved(config)
+        return config, None
     if device_bytes is None:
         device_bytes = min(node.device.memory_bytes for node in hardware.nodes(world_size))
     budget, memory = allowed_bytes(config, device_bytes), config.recompute.memory
@@ -81,7 +74,7 @@ def resolved(
         chosen = least_recomputation(config, hardware, budget, world_size=world_size, amx=amx)
     except ConfigError as error:
         raise ConfigError([f"recompute.method auto: {problem} ({where})" for problem in error.problems]) from None
-    return Resolved(replace(config, recompute=chosen.config.recompute), _summary(chosen, where))
+    return replace(config, recompute=chosen.config.recompute), _summary(chosen, where)
 
 
 def limited(config: PretrainConfig, hardware: Hardware) -> tuple[PretrainConfig, Hardware]:
@@ -118,17 +111,16 @@ def _summary(chosen: Recomputation, where: str) -> str:
 def least_recomputation(
     config: PretrainConfig,
     hardware: Hardware,
-    budget: float | None = None,
+    budget: float,
     *,
     world_size: int | None = None,
     amx: bool = False,
 ) -> Recomputation:
     """Return the fastest recomputation with which every rank stays within a budget.
 
-    config: the run; of its recompute group, only `logits` is read. budget: bytes of a device that tensors may use, by
-    default all bytes of the smallest device; the caller subtracts the memory of the framework. world_size: number of
-    ranks, required if parallel.data is null. amx: as in `faster_path`. Raises ConfigError if the run cannot be laid
-    out, or not even full recomputation fits.
+    config: the run; of its recompute group, only `logits` is read. budget: bytes of a device that tensors may use.
+    world_size: number of ranks, required if parallel.data is null. amx: as in `faster_path`. Raises ConfigError if the
+    run cannot be laid out, or not even full recomputation fits.
     """
     filled = with_data(config, world_size)
     ranks = MeshShape.of(filled.parallel).world_size
@@ -138,8 +130,6 @@ def least_recomputation(
         raise ConfigError(problems)
     devices = [node.device for node in hardware.nodes(ranks)]
     named, _ = with_named_precision(filled, devices)
-    if budget is None:
-        budget = min(device.memory_bytes for device in devices)
     if budget <= 0:
         raise ConfigError(f"the memory budget is {budget:g} bytes; it must be above 0")
     device = hardware_device_type(hardware)
@@ -171,11 +161,11 @@ def peak_bytes(config: PretrainConfig, device: str, amx: bool = False, budget: f
     schedule = lowered_schedule(config, layout)
     # Ranks with the same pipeline coordinate need the same bytes, except when Muon's whole matrices are sharded.
     apart = config.optimizer.name == "muon" and config.zero.stage > 0
-    for rank in range(shape.world_size):
-        if apart or all(shape.coordinates(rank)[name] == 0 for name in DIMENSIONS if name != "pipeline"):
-            most = max(most, predict_rank(config, schedule, rank, device=device, amx=amx).device_bytes())
-            if most > budget:
-                break
+    stages = (shape.rank_of({"pipeline": coordinate}) for coordinate in range(shape.sizes["pipeline"]))
+    for rank in range(shape.world_size) if apart else stages:
+        most = max(most, predict_rank(config, schedule, rank, device=device, amx=amx).device_bytes())
+        if most > budget:
+            break
     return most
 
 

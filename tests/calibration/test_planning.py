@@ -111,7 +111,7 @@ def test_layout_and_run_both_fit_the_memory_budget() -> None:
     config, message = planned(asked, "cpu", {}, 2)
     assert (config.recompute.method, config.recompute.memory, config.recompute.hardware) == ("auto", 0.0012, "cpu")
     assert "recompute auto" in message
-    assert resolved(config, load_hardware("cpu"), 2).config.recompute.method != "auto"
+    assert resolved(config, load_hardware("cpu"), 2)[0].recompute.method != "auto"
     assert planned(asked, "auto", {"LOCAL_WORLD_SIZE": "2"}, 2)[0].recompute.hardware is None
     with pytest.raises(ConfigError, match=r"no layout fits 2 devices of 'CPU, 2 cores, recompute.memory 1e-05 GiB'"):
         planned(given("--recompute.method=auto", "--recompute.memory=0.00001"), "cpu", {}, 2)

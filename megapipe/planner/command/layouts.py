@@ -156,10 +156,10 @@ def _predict(request: Request, hardware: Hardware) -> tuple[Prediction, list[str
     config, remarks = planned_config(request, hardware)
     if problems := run_problems(config, devices):
         raise ConfigError(problems)
-    choice = resolved(config, hardware, devices)
-    remarks += [] if choice.remark is None else [choice.remark]
+    config, remark = resolved(config, hardware, devices)
+    remarks += [] if remark is None else [remark]
     with progress_bar("simulating a step"):
-        return predict(choice.config, hardware, world_size=devices), remarks
+        return predict(config, hardware, world_size=devices), remarks
 
 
 OUTPUT_NAME = "plan.yaml"

@@ -144,7 +144,7 @@ def recompute_auto(*flags: str) -> PretrainConfig:
 
 def chosen(*flags: str) -> str:
     """Return the line that a run prints about its choice."""
-    return str(resolved(recompute_auto(*flags), load_hardware("cpu"), 2).remark)
+    return str(resolved(recompute_auto(*flags), load_hardware("cpu"), 2)[1])
 
 
 @cells("docs/memory.md", "recomputation within a budget")
