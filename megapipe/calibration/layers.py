@@ -22,7 +22,7 @@ from megapipe.config.parallel import MeshShape, ScheduleConfig
 from megapipe.config.run import BatchConfig, PretrainConfig
 from megapipe.engine.step import StepInput
 from megapipe.engine.trace import Recorder
-from megapipe.layout.hardware.description import LAYER_KINDS, LayerKind, MeasuredLayer, MeasuredWait
+from megapipe.layout.hardware.description import LAYER_KINDS, LayerKind, LayerRow, MeasuredLayer
 from megapipe.parallel.launch import connected_mesh
 from megapipe.parallel.mesh import Mesh, silent_mesh
 from megapipe.schedules.actions import COMPUTE_STREAM, Action, Kind
@@ -265,7 +265,7 @@ def measure_shared(mesh: Mesh, config: PretrainConfig, cells: Sequence[Cell], st
     return means
 
 
-def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], factor: float) -> list[MeasuredWait]:
+def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], factor: float) -> list[LayerRow]:
     """Return the additional time of each layer on several ranks, relative to the same work on one rank.
 
     factor: slowdown of work while this number of ranks is busy. Times are divided by it, because predictions multiply
@@ -277,7 +277,7 @@ def waits(alone: Sequence[MeasuredLayer], together: Sequence[MeasuredLayer], fac
         return float(max(0.0, getattr(row, name) / factor - getattr(by_place[_place(row)], name)))
 
     return [
-        MeasuredWait(*_place(row), *(excess(row, each.name) for each in fields(MeasuredWait)[len(_PLACE) :]))
+        LayerRow(*_place(row), *(excess(row, each.name) for each in fields(LayerRow)[len(_PLACE) :]))
         for row in together
     ]
 

@@ -24,8 +24,8 @@ from megapipe.config.load import read_dataclass, written_dataclass
 from megapipe.config.run import PretrainConfig
 from megapipe.spec.ops import Operation
 
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8")
-"""Number formats of matrix products that a device may have a peak for."""
+DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
+"""Bytes of an element in memory, by the number formats of matrix products that a device may have a peak for."""
 
 # Values outside of these bounds were written in another unit.
 FlopRate = Annotated[float, Bound(1e3, 1e24, words="from 1e3 to 1e24, in FLOP/s (312e12, not 312)")]
@@ -60,7 +60,7 @@ class Efficiency:
 class Device:
     """One accelerator, or one core of a CPU.
 
-    peak_flops: by number format (`DTYPES`), dense products, no sparsity. memory_bytes: of its own memory.
+    peak_flops: by number format (`DTYPE_BYTES`), dense products, no sparsity. memory_bytes: of its own memory.
     memory_bandwidth: nominal bytes per second, reads and writes together.
     """
 
@@ -73,11 +73,11 @@ class Device:
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for each rule that the fields break."""
         if not self.peak_flops:
-            yield "peak_flops", f"is empty: write the FLOP/s of at least one of {', '.join(DTYPES)}"
+            yield "peak_flops", f"is empty: write the FLOP/s of at least one of {', '.join(DTYPE_BYTES)}"
         for dtype in self.peak_flops:
-            if dtype not in DTYPES:
-                hint = nearest(dtype, DTYPES)
-                yield f"peak_flops.{dtype}", f"is an unknown key{hint} (known here: {', '.join(DTYPES)})"
+            if dtype not in DTYPE_BYTES:
+                hint = nearest(dtype, DTYPE_BYTES)
+                yield f"peak_flops.{dtype}", f"is an unknown key{hint} (known here: {', '.join(DTYPE_BYTES)})"
 
     @property
     def reached_bandwidth(self) -> float:
@@ -87,7 +87,7 @@ class Device:
     def peak(self, dtype: str) -> float:
         """Return the peak FLOP/s in a number format. Raises ConfigError if the device has none."""
         if dtype not in self.peak_flops:
-            known = [each for each in DTYPES if each in self.peak_flops]
+            known = [each for each in DTYPE_BYTES if each in self.peak_flops]
             raise ConfigError(
                 f"device {self.name!r} has no peak for {dtype!r}{nearest(dtype, known)} (it has {', '.join(known)}); "
                 "choose another precision, or add the number to its peak_flops"
@@ -132,14 +132,6 @@ class MeasuredLayer(LayerRow):
 
 
 @dataclass(frozen=True)
-class MeasuredWait(LayerRow):
-    """Time that ranks of one layer wait for each other, in addition to their own work.
-
-    They wait for messages, and for ranks that are late.
-    """
-
-
-@dataclass(frozen=True)
 class MeasuredCollective:
     """A collective of `ranks` ranks of one node: a call takes latency + bytes / bandwidth.
 
@@ -153,10 +145,6 @@ class MeasuredCollective:
     latency: NaturalFloat
     bandwidth: PositiveFloat
     busy: NaturalFloat = 0.0
-
-    def seconds(self, num_bytes: float) -> float:
-        """Return the seconds of one call."""
-        return self.latency + num_bytes / self.bandwidth
 
 
 @dataclass(frozen=True)
@@ -174,8 +162,8 @@ class Measurements:
     date: ISO, of the day. torch: version. shape: settings on which the layers' times depend
     (`planner.measured.shape_of`). update_seconds: of an optimizer step with its gradient norm, per element that a rank
     updates. action_seconds: overhead of the engine for every forward and backward. contention: ascending in ranks, the
-    first for one rank. waits: within layers that are sharded over ranks, for numbers of ranks that the machine has;
-    models estimate the others.
+    first for one rank. waits: time that ranks of one layer wait for each other's messages, and for ranks that are
+    late, in addition to their own work, for numbers of ranks that the machine has; models estimate the others.
     """
 
     date: str
@@ -185,7 +173,7 @@ class Measurements:
     layers: tuple[MeasuredLayer, ...]
     shape: Mapping[str, str] = field(default_factory=dict)
     contention: tuple[Contention, ...] = (Contention(1, 1.0),)
-    waits: tuple[MeasuredWait, ...] = ()
+    waits: tuple[LayerRow, ...] = ()
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         """Yield (field, problem) for each rule that the fields break."""

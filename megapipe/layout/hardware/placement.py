@@ -27,8 +27,8 @@ from functools import cached_property, lru_cache
 
 import numpy as np
 
-from megapipe.config import ConfigError, nearest
-from megapipe.config.parallel import DIMENSIONS
+from megapipe.config import ConfigError
+from megapipe.config.parallel import DIMENSIONS, MeshShape
 from megapipe.layout.hardware.description import Hardware, IntraNodeLink, NodeGroup
 from megapipe.layout.stages import cached_method
 from megapipe.schedules.actions import Ints
@@ -64,7 +64,6 @@ class GroupLinks:
 class CollectiveTime:
     """Seconds of one call, in its terms: latencies of all steps, and bytes over bandwidths."""
 
-    algorithm: str
     latency: float
     transfer: float
 
@@ -75,7 +74,7 @@ class CollectiveTime:
 
     def times(self, calls: int) -> "CollectiveTime":
         """Return the time of this number of calls, one after the other."""
-        return CollectiveTime(self.algorithm, self.latency * calls, self.transfer * calls)
+        return CollectiveTime(self.latency * calls, self.transfer * calls)
 
 
 def ring_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
@@ -83,7 +82,7 @@ def ring_time(operation: Operation, num_bytes: float, group: GroupLinks) -> Coll
     passes = 2 if operation == "all_reduce" else 1
     steps = passes * (group.size - 1)
     bandwidth, latency = _slowest(group)
-    return CollectiveTime("ring", steps * latency, steps * num_bytes / group.size / bandwidth)
+    return CollectiveTime(steps * latency, steps * num_bytes / group.size / bandwidth)
 
 
 def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks) -> CollectiveTime:
@@ -98,7 +97,7 @@ def hierarchical_time(operation: Operation, num_bytes: float, group: GroupLinks)
     if outside > 1:
         transfer += steps_out * num_bytes / outside / group.crossing
     latency = steps_in * group.inside.latency + steps_out * group.crossing_latency
-    return CollectiveTime("hierarchical", latency, transfer)
+    return CollectiveTime(latency, transfer)
 
 
 def all_to_all_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
@@ -109,14 +108,14 @@ def all_to_all_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
     if group.crosses:
         transfers.append(max(local * (group.size - local) for local in group.members) * share / group.crossing)
     latency = _slowest(group)[1]
-    return CollectiveTime("pairwise", (group.size - 1) * latency, max(transfers))
+    return CollectiveTime((group.size - 1) * latency, max(transfers))
 
 
 def send_time(num_bytes: float, group: GroupLinks) -> CollectiveTime:
     """Return the time of a message from one rank to another: `group` is the pair."""
     bandwidth = group.crossing if group.crosses else group.inside.pair_bandwidth
     latency = group.crossing_latency if group.crosses else group.inside.latency
-    return CollectiveTime("send", latency, num_bytes / bandwidth)
+    return CollectiveTime(latency, num_bytes / bandwidth)
 
 
 @lru_cache(maxsize=4096)
@@ -124,10 +123,10 @@ def collective_time(operation: Operation, num_bytes: float, group: GroupLinks) -
     """Return the time of one call with the faster algorithm, or the measured time of such calls inside a node; zero
     for a group of one."""
     if group.size == 1:
-        return CollectiveTime("none", 0.0, 0.0)
+        return CollectiveTime(0.0, 0.0)
     measured = None if group.crosses else group.inside.measured(operation, group.size)
     if measured is not None:
-        return CollectiveTime(f"measured over {measured.over}", measured.latency, num_bytes / measured.bandwidth)
+        return CollectiveTime(measured.latency, num_bytes / measured.bandwidth)
     if operation == "send":
         return send_time(num_bytes, group)
     if operation == "all_to_all":
@@ -172,19 +171,12 @@ class Placement:
             Nodes must have equal numbers of devices.
 
     Raises:
-        ConfigError: an unknown dimension, a size below 1, more ranks than devices, no order of the nodes.
+        ConfigError: more ranks than devices, or no order of the nodes. ValueError: as `MeshShape`.
     """
 
     def __init__(self, hardware: Hardware, sizes: Mapping[str, int], node_order: Sequence[int] | None = None) -> None:
-        for name, size in sizes.items():
-            if name not in DIMENSIONS:
-                known = ", ".join(DIMENSIONS)
-                raise ConfigError(f"unknown mesh dimension {name!r}{nearest(name, DIMENSIONS)} (known: {known})")
-            if size < 1:
-                raise ConfigError(f"mesh dimension {name} has size {size}; it must be at least 1")
-        self.hardware = hardware
-        self.sizes = {name: sizes.get(name, 1) for name in DIMENSIONS}
-        self.num_ranks = math.prod(self.sizes.values())
+        shape = MeshShape(sizes)
+        self.hardware, self.sizes, self.num_ranks = hardware, shape.sizes, shape.world_size
         nodes = hardware.nodes(self.num_ranks)
         reached = {key: node.reached for key, node in {id(node): node for node in nodes}.items()}
         self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in nodes)
@@ -199,10 +191,6 @@ class Placement:
         if len({node.devices_per_node for node in self.nodes}) > 1:
             raise ConfigError("node_order needs nodes with equal numbers of devices; leave it out for this hardware")
 
-    def node_of(self, rank: int) -> int:
-        """Return the node of a rank."""
-        return int(self._node_of_rank[rank])
-
     @cached_property
     def memory_limits(self) -> tuple[float, ...]:
         """Return, by pipeline coordinate, the bytes of the smallest device of its ranks. State is equal on all
@@ -211,23 +199,19 @@ class Placement:
         of_nodes = np.array([node.device.memory_bytes for node in self.nodes])
         if of_nodes.min() == of_nodes.max():
             return (float(of_nodes[0]),) * count
-        at = self._partition([name for name in DIMENSIONS if name != "pipeline"])
-        return tuple(of_nodes[self._node_of_rank[at]].min(axis=1).tolist())
+        at = self.partition(*(name for name in DIMENSIONS if name != "pipeline"))
+        return tuple(of_nodes[self.node_of_rank[at]].min(axis=1).tolist())
 
-    def partition(self, *names: str) -> list[list[int]]:
-        """Return lists of ranks that differ only in the dimensions `names`."""
-        ranks: list[list[int]] = self._partition(names).tolist()
-        return ranks
-
-    def _partition(self, names: Iterable[str]) -> Ints:
-        """Return `partition` as an array, shape [lists, members]."""
+    def partition(self, *names: str) -> Ints:
+        """Return groups of ranks that differ only in the dimensions `names`, shape [groups, members]."""
         free = [place for place, name in enumerate(DIMENSIONS) if name in names]
         fixed = [place for place in range(len(DIMENSIONS)) if place not in free]
         ranks = np.arange(self.num_ranks).reshape(*self.sizes.values()).transpose(*fixed, *free)
         return ranks.reshape(-1, math.prod(ranks.shape[len(fixed) :]))
 
     @cached_property
-    def _node_of_rank(self) -> Ints:
+    def node_of_rank(self) -> Ints:
+        """Return the node of every rank."""
         sizes = [self.nodes[node].devices_per_node for node in self.node_order]
         return np.repeat(np.array(self.node_order), sizes)[: self.num_ranks]
 
@@ -263,7 +247,7 @@ class Placement:
         time."""
         if self._even is not None:
             return [self._even_group(self._even, names)]
-        return self._links_of(self._node_of_rank[self._partition(names)])
+        return self._links_of(self.node_of_rank[self.partition(*names)])
 
     def slowest(self, operation: Operation, num_bytes: float, *names: str) -> CollectiveTime:
         """Return the time of a collective in all groups over these dimensions at the same time: that of the slowest
@@ -280,15 +264,15 @@ class Placement:
         """
         if self._even is not None:
             return [self._even_pair(self._even["pipeline"], stage)]
-        pairs = self._partition(("pipeline",))[:, [stage, (stage + 1) % self.sizes["pipeline"]]]
-        return self._links_of(self._node_of_rank[pairs])
+        pairs = self.partition("pipeline")[:, [stage, (stage + 1) % self.sizes["pipeline"]]]
+        return self._links_of(self.node_of_rank[pairs])
 
     @cached_method
     def send(self, num_bytes: float, stage: int) -> CollectiveTime:
         """Return the time of a message over all pairs of a boundary at the same time: that of the slowest pair. Zero
         with one stage."""
         if self.sizes["pipeline"] == 1:
-            return CollectiveTime("none", 0.0, 0.0)
+            return CollectiveTime(0.0, 0.0)
         return _longest("send", num_bytes, self.boundary(stage))
 
     def _even_group(self, inside: Mapping[str, int], names: Iterable[str]) -> GroupLinks:
@@ -396,9 +380,8 @@ class OrderCost:
             raise ConfigError(f"hardware {hardware.name!r} has no link_matrix, so all node orders are equal; add one")
         placement = Placement(hardware, sizes)
         if placement.inside is None:
-            shape = " x ".join(f"{name} {size}" for name, size in placement.sizes.items())
             raise ConfigError(
-                f"mesh {shape} does not divide the nodes of hardware {hardware.name!r} "
+                f"mesh {MeshShape(placement.sizes)} does not divide the nodes of hardware {hardware.name!r} "
                 "evenly, so nodes cannot be reordered; leave the node order out"
             )
         self.num_nodes = len(placement.nodes)
@@ -438,11 +421,7 @@ def best_node_order(cost: OrderCost, seed: int = 0, steps: int = DEFAULT_STEPS) 
     first = tuple(range(cost.num_nodes))
     if cost.num_nodes <= EXACT_NODES:
         return min(itertools.permutations(first), key=cost)
-    return _annealed(cost, first, random.Random(seed), steps)
-
-
-def _annealed(cost: OrderCost, first: tuple[int, ...], numbers: random.Random, steps: int) -> tuple[int, ...]:
-    order, now = first, cost(first)
+    numbers, order, now = random.Random(seed), first, cost(first)
     best, least = order, now
     hot, cold = 0.1 * now, 1e-4 * now
     for step in range(steps):
@@ -473,5 +452,5 @@ _MOVES: tuple[Callable[[tuple[int, ...], int, int], tuple[int, ...]], ...] = (_s
 
 def _crossing(placement: Placement, *names: str) -> set[tuple[int, ...]]:
     """Return the nodes of each group that spans nodes, in its ring's order, each once."""
-    groups = {tuple(dict.fromkeys(map(placement.node_of, ranks))) for ranks in placement.partition(*names)}
-    return {nodes for nodes in groups if len(nodes) > 1}
+    groups = map(dict.fromkeys, placement.node_of_rank[placement.partition(*names)].tolist())
+    return {tuple(nodes) for nodes in groups if len(nodes) > 1}

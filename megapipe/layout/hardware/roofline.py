@@ -15,11 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 from megapipe.config import ConfigError
-from megapipe.layout.hardware.description import Device, Efficiency
+from megapipe.layout.hardware.description import DTYPE_BYTES, Device, Efficiency
 from megapipe.spec.ops import Precision
-
-DTYPE_BYTES = {"fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-"""Bytes of an element in memory."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +31,6 @@ class KernelTime:
     def seconds(self) -> float:
         """The slower of arithmetic and traffic, plus the launch."""
         return max(self.compute, self.memory) + self.launch
-
-    @property
-    def bound(self) -> str:
-        """`compute` or `memory`, whichever takes longer."""
-        return "compute" if self.compute >= self.memory else "memory"
 
 
 class Product(NamedTuple):

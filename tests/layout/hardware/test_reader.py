@@ -15,9 +15,9 @@ from megapipe.layout.hardware.description import (
     PRESETS,
     Contention,
     Efficiency,
+    LayerRow,
     MeasuredCollective,
     MeasuredLayer,
-    MeasuredWait,
     Transport,
     load_hardware,
     read_hardware,
@@ -234,7 +234,7 @@ SECONDS = st.floats(0.0, 1e3).map(lambda value: float(f"{value:.6g}"))
 RATES = st.floats(1.0, 1e12).map(lambda value: float(f"{value:.6g}"))
 COUNTS = st.integers(1, 64)
 LAYERS = st.builds(MeasuredLayer, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 5)
-WAITS = st.builds(MeasuredWait, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 4)
+WAITS = st.builds(LayerRow, st.sampled_from(LAYER_KINDS), *[COUNTS] * 3, *[SECONDS] * 4)
 CONTENTION = st.lists(st.integers(2, 64), unique=True, max_size=3).map(
     lambda ranks: tuple(Contention(each, 1.0 + each / 8) for each in sorted({1, *ranks}))
 )

@@ -205,7 +205,7 @@ def test_a_coordinate_has_what_its_smallest_device_has(
     least = [float("inf")] * pipeline
     for rank in range(placement.num_ranks):
         at = rank // (tensor * context) % pipeline
-        least[at] = min(least[at], placement.nodes[placement.node_of(rank)].device.memory_bytes)
+        least[at] = min(least[at], placement.nodes[placement.node_of_rank[rank]].device.memory_bytes)
     assert placement.memory_limits == tuple(least)
 
 
