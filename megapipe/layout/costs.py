@@ -62,6 +62,8 @@ class LayoutCosts:
     shard: as in `UnitCosts`. device: type of the ranks' devices. On a GPU the backward of a dropout recomputes its
     mask, and attention within documents takes lists of blocks in place of a mask. tensor_rank, context_rank,
     pipeline_rank: this rank's coordinates, on which only kernel calls depend. slices, slice: as in `MicrobatchShape`.
+    predictions: masked tokens per sample on this rank, by default the maximum; if context ranks shard a BERT's
+    samples, the data decides which these are.
     """
 
     config: PretrainConfig
@@ -76,6 +78,7 @@ class LayoutCosts:
     pipeline_rank: int = 0
     slices: tuple[range, ...] = ()
     slice: int = 0
+    predictions: int | None = None
 
     @property
     def tensor(self) -> int:
@@ -102,16 +105,6 @@ class LayoutCosts:
         """Precision in which layers compute."""
         return cast(Precision, self.config.training.precision)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a sample on the tensor ranks of one context rank."""
-        return self.config.data.sequence_length // self.context
-
-    @property
-    def loss_terms(self) -> int:
-        """Numbers that the loss consists of."""
-        return len(self.config.loss_terms)
-
     @cached_property
     def tied(self) -> tuple[TiedNames, ...]:
         """Names of each tied weight."""
@@ -122,27 +115,20 @@ class LayoutCosts:
         """Bytes of a micro-batch's residual stream on one rank: the message between two stages."""
         return self.shape(self.layers[0]).own_stream
 
-    def shape(self, layer: LayerSpec, predictions: int | None = None) -> MicrobatchShape:
-        """Return the shape that determines the ops of a layer.
-
-        predictions: maximum number of masked tokens per sample on this rank, if context ranks shard a BERT's samples;
-        the data decides which these are.
-        """
+    def shape(self, layer: LayerSpec) -> MicrobatchShape:
+        """Return the shape that determines the ops of a layer."""
         base, config = self._plain_shape(layer.variant, own_parts(self.config, layer)), self.config
         if layer.kind in ("output", "words"):
             rank = self.pipeline_rank * self.tensor + self.tensor_rank
             splits = config.parallel.vocabulary_variant == 2
             return replace(base, tensor=self.tensor * config.parallel.pipeline, tensor_rank=rank, splits_loss=splits)
-        held = base.predictions if predictions is None else predictions
-        in_fp8 = layer_is_fp8(config, layer.kind, layer.index)
-        if not in_fp8 and held == base.predictions:
+        if not layer_is_fp8(config, layer.kind, layer.index):
             return base
-        tensorwise = in_fp8 and config.training.fp8 == "tensorwise"
-        return replace(base, fp8=in_fp8, tensorwise_fp8=tensorwise, predictions=held)
+        return replace(base, fp8=True, tensorwise_fp8=config.training.fp8 == "tensorwise")
 
-    def ops(self, layer: LayerSpec, predictions: int | None = None) -> tuple[Op, ...]:
+    def ops(self, layer: LayerSpec) -> tuple[Op, ...]:
         """Return the ops of a layer on this rank."""
-        return _ops(layer.kind, self.shape(layer, predictions))
+        return _ops(layer.kind, self.shape(layer))
 
     @cached_method
     def _plain_shape(self, variant: str, recompute: frozenset[Part]) -> MicrobatchShape:
@@ -152,7 +138,8 @@ class LayoutCosts:
         isolates, in_slices = config.data.isolate_documents, bool(self.slices)
         blocks = isolates and not in_slices and why_a_mask(config.model, self.device) is None
         # On a GPU, only flash attention supports keys that are shared by heads, but neither fp32 nor a mask.
-        masked = isolates or (model.sliding_window or self.tokens) < self.tokens
+        tokens = config.data.sequence_length // self.context
+        masked = isolates or (model.sliding_window or tokens) < tokens
         in_pieces = model.why_pieces is not None or in_slices
         grouped = model.num_heads > model.kv_heads and self.attention == "sdpa" and self.context == 1 and not in_pieces
         return MicrobatchShape(
@@ -168,7 +155,7 @@ class LayoutCosts:
             context=self.context,
             context_attention=parallel.context_attention,
             recompute=recompute,
-            predictions=self.config.predictions,
+            predictions=config.predictions if self.predictions is None else self.predictions,
             recompute_logits=config.recompute.logits,
             isolate_documents=isolates,
             document_blocks=blocks,
@@ -180,12 +167,10 @@ class LayoutCosts:
             context_rank=self.context_rank,
         )
 
-    def kept(
-        self, layer: LayerSpec, predictions: int | None = None, *, split: bool = False, alone: bool = False
-    ) -> int:
+    def kept(self, layer: LayerSpec, *, split: bool = False, alone: bool = False) -> int:
         """Return the bytes of one micro-batch's activations from a layer's forward to its backward, which may be split
         in two halves. alone: no other layer holds the layer's input."""
-        shape = self.shape(layer, predictions)
+        shape = self.shape(layer)
         saved = saved_bytes(_ops(layer.kind, shape), shape.recompute, split=split)
         # The engine keeps a unit's input until it returns the input's gradient, whereas a block would save the sum of
         # words itself.
@@ -196,10 +181,10 @@ class LayoutCosts:
         ops = self.ops(layer)
         return sum(op.handed for op in ops), sum(op.handed_gradient for op in ops)
 
-    def pending(self, layer: LayerSpec, predictions: int | None = None) -> int:
+    def pending(self, layer: LayerSpec) -> int:
         """Return the bytes that remain of `kept` between the halves of a split backward, including gradients that the
         input half leaves for the weight half."""
-        shape = self.shape(layer, predictions)
+        shape = self.shape(layer)
         return weight_half_bytes(_ops(layer.kind, shape), shape.recompute)
 
     def reads_output_gradient(self, layer: LayerSpec) -> bool:
@@ -207,19 +192,16 @@ class LayoutCosts:
         storage."""
         return OUTPUT_GRADIENT in {value.name for op in self.ops(layer) for value in op.weight_needs}
 
-    def temporaries(self, layer: LayerSpec, phase: BackwardPhase, predictions: int | None = None) -> int:
+    def temporaries(self, layer: LayerSpec, phase: BackwardPhase) -> int:
         """Return the peak bytes within a layer's backward, or one half of it, beyond those held before it."""
-        return _peaks(layer.kind, self.shape(layer, predictions))[phase]
+        return _peaks(layer.kind, self.shape(layer))[phase]
 
-    def within_layer(
-        self, layer: LayerSpec, *, forwards: int, halves: bool, predictions: int | None = None
-    ) -> dict[str, list[Exchange]]:
+    def within_layer(self, layer: LayerSpec, *, forwards: int, halves: bool) -> dict[str, list[Exchange]]:
         """Return, by group, the exchanges of tensor and context ranks for one micro-batch, forward and backward.
 
         forwards: number of forwards of a block; other layers run once. halves: whether its backward is split.
         """
-        ops = self.ops(layer, predictions)
-        return exchanges(ops, forwards=forwards if layer.kind == "block" else 1, split=halves)
+        return exchanges(self.ops(layer), forwards=forwards if layer.kind == "block" else 1, split=halves)
 
     def partial_reduction(self, layer: LayerSpec, unit: Unit) -> dict[str, list[Exchange]]:
         """Return the sums over tensor ranks, if they shard the tokens, before every reduction of the gradient of a

@@ -152,12 +152,11 @@ class RankPrediction:
         walk, units, routed = self._walk, self.costs.of_units, self.schedule.header.num_routed
         streams = [costs.stream for costs in self._of_slices]
         sizes = Sizes(walk.num_places, walk.num_variants, streams, 0 if self.over_gloo else max(streams))
-        for variant, (costs, predictions, _) in enumerate(self._microbatches):
+        for variant, (costs, _) in enumerate(self._microbatches):
             for (stage, unit), layer in self.layers.items():
                 place, stream = walk.place(stage, unit), costs.stream
                 split = walk.calls[Kind.BACKWARD_INPUT, stage, unit] > 0
-                kept = costs.kept(layer, predictions, split=split)
-                held = kept, costs.pending(layer, predictions), stream
+                held = costs.kept(layer, split=split), costs.pending(layer), stream
                 arrives = unit == 0 and stage < routed and self._on_other_rank(stage - 1)
                 sizes.of[: Tensor.BACKWARD, place, variant] = [
                     each - min(stream, each) if arrives else each for each in held
@@ -167,9 +166,9 @@ class RankPrediction:
                     sizes.of[Tensor.PENDING, place, variant] -= stream
                 for kind, phase in PHASES.items():
                     received = stream if layer.kind == "words" and 0 not in self.own_stages else 0
-                    sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase, predictions) + received
+                    sizes.of[NEEDED[kind], place, variant] = costs.temporaries(layer, phase) + received
                 sizes.of[[Tensor.HANDED, Tensor.HANDED_GRADIENTS], place, variant] = costs.handed(layer)
-                sizes.of[Tensor.ALONE, place, variant] = costs.kept(layer, predictions, split=split, alone=True)
+                sizes.of[Tensor.ALONE, place, variant] = costs.kept(layer, split=split, alone=True)
         for (stage, unit), own in self.units.items():
             elements = units.elements(own)
             sizes.of[Tensor.WEIGHTS : Tensor.HANDED, walk.place(stage, unit), 0] = (
@@ -214,8 +213,8 @@ class RankPrediction:
             forwards = calls[Kind.FORWARD, *place] + calls[Kind.RECOMPUTE, *place]
             backwards = {phase: calls[kind, *place] for kind, phase in PHASES.items()}
             repeated_parts = self.costs.shape(layer).recompute
-            for costs, predictions, times in self._microbatches:
-                for use in (use for op in costs.ops(layer, predictions) for use in op.uses):
+            for costs, times in self._microbatches:
+                for use in (use for op in costs.ops(layer) for use in op.uses):
                     again = use.part in repeated_parts
                     all_forwards = forwards + again * (backwards["backward"] + backwards["input half"])
                     counts[use.op, "forward"] += use.calls * all_forwards * times // count
@@ -233,21 +232,21 @@ class RankPrediction:
         ranges = slice_ranges(self.costs.config)
         return tuple(replace(self.costs, slices=ranges, slice=at) for at in range(len(ranges)))
 
-    @property
-    def _microbatches(self) -> list[tuple[LayoutCosts, int | None, int]]:
-        """Micro-batches of a step that cost the same: their costs, `predictions` and number."""
+    @cached_property
+    def _microbatches(self) -> list[tuple[LayoutCosts, int]]:
+        """Micro-batches of a step that cost the same: their costs and number."""
         if self.predictions is None:
-            return [(costs, None, self.schedule.header.whole_microbatches) for costs in self._of_slices]
-        return [(self.costs, *each) for each in sorted(Counter(self.predictions).items())]
+            return [(costs, self.schedule.header.whole_microbatches) for costs in self._of_slices]
+        counts = sorted(Counter(self.predictions).items())
+        return [(replace(self.costs, predictions=each), times) for each, times in counts]
 
     def _within_layers(self) -> Iterator[Mapping[str, list[Exchange]]]:
         calls = self._walk.calls
         for (stage, unit), layer in self.layers.items():
             again = calls[Kind.RECOMPUTE, stage, unit] > 0
             halves = calls[Kind.BACKWARD_WEIGHT, stage, unit] > 0
-            for costs, predictions, times in self._microbatches:
-                once = costs.within_layer(layer, forwards=2 if again else 1, halves=halves, predictions=predictions)
-                yield _times(once, times)
+            for costs, times in self._microbatches:
+                yield _times(costs.within_layer(layer, forwards=2 if again else 1, halves=halves), times)
 
     def _of_states(self) -> Iterator[Mapping[str, list[Exchange]]]:
         """Yield the exchanges of reductions, gathers and updates; for tied weights, all of these except reductions."""
@@ -291,7 +290,8 @@ class RankPrediction:
         if self.costs.replicas * self.costs.tensor * self.schedule.header.num_ranks == 1:
             return {}
         names = {spec.name for layer in self.costs.layers for spec in layer.parameters.values()}
-        counts, norms = scalar_exchanges(len(names), self.costs.loss_terms, self.schedule.header.updates_per_step)
+        terms = len(self.costs.config.loss_terms)
+        counts, norms = scalar_exchanges(len(names), terms, self.schedule.header.updates_per_step)
         if self.schedule.flushes:
             return {"world": [counts, norms]}
         return {"world": [counts], "second world": [norms]}

@@ -157,7 +157,7 @@ def scalar_seconds(run: RunLayout) -> float:
     if run.world_size == 1:
         return 0.0
     names = {spec.name for layer in run.layers for spec in layer.parameters.values()}
-    exchanges = scalar_exchanges(len(names) * len(run.stages.layers), run.costs.loss_terms)
+    exchanges = scalar_exchanges(len(names) * len(run.stages.layers), len(run.config.loss_terms))
     group = run.placement.groups("data", "pipeline", "context", "tensor")[0]
     return group_seconds(exchanges, group)
 
