@@ -43,17 +43,18 @@ def gated_names(module: str, source: str) -> dict[str, str | Tensors]:
     }
 
 
-_ATTENTION = "model.layers.{layer}.self_attn"
-QKV = Tensors(tuple(f"{_ATTENTION}.{part}_proj" for part in "qkv"), ("query_key_value",))
+LAYER = "model.layers.{layer}"
+ATTENTION, MLP = f"{LAYER}.self_attn", f"{LAYER}.mlp"
+QKV = Tensors(tuple(f"{ATTENTION}.{part}_proj" for part in "qkv"), ("query_key_value",))
 NAMES: Mapping[str, str | Tensors] = {
     "embedding.word": "model.embed_tokens",
-    "blocks.attention_norm": "model.layers.{layer}.input_layernorm",
+    "blocks.attention_norm": f"{LAYER}.input_layernorm",
     "blocks.attention.qkv": QKV,
-    "blocks.attention.query_norm": f"{_ATTENTION}.q_norm",
-    "blocks.attention.key_norm": f"{_ATTENTION}.k_norm",
-    "blocks.attention.output": f"{_ATTENTION}.o_proj",
-    "blocks.mlp_norm": "model.layers.{layer}.post_attention_layernorm",
-    **gated_names("blocks.mlp", "model.layers.{layer}.mlp"),
+    "blocks.attention.query_norm": f"{ATTENTION}.q_norm",
+    "blocks.attention.key_norm": f"{ATTENTION}.k_norm",
+    "blocks.attention.output": f"{ATTENTION}.o_proj",
+    "blocks.mlp_norm": f"{LAYER}.post_attention_layernorm",
+    **gated_names("blocks.mlp", MLP),
     "head.norm": "model.norm",
     "head.output": "lm_head",
 }
@@ -69,7 +70,7 @@ def expert_names(module: str, gate: str, up: str, down: str) -> dict[str, str | 
     """Return the names of the router and the experts. module: name of the module that has them in a layer; the other
     arguments are names of its matrices. Files store experts one by one; transformers stacks them when it reads
     them."""
-    prefix = f"model.layers.{{layer}}.{module}"
+    prefix = f"{LAYER}.{module}"
     experts = prefix + ".experts.{expert}"
     return {
         "experts.mlp.router": f"{prefix}.gate",

@@ -11,21 +11,17 @@ _AFTER_NORM = "apply_residual_connection_post_layernorm"
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the width of the MLP, which has no key. Raises FamilyError if heads do not divide the hidden states."""
+    """Return the width of the MLP, which has no key. Raises FamilyError if heads do not divide the hidden states, and
+    for slow_but_exact with pretraining_tp above 1, where transformers leaves out biases."""
     hidden, heads = config["hidden_size"], config["n_head"]
     if hidden % heads:
         raise FamilyError(f"hidden_size is {hidden}; it must be a multiple of n_head {heads}")
-    return {"ffn_hidden_size": 4 * hidden, "head_size": hidden // heads}
-
-
-def _exact(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Raise FamilyError for slow_but_exact with pretraining_tp above 1, where transformers leaves out biases."""
     if config["slow_but_exact"] and config["pretraining_tp"] != 1:
         raise FamilyError(
             f"slow_but_exact is true with pretraining_tp {config['pretraining_tp']}, where "
             "transformers leaves out biases; set slow_but_exact to false"
         )
-    return {}
+    return {"ffn_hidden_size": 4 * hidden, "head_size": hidden // heads}
 
 
 Family(
@@ -45,7 +41,7 @@ Family(
     words={"gelu_tanh": "gelu_tanh"},
     needs={"normalization": "layer_norm", "positions": "alibi", "bias": "all", "embedding_norm": True},
     reads=keys(f"{_AFTER_NORM} slow_but_exact pretraining_tp"),
-    more=(_sizes, _exact, lambda config: {"norm_position": "stream" if config[_AFTER_NORM] else "pre"}),
+    more=(_sizes, lambda config: {"norm_position": "stream" if config[_AFTER_NORM] else "pre"}),
     writes={
         "architectures": ["BloomForCausalLM"],
         "activation_function": OMITTED,

@@ -7,7 +7,10 @@ from typing import Any
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import yarn_growth
 from megapipe.spec.decoder_family import (
+    ATTENTION,
     ATTENTION_BIAS,
+    LAYER,
+    MLP,
     ROUTER_OUTPUT,
     UNUSED_BIASES,
     Fields,
@@ -25,20 +28,19 @@ from megapipe.spec.decoder_family import (
 )
 from megapipe.spec.family import OMITTED, Family, FamilyError, Tensors, keys
 
-_ATTENTION, _MLP = "model.layers.{layer}.self_attn", "model.layers.{layer}.mlp"
 _LATENT_NAMES: dict[str, str | Tensors] = {
-    "blocks.attention.query": Tensors((f"{_ATTENTION}.q_proj",), ("rotary_last",)),
-    "blocks.attention.query_down": f"{_ATTENTION}.q_a_proj",
-    "blocks.attention.query_latent_norm": f"{_ATTENTION}.q_a_layernorm",
-    "blocks.attention.query_up": Tensors((f"{_ATTENTION}.q_b_proj",), ("rotary_last",)),
-    "blocks.attention.kv_down": Tensors((f"{_ATTENTION}.kv_a_proj_with_mqa",), ("rotary_last",)),
-    "blocks.attention.kv_latent_norm": f"{_ATTENTION}.kv_a_layernorm",
-    "blocks.attention.kv_up": f"{_ATTENTION}.kv_b_proj",
+    "blocks.attention.query": Tensors((f"{ATTENTION}.q_proj",), ("rotary_last",)),
+    "blocks.attention.query_down": f"{ATTENTION}.q_a_proj",
+    "blocks.attention.query_latent_norm": f"{ATTENTION}.q_a_layernorm",
+    "blocks.attention.query_up": Tensors((f"{ATTENTION}.q_b_proj",), ("rotary_last",)),
+    "blocks.attention.kv_down": Tensors((f"{ATTENTION}.kv_a_proj_with_mqa",), ("rotary_last",)),
+    "blocks.attention.kv_latent_norm": f"{ATTENTION}.kv_a_layernorm",
+    "blocks.attention.kv_up": f"{ATTENTION}.kv_b_proj",
 }
 _EXPERT_NAMES: dict[str, str | Tensors] = {
     **expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-    **gated_names("experts.mlp.shared", f"{_MLP}.shared_experts"),
-    "experts.mlp.router.bias": Tensors((f"{_MLP}.gate.e_score_correction_bias",)),
+    **gated_names("experts.mlp.shared", f"{MLP}.shared_experts"),
+    "experts.mlp.router.bias": Tensors((f"{MLP}.gate.e_score_correction_bias",)),
 }
 
 
@@ -183,10 +185,10 @@ _deepseek(
     writes={"num_nextn_predict_layers": lambda model: model.mtp_layers},
     more_layers=True,
     mtp={
-        "embedding_norm": "model.layers.{layer}.enorm",
-        "hidden_norm": "model.layers.{layer}.hnorm",
-        "projection": "model.layers.{layer}.eh_proj",
-        "norm": "model.layers.{layer}.shared_head.norm",
+        "embedding_norm": f"{LAYER}.enorm",
+        "hidden_norm": f"{LAYER}.hnorm",
+        "projection": f"{LAYER}.eh_proj",
+        "norm": f"{LAYER}.shared_head.norm",
     },
     buffers=UNUSED_BIASES,
     fixed={"rope_interleave": (True,), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)},

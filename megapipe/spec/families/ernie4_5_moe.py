@@ -7,6 +7,7 @@ from typing import Any
 from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     EXPERTS,
+    MLP,
     QKV,
     ROUTER_OUTPUT,
     UNUSED_BIASES,
@@ -23,7 +24,6 @@ from megapipe.spec.decoder_family import (
 from megapipe.spec.family import Tensors, keys
 
 _CONSTANTS = {"use_bias": False, "moe_norm_min": 1e-12}
-_MLP = "model.layers.{layer}.mlp"
 
 
 def _layers(config: Mapping[str, Any]) -> Fields:
@@ -84,8 +84,8 @@ decoder(
     tensors={
         "blocks.attention.qkv": QKV.then("rotary_pairs"),
         **expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
-        **gated_names("experts.mlp.shared", f"{_MLP}.shared_experts"),
-        "experts.mlp.router.bias": Tensors((f"{_MLP}.moe_statics.e_score_correction_bias",), ("row",)),
+        **gated_names("experts.mlp.shared", f"{MLP}.shared_experts"),
+        "experts.mlp.router.bias": Tensors((f"{MLP}.moe_statics.e_score_correction_bias",), ("row",)),
     },
     buffers=UNUSED_BIASES,
 )

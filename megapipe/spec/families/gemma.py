@@ -8,6 +8,7 @@ from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     FULL,
     GATED,
+    LAYER,
     SLIDING,
     WINDOWS,
     Fields,
@@ -23,11 +24,10 @@ from megapipe.spec.decoder_family import (
 )
 from megapipe.spec.family import OMITTED, Family, keys
 
-_LAYER = "model.layers.{layer}"
 _SANDWICH = {
-    "blocks.attention_output_norm": f"{_LAYER}.post_attention_layernorm",
-    "blocks.mlp_norm": f"{_LAYER}.pre_feedforward_layernorm",
-    "blocks.mlp_output_norm": f"{_LAYER}.post_feedforward_layernorm",
+    "blocks.attention_output_norm": f"{LAYER}.post_attention_layernorm",
+    "blocks.mlp_norm": f"{LAYER}.pre_feedforward_layernorm",
+    "blocks.mlp_output_norm": f"{LAYER}.post_feedforward_layernorm",
 }
 
 

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import TIED, UNGATED, Fields, blocks, layer_fields
 from megapipe.spec.family import Family, Step, Tensors, keys
 
@@ -20,10 +19,6 @@ def _scales(config: Mapping[str, Any]) -> Fields:
     numbers = range(1, config["n_layer"] + 1) if config["scale_attn_by_inverse_layer_idx"] else (1,)
     scales = {f"divided_by_{each}": {"attention_scale": first / each} for each in numbers}
     return layer_fields(list(scales), scales)
-
-
-def _scale_of(block: ModelConfig) -> float:
-    return block.head_dim**-0.5 if block.attention_scale is None else block.attention_scale
 
 
 Family(
@@ -47,8 +42,8 @@ Family(
     writes={
         "architectures": ["GPT2LMHeadModel"],
         "n_ctx": "max_positions",
-        "scale_attn_weights": lambda model: _scale_of(blocks(model)[0]) != 1.0,
-        "scale_attn_by_inverse_layer_idx": lambda model: len({_scale_of(each) for each in blocks(model)}) > 1,
+        "scale_attn_weights": lambda model: blocks(model)[0].score_scale != 1.0,
+        "scale_attn_by_inverse_layer_idx": lambda model: len({each.score_scale for each in blocks(model)}) > 1,
         "embd_pdrop": "embedding_dropout",
         "attn_pdrop": "attention_dropout",
         "resid_pdrop": "hidden_dropout",

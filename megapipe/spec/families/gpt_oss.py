@@ -9,6 +9,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     EXPERTS,
+    LAYER,
     ROUTER_OUTPUT,
     WINDOWS,
     Fields,
@@ -22,8 +23,7 @@ from megapipe.spec.decoder_family import (
 )
 from megapipe.spec.family import OMITTED, Tensors, keys
 
-_LAYER = "model.layers.{layer}"
-_EXPERTS = f"{_LAYER}.mlp.experts"
+_EXPERTS = f"{LAYER}.mlp.experts"
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 """The rotary parameters of a config.json without any."""
 
@@ -80,9 +80,9 @@ decoder(
         "swiglu_limit": 7.0,
     },
     tensors={
-        "blocks.attention.sinks.weight": f"{_LAYER}.self_attn.sinks",
-        "experts.mlp.router": f"{_LAYER}.mlp.router",
-        "experts.mlp.router.score_bias": f"{_LAYER}.mlp.router.bias",
+        "blocks.attention.sinks.weight": f"{LAYER}.self_attn.sinks",
+        "experts.mlp.router": f"{LAYER}.mlp.router",
+        "experts.mlp.router.score_bias": f"{LAYER}.mlp.router.bias",
         "experts.mlp.up.weight": Tensors((f"{_EXPERTS}.gate_up_proj",), ("input_first", "interleaved")),
         "experts.mlp.up.bias": Tensors((f"{_EXPERTS}.gate_up_proj_bias",), ("interleaved",)),
         "experts.mlp.down.weight": Tensors((f"{_EXPERTS}.down_proj",), ("input_first",)),

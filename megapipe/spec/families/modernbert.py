@@ -10,6 +10,7 @@ from megapipe.spec.decoder_family import (
     BIASES,
     FULL,
     GATED,
+    LAYER,
     SIZES,
     SLIDING,
     TIED,
@@ -25,7 +26,6 @@ from megapipe.spec.decoder_family import (
 )
 from megapipe.spec.family import OMITTED, Family, FamilyError, Tensors, keys, known_word
 
-_LAYER = "model.layers.{layer}"
 _NORMS = {True: "layer_norm", False: "layer_norm_without_bias"}
 
 
@@ -134,12 +134,12 @@ Family(
     tensors={
         "embedding.word": "model.embeddings.tok_embeddings",
         "embedding.norm": "model.embeddings.norm",
-        "blocks.attention_norm": f"{_LAYER}.attn_norm",
-        "blocks.attention.qkv": Tensors((f"{_LAYER}.attn.Wqkv",), ("query_key_value",)),
-        "blocks.attention.output": f"{_LAYER}.attn.Wo",
-        "blocks.mlp_norm": f"{_LAYER}.mlp_norm",
-        "blocks.mlp.up": f"{_LAYER}.mlp.Wi",
-        "blocks.mlp.down": f"{_LAYER}.mlp.Wo",
+        "blocks.attention_norm": f"{LAYER}.attn_norm",
+        "blocks.attention.qkv": Tensors((f"{LAYER}.attn.Wqkv",), ("query_key_value",)),
+        "blocks.attention.output": f"{LAYER}.attn.Wo",
+        "blocks.mlp_norm": f"{LAYER}.mlp_norm",
+        "blocks.mlp.up": f"{LAYER}.mlp.Wi",
+        "blocks.mlp.down": f"{LAYER}.mlp.Wo",
         "head.norm": "model.final_norm",
         "head.transform": "head.dense",
         "head.transform_norm": "head.norm",

@@ -1,9 +1,7 @@
 """OLMo 2 (OLMo Team 2024, arXiv 2501.00656): norms of outputs, and of whole query and key projections."""
 
-from megapipe.spec.decoder_family import ATTENTION_BIAS, bias_fields, decoder, rotary_fields
+from megapipe.spec.decoder_family import ATTENTION_BIAS, LAYER, bias_fields, decoder, rotary_fields
 from megapipe.spec.family import keys
-
-_LAYER = "model.layers.{layer}"
 
 decoder(
     "olmo2",
@@ -14,7 +12,7 @@ decoder(
     writes=ATTENTION_BIAS,
     defaults={"rms_norm_eps": 1e-5},
     tensors={
-        "blocks.attention_output_norm": f"{_LAYER}.post_attention_layernorm",
-        "blocks.mlp_output_norm": f"{_LAYER}.post_feedforward_layernorm",
+        "blocks.attention_output_norm": f"{LAYER}.post_attention_layernorm",
+        "blocks.mlp_output_norm": f"{LAYER}.post_feedforward_layernorm",
     },
 )

@@ -3,10 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapipe.spec.decoder_family import Fields, decoder, described_rope, stretched, window_fields
+from megapipe.spec.decoder_family import LAYER, Fields, decoder, described_rope, stretched, window_fields
 from megapipe.spec.family import FamilyError, Tensors, keys
-
-_LAYER = "model.layers.{layer}"
 
 
 def _rotary_fields(config: Mapping[str, Any]) -> Fields:
@@ -35,8 +33,8 @@ decoder(
     },
     defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
     tensors={
-        "blocks.attention.qkv": Tensors((f"{_LAYER}.self_attn.qkv_proj",), ("query_key_value",)),
-        "blocks.mlp.up": f"{_LAYER}.mlp.gate_up_proj",
+        "blocks.attention.qkv": Tensors((f"{LAYER}.self_attn.qkv_proj",), ("query_key_value",)),
+        "blocks.mlp.up": f"{LAYER}.mlp.gate_up_proj",
     },
     order=2,
 )

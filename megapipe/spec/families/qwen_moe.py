@@ -6,6 +6,7 @@ from typing import Any
 from megapipe.spec.decoder_family import (
     ATTENTION_BIAS,
     FULL,
+    MLP,
     ROUTER_OUTPUT,
     SLIDING,
     Fields,
@@ -24,8 +25,6 @@ from megapipe.spec.decoder_family import (
     with_additions,
 )
 from megapipe.spec.family import Family, FamilyError, keys
-
-_MLP = "model.layers.{layer}.mlp"
 
 
 def _layers(default: Callable[[Mapping[str, Any]], list[str]]) -> Callable[[Mapping[str, Any]], Fields]:
@@ -115,8 +114,8 @@ _qwen(
         "qkv_bias": True,
     },
     tensors={
-        **gated_names("experts.mlp.shared", f"{_MLP}.shared_expert"),
-        "experts.mlp.shared.gate": f"{_MLP}.shared_expert_gate",
+        **gated_names("experts.mlp.shared", f"{MLP}.shared_expert"),
+        "experts.mlp.shared.gate": f"{MLP}.shared_expert_gate",
     },
 )
 _qwen(

@@ -1,6 +1,6 @@
 """StarCoder2 (Lozhkov et al. 2024, arXiv 2402.19173): layer norms and biases."""
 
-from megapipe.spec.decoder_family import UNGATED, decoder, rotary_fields, window_fields
+from megapipe.spec.decoder_family import MLP, UNGATED, decoder, rotary_fields, window_fields
 from megapipe.spec.family import keys
 
 decoder(
@@ -25,7 +25,7 @@ decoder(
         "use_bias": True,
     },
     tensors={
-        "blocks.mlp.up": "model.layers.{layer}.mlp.c_fc",
-        "blocks.mlp.down": "model.layers.{layer}.mlp.c_proj",
+        "blocks.mlp.up": f"{MLP}.c_fc",
+        "blocks.mlp.down": f"{MLP}.c_proj",
     },
 )
