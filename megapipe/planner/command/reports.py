@@ -5,7 +5,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 from megapipe.config.command_line import bytes_text, seconds_text, write_text
 from megapipe.layout.hardware.description import Hardware
@@ -56,13 +56,6 @@ NOTE: Final = "note: "
 """Prefix of the ids of parts with a tooltip; the rest of the id is the text of the tooltip."""
 
 
-class Row(NamedTuple):
-    """The name and the estimate of a layout."""
-
-    name: str
-    estimate: Estimate
-
-
 def memory_figure(estimate: Estimate) -> "Figure":
     """Return a figure with one stacked bar per pipeline coordinate, and the memory of its device as a line."""
     count = len(estimate.memory)
@@ -91,24 +84,24 @@ def memory_figure(estimate: Estimate) -> "Figure":
     return axes.figure  # type: ignore[return-value]
 
 
-def breakdown_figure(rows: Sequence[Row], title: str = "Time of a step, by term") -> "Figure":
+def breakdown_figure(layouts: Mapping[str, Estimate], title: str = "Time of a step, by term") -> "Figure":
     """Return a figure with one bar per layout, stacked by term. A mark follows the bars of layouts that do not fit."""
-    names = [row.name if len(row.name) <= LONGEST_NAME else f"{row.name[: LONGEST_NAME - 3]}..." for row in rows]
-    axes = _chart(title, 30 * len(rows), 24 + 6.8 * max(map(len, names)), 150, 70)
-    left = [0.0] * len(rows)
-    terms = list(dict.fromkeys(term.name for row in rows for term in row.estimate.terms if term.seconds > 0))
+    names = [name if len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 3]}..." for name in layouts]
+    axes = _chart(title, 30 * len(layouts), 24 + 6.8 * max(map(len, names)), 150, 70)
+    left = [0.0] * len(layouts)
+    terms = list(dict.fromkeys(term.name for each in layouts.values() for term in each.terms if term.seconds > 0))
     others = iter(OTHER_COLORS * len(terms))
     for term in terms:
-        seconds = [row.estimate.seconds_of(term) for row in rows]
+        seconds = [each.seconds_of(term) for each in layouts.values()]
         notes = [
             f"{name}: {term} {seconds_text(each)}, {each / estimate.step_seconds:.1%} of the step"
-            for (name, estimate), each in zip(rows, seconds, strict=True)
+            for (name, estimate), each in zip(layouts.items(), seconds, strict=True)
         ]
         left = _stack(axes, left, seconds, term, TERM_COLORS.get(term) or next(others), notes)
-    _rows(axes, len(rows), max(row.estimate.step_seconds for row in rows), "{x:g} s")
-    axes.set_yticks(range(len(rows)), names, color=INK)
+    _rows(axes, len(layouts), max(each.step_seconds for each in layouts.values()), "{x:g} s")
+    axes.set_yticks(range(len(layouts)), names, color=INK)
     axes.get_yticklabels()[0].set_fontweight("bold")
-    for place, (_, prediction) in enumerate(rows):
+    for place, prediction in enumerate(layouts.values()):
         step_text = seconds_text(prediction.step_seconds)
         if prediction.fits:
             _after(axes, place, step_text, INK, 12)
@@ -308,7 +301,7 @@ def draw_page(title: str, figures: list[list[str]], simulation: Simulation, sect
 
 def write_prediction(request: Request, hardware: Hardware, prediction: Prediction, notes: list[str]) -> None:
     """Write the report of one layout, if a flag requests it. notes: lines that the command also prints."""
-    breakdown = as_svg(breakdown_figure([Row("this layout", prediction.estimate)]))
+    breakdown = as_svg(breakdown_figure({"this layout": prediction.estimate}))
     _write(request, hardware, prediction, {"breakdown": breakdown}, _notes(notes))
 
 
@@ -320,13 +313,13 @@ def write_search(
     prediction: of the best layout. command: command that starts it. notes: see `write_prediction`.
     """
     best = estimate(findings.best.config, hardware, node_order=findings.best.node_order)
-    others = [
-        Row(each.name, each.estimate)
+    others = {
+        each.name: each.estimate
         for each in findings.alternatives
         if each.estimate is not None and layout_text(each.estimate.config) != layout_text(best.config)
-    ]
+    }
     drawn = {
-        "breakdown": as_svg(breakdown_figure([Row("best", best), *others], "Estimated time of a step, by term")),
+        "breakdown": as_svg(breakdown_figure({"best": best, **others}, "Estimated time of a step, by term")),
         "pareto": as_svg(pareto_figure([each.estimate for each in findings.pareto], best.memory_limit)),
     }
     ranked = [layout_cells(each.config) | figures_cells(each.estimate) for each in findings.ranked]

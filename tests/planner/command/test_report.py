@@ -14,7 +14,6 @@ from megapipe.planner.command.reports import (
     DARK,
     LIMIT,
     MOST_BARS,
-    Row,
     as_svg,
     breakdown_figure,
     draw_page,
@@ -75,8 +74,8 @@ def test_overfull_ranks_exceed_the_line_of_their_device(prediction):
 def test_terms_of_a_step_fill_its_bar(prediction):
     answer = prediction.estimate
     slower = replace(answer, step_seconds=2 * answer.step_seconds)
-    rows = [Row("best", answer), Row("other <&>", slower)]
-    bars = bars_of(breakdown_figure(rows, "title"))
+    layouts = {"best": answer, "other <&>": slower}
+    bars = bars_of(breakdown_figure(layouts, "title"))
     best = sum(width for _, width, note in bars if note.startswith("best: "))
     other = sum(width for _, width, note in bars if note.startswith("other <&>: "))
     assert best == pytest.approx(other)  # the same terms; the other's step is said to be twice as long
@@ -84,10 +83,10 @@ def test_terms_of_a_step_fill_its_bar(prediction):
     assert {note.split(": ")[1].split()[0] for *_, note in bars} == {
         term.name for term in answer.terms if term.seconds
     }
-    assert any(note.startswith("other <&>: ") for note in notes_of(as_svg(breakdown_figure(rows))))
+    assert any(note.startswith("other <&>: ") for note in notes_of(as_svg(breakdown_figure(layouts))))
     tight = replace(answer, memory_limits=(1e9,) * len(answer.memory))
-    assert "too large by " in as_svg(breakdown_figure([Row("tight", tight)]))
-    assert "too large by " not in as_svg(breakdown_figure([Row("best", answer)]))
+    assert "too large by " in as_svg(breakdown_figure({"tight": tight}))
+    assert "too large by " not in as_svg(breakdown_figure({"best": answer}))
 
 
 def test_the_front_has_a_disc_for_each_layout(prediction):
