@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from megapipe.engine.stage import TensorSpec
-from megapipe.engine.transfers import Boundary, LinkPool, ReceiveSlots, Sender, link_edges, receive_slots
+from megapipe.engine.transfers import LinkPool, ReceiveSlots, Sender, link_edges, receive_slots
 from megapipe.schedules import Schedule
 from megapipe.schedules.actions import Action, Kind
 from pipeline_contest.floor import COMPUTE, Compute
@@ -49,15 +49,15 @@ class _Loop:
             source, destination = schedule.rank_of(stage), schedule.rank_of(following)
             if setting.rank not in (source, destination):
                 continue  # the pool has only the links of this rank
-            there, back = (Boundary(links[source, destination], specs), Boundary(links[destination, source], specs))
+            there, back = links[source, destination], links[destination, source]
             if stage in mine:
-                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(there)
+                self._senders[Kind.SEND_ACTIVATION, stage] = Sender(there, specs)
                 count = header.gradient_slots[stage]
-                self._slots[Kind.RECV_GRADIENT, stage] = receive_slots(back, count, device)
+                self._slots[Kind.RECV_GRADIENT, stage] = receive_slots(back, specs, count, device)
             if following in mine:
-                self._senders[Kind.SEND_GRADIENT, following] = Sender(back)
+                self._senders[Kind.SEND_GRADIENT, following] = Sender(back, specs)
                 count = header.activation_slots[following]
-                self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(there, count, device)
+                self._slots[Kind.RECV_ACTIVATION, following] = receive_slots(there, specs, count, device)
 
     def closure(self, action: Action) -> Callable[[], object]:
         """Return the function that runs an action."""

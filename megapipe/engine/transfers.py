@@ -28,17 +28,9 @@ from megapipe.parallel.pipeline_links import LinkKind, make_links
 from megapipe.schedules.schedule import Connection, Header, Schedule
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """The tensors that cross one stage boundary in one direction, and their link."""
-
-    link: LinkEnd
-    specs: Specs
-
-
 class ReceiveSlots(ABC):
-    """Receive buffers of one boundary. A receive is posted to a slot and awaited; the slot is free when the schedule
-    reuses it."""
+    """Receive buffers for the tensors that cross one stage boundary in one direction. A receive is posted to a slot
+    and awaited; the slot is free when the schedule reuses it."""
 
     @abstractmethod
     def post(self, slot: int, part: int = 0) -> None:
@@ -57,18 +49,17 @@ class ReceiveSlots(ABC):
         """Return slots in the same memory that receive nothing."""
 
 
-def receive_slots(boundary: Boundary, num_slots: int, device: torch.device) -> ReceiveSlots:
-    """Return slots in the link's memory if it lends memory, otherwise in buffers of this rank."""
-    return LentSlots(boundary, num_slots) if boundary.link.lends else BufferSlots(boundary, num_slots, device)
+def receive_slots(link: LinkEnd, specs: Specs, num_slots: int, device: torch.device) -> ReceiveSlots:
+    """Return slots in the link's memory if it lends memory, otherwise in buffers of this rank. specs: of a message."""
+    return LentSlots(link, specs, num_slots) if link.lends else BufferSlots(link, specs, num_slots, device)
 
 
 class BufferSlots(ReceiveSlots):
     """Slots that are buffers of this rank."""
 
-    def __init__(self, boundary: Boundary, num_slots: int, device: torch.device) -> None:
-        self._link = boundary.link
-        self._specs = boundary.specs
-        self._buffers = _allocated(boundary.specs, num_slots, device)
+    def __init__(self, link: LinkEnd, specs: Specs, num_slots: int, device: torch.device) -> None:
+        self._link, self._specs = link, specs
+        self._buffers = _allocated(specs, num_slots, device)
         self._messages = list(self._buffers)
         self._pending: dict[int, list[Work]] = {}
 
@@ -96,11 +87,10 @@ def _within(specs: Specs, buffers: Tensors, part: int) -> Tensors:
 class LentSlots(ReceiveSlots):
     """Slots that are messages in the link's own memory, so that nothing is copied."""
 
-    def __init__(self, boundary: Boundary, num_slots: int) -> None:
-        self._link = boundary.link
+    def __init__(self, link: LinkEnd, specs: Specs, num_slots: int) -> None:
+        self._link, self._specs = link, specs
         self._num_slots = num_slots
-        self._specs = boundary.specs
-        self._largest = tuple(spec.allocate(torch.device("meta")) for spec in boundary.specs)
+        self._largest = tuple(spec.allocate(torch.device("meta")) for spec in specs)
         self._loans: dict[int, list[Loan]] = {}
 
     def post(self, slot: int, part: int = 0) -> None:
@@ -149,16 +139,15 @@ class NoiseSlots(ReceiveSlots):
 
 
 class Sender:
-    """Sends over one boundary.
+    """Sends the tensors that cross one stage boundary in one direction.
 
     At most one message per slot of the link is in flight, so that a fast rank does not keep all tensors that it has
     sent. Waiting for the oldest message cannot hang: schedules are proved free of deadlock even if every send waits
     for its receive.
     """
 
-    def __init__(self, boundary: Boundary) -> None:
-        self._link = boundary.link
-        self._specs = boundary.specs
+    def __init__(self, link: LinkEnd, specs: Specs) -> None:
+        self._link, self._specs = link, specs
         self._in_flight: deque[tuple[Work, Tensor]] = deque()
 
     def send(self, tensors: Tensors, part: int = 0) -> None:
@@ -190,7 +179,7 @@ class Sender:
 
     def without_peer(self) -> "Sender":
         """Return a sender that drops everything."""
-        return _Dropping(Boundary(self._link, self._specs))
+        return _Dropping(self._link, self._specs)
 
 
 class _Dropping(Sender):
@@ -365,16 +354,15 @@ def connect(schedule: Schedule, mesh: Mesh, stages: Mapping[int, Stage], pool: L
         source, destination = header.stages[stage].rank, header.stages[following].rank
         grads = tuple(spec for spec in specs if spec.requires_grad)
         if stage in stages:
-            transfers.send_activation[stage] = Sender(Boundary(links[source, destination], specs))
+            transfers.send_activation[stage] = Sender(links[source, destination], specs)
             if training:
-                boundary = Boundary(links[destination, source], grads)
-                transfers.receive_gradient[stage] = receive_slots(boundary, header.gradient_slots[stage], device)
+                back, slots = links[destination, source], header.gradient_slots[stage]
+                transfers.receive_gradient[stage] = receive_slots(back, grads, slots, device)
         if following in stages:
-            boundary = Boundary(links[source, destination], specs)
-            slots = header.activation_slots[following]
-            transfers.receive_activation[following] = receive_slots(boundary, slots, device)
+            there, slots = links[source, destination], header.activation_slots[following]
+            transfers.receive_activation[following] = receive_slots(there, specs, slots, device)
             if training:
-                transfers.send_gradient[following] = Sender(Boundary(links[destination, source], grads))
+                transfers.send_gradient[following] = Sender(links[destination, source], grads)
     return transfers
 
 

@@ -16,7 +16,7 @@ from megapipe.config.load import parse
 from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.engine.assembly import Assembly, Holding, ModelTable
-from megapipe.engine.transfers import Boundary, receive_slots
+from megapipe.engine.transfers import receive_slots
 from megapipe.layout.prediction import predict_rank
 from megapipe.layout.stages import StageLayout
 from megapipe.layout.table import build_schedule
@@ -104,8 +104,8 @@ def test_buffers_of_messages_are_those_that_the_engine_makes() -> None:
     for stage, each in enumerate(report.coordinates):
         slots = (stages.activation_slots[stage] if stage else 0) + (stages.gradient_slots[stage] if stage < 3 else 0)
         specs = [commands.TensorSpec((1, 1024, 768), torch.float32)]
-        boundary = Boundary(SimpleNamespace(lends=False), specs)
-        buffers = receive_slots(boundary, slots, torch.device("meta"))._buffers
+        link = SimpleNamespace(lends=False)
+        buffers = receive_slots(link, specs, slots, torch.device("meta"))._buffers
         assert each.message_bytes == sum(t.numel() * t.element_size() for slot in buffers for t in slot)
         in_flight = 4 - stage
         assert each.message_bytes >= (in_flight if stage else 0) * message
