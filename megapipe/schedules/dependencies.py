@@ -435,7 +435,8 @@ class Dependencies:
         all holders of a part; updates need these sums, too.
         """
         table, header = self.table, self.table.header
-        parts = [against_all(self._counts_users(), self._collective_rows(Kind.REDUCE_COUNTS)), self.shard_needs]
+        first_users = table.first_by_step(np.sort(self._first_backwards))
+        parts = [against_all(first_users, self._collective_rows(Kind.REDUCE_COUNTS)), self.shard_needs]
         if header.updates_per_step == 1:
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
             updates = table.first_by_update(table.rows_with(Kind.UPDATE))
@@ -454,11 +455,6 @@ class Dependencies:
         messages, rank = self.messages, self.table.rank
         links = zip(rank[messages.send].tolist(), rank[messages.receive].tolist(), strict=True)
         return dict(zip(messages.send.tolist(), links, strict=True))
-
-    def _counts_users(self) -> Ints:
-        """Return the first backward of a route's last stage in each rank and step, -1 where none; shape [ranks,
-        steps]."""
-        return self.table.first_by_step(np.sort(self._first_backwards))
 
 
 def shard_passes(table: Table) -> list[Ints]:

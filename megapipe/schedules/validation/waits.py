@@ -300,7 +300,11 @@ def first_uses(table: Table) -> list[dict[_Meeting, Action]]:
     """Return the first use of each link and group by each rank of a lowered schedule, in program order, with its
     action."""
     uses: list[dict[_Meeting, Action]] = [{} for _ in range(table.header.num_ranks)]
-    for row in _candidates(table):
+    rows, route = np.union1d(table.rows_with(*_COMMUNICATION), table.shared_reductions), table.microbatch
+    places = np.stack([table.rank, table.kind, table.stage, table.unit, route % len(table.header.routes)], axis=1)
+    # The first rows of each kind, stage, unit and route include all first uses.
+    first: Ints = np.unique(places[rows], axis=0, return_index=True)[1]
+    for row in np.sort(rows[first]).tolist():
         meeting = _meeting(table, row)
         if len(meeting) > 1:
             uses[table.rank[row]].setdefault(meeting, action_at(table, row))
@@ -331,14 +335,6 @@ def first_deadlock(uses: list[dict[_Meeting, Action]], connected: Collection[Con
                     programs[rank].popleft()
     hanging = ((rank, program[0][1]) for rank, program in enumerate(programs) if program)
     return "; ".join(f"rank {rank} at {describe(action) if action else 'its start'}" for rank, action in hanging)
-
-
-def _candidates(table: Table) -> list[int]:
-    """Return rows that include all first uses, in program order: the first of each kind, stage, unit and route."""
-    rows, route = np.union1d(table.rows_with(*_COMMUNICATION), table.shared_reductions), table.microbatch
-    places = np.stack([table.rank, table.kind, table.stage, table.unit, route % len(table.header.routes)], axis=1)
-    first: Ints = np.unique(places[rows], axis=0, return_index=True)[1]
-    return sorted(rows[first].tolist())
 
 
 def _meeting(table: Table, row: int) -> _Meeting:
