@@ -8,7 +8,7 @@ from typing import Unpack
 
 from megapipe.config.files import read_text
 from megapipe.schedules.actions import GROUP, KIND, SLOT, UNIT, VERSION, Kind
-from megapipe.schedules.building_blocks import Times, split_backwards
+from megapipe.schedules.building_blocks import EQUAL_TIMES, split_backwards
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.memory import NOTHING, Offload
@@ -132,7 +132,7 @@ def order(
     if not generator.splits and any((rows[:, KIND] == Kind.BACKWARD_INPUT).any() for rows in sections.body):
         raise ScheduleError(f"schedule {name} splits backwards; register it with splits=True ({generator.source})")
     if options.get("two_bp", False):
-        sections = split_backwards(sections, placement, options.get("times", Times()), options.get("max_pending"))
+        sections = split_backwards(sections, placement, options.get("times", EQUAL_TIMES), options.get("max_pending"))
     schedule = Schedule(header, sections)
     schedule = forward_only(schedule) if mode == "forward" else schedule
     return with_vocabulary(schedule, vocabulary) if vocabulary else schedule

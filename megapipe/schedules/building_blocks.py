@@ -194,6 +194,10 @@ class Times:
         return whole[kind] / chunks
 
 
+EQUAL_TIMES: Final = Times()
+"""Forwards and both halves of backwards take the same time, and messages none."""
+
+
 @dataclass(frozen=True)
 class Timed:
     """Programs with the weight halves placed, and the longest time on any one rank from its first start to its end."""

@@ -23,7 +23,7 @@ from typing import Final
 import numpy as np
 
 from megapipe.schedules.actions import GROUP, KIND, MICROBATCH, STAGE, Action, Ints, Kind, Rows
-from megapipe.schedules.building_blocks import Times
+from megapipe.schedules.building_blocks import EQUAL_TIMES
 from megapipe.schedules.errors import ScheduleError
 from megapipe.schedules.schedule import Header, Schedule, Sections, StagePlace
 
@@ -176,7 +176,7 @@ class _PassPlacement:
     """
 
     def __init__(self, schedule: Schedule, kinds: Sequence[tuple[Kind, ...]], collective: float) -> None:
-        header, self._collective, times = schedule.header, collective, Times()
+        header, self._collective = schedule.header, collective
         training = header.mode == "train"
         self._kinds = dict(enumerate(kinds)) if training else {each: kinds[each] for each in (OUTPUT, INPUT)}
         self._first, self._last = header.routes[0][0], header.routes[0][-1]
@@ -190,7 +190,7 @@ class _PassPlacement:
                 way = {Kind.FORWARD: 0, Kind.BACKWARD_WEIGHT: 2}.get(kind, 1)
                 neighbours = before.get(stage, ALL_INPUTS), after.get(stage, ALL_OUTPUTS)
                 needed = (way, neighbours[way], microbatch) if way < 2 else None
-                seconds = times.of(kind, header.stages_sharing[stage])
+                seconds = EQUAL_TIMES.of(kind, header.stages_sharing[stage])
                 rank_rows.append((row, needed, (way, stage, microbatch), seconds))
             self._states.append(_RankState(rank_rows, (header.outputs[rank], header.inputs[rank])))
         self._heap: list[tuple[float, bool, int, int]] = []

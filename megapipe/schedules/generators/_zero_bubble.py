@@ -82,11 +82,9 @@ def filled(num_ranks: int, num_microbatches: int, block: BuildingBlock, most_hel
     return fill_idle_time(programs, v_shape(num_ranks, 2), times, None, most_held)
 
 
-def repeated(
-    num_ranks: int, num_microbatches: int, block: BuildingBlock, most_held: int, times: Times | None
-) -> Sections:
+def repeated(num_ranks: int, num_microbatches: int, block: BuildingBlock, most_held: int, times: Times) -> Sections:
     """Return the order of a block as a schedule."""
-    return cheapest([filled(num_ranks, num_microbatches, block, most_held, times or Times())])
+    return cheapest([filled(num_ranks, num_microbatches, block, most_held, times)])
 
 
 def _program(rank: int, num_ranks: int, count: int, block: BuildingBlock) -> list[Step]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from itertools import product
 
 from megapipe.schedules.building_blocks import (
+    EQUAL_TIMES,
     Timed,
     Times,
     cheapest,
@@ -25,7 +26,7 @@ SLOPES = (1, 2)
 
 @schedule("v_auto", "A", placement=v_shape, chunks=2, splits=True)
 def v_auto(
-    num_ranks: int, num_microbatches: int, *, memory_limit: float | None = None, times: Times | None = None
+    num_ranks: int, num_microbatches: int, *, memory_limit: float | None = None, times: Times = EQUAL_TIMES
 ) -> Sections:
     """The cheapest order in a V that is found for given times and memory (among building blocks of arXiv 2405.15362,
     section 2, and ZB-V's order).
@@ -33,7 +34,6 @@ def v_auto(
     ``memory_limit`` is the maximum number of micro-batches that a rank holds between forward and weight half,
     ``num_ranks`` by default (that is 1F1B's memory); V-Min's floor((p + 4) / 3) is the least.
     """
-    times = Times() if times is None else times
     least = (num_ranks + 4) // 3
     limit = float(max(num_ranks, least)) if memory_limit is None else memory_limit
     if not least <= limit < math.inf:

@@ -1,13 +1,13 @@
 """V-Half: half of 1F1B's activation memory."""
 
-from megapipe.schedules.building_blocks import Times, v_shape
+from megapipe.schedules.building_blocks import EQUAL_TIMES, Times, v_shape
 from megapipe.schedules.generators._zero_bubble import BuildingBlock, repeated
 from megapipe.schedules.registry import schedule
 from megapipe.schedules.schedule import Sections
 
 
 @schedule("v_half", "A", placement=v_shape, chunks=2, splits=True)
-def v_half(num_ranks: int, num_microbatches: int, *, times: Times | None = None) -> Sections:
+def v_half(num_ranks: int, num_microbatches: int, *, times: Times = EQUAL_TIMES) -> Sections:
     """Two stages a rank in a V that hold floor((p + 2) / 2) micro-batches, half as many as 1F1B, at about half of its
     bubble (V-Half of arXiv 2405.15362, section 3).
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from megapipe.schedules.actions import Kind
 from megapipe.schedules.building_blocks import (
+    EQUAL_TIMES,
     ROUNDING,
     Step,
     Timed,
@@ -37,7 +38,7 @@ class Rules(NamedTuple):
 
 @schedule("zb_auto", "A", splits=True)
 def zb_auto(
-    num_ranks: int, num_microbatches: int, *, memory_limit: float | None = None, times: Times | None = None
+    num_ranks: int, num_microbatches: int, *, memory_limit: float | None = None, times: Times = EQUAL_TIMES
 ) -> Sections:
     """The cheapest order found for given times and memory (the heuristic of arXiv 2401.10241, section 3.1).
 
@@ -45,7 +46,6 @@ def zb_auto(
     ``num_ranks`` by default (that is 1F1B's memory). Eight greedy orders and the hand-made ones within the limit
     compete.
     """
-    times = Times() if times is None else times
     limit = float(num_ranks) if memory_limit is None else memory_limit
     if not 1 <= limit < math.inf:
         raise ScheduleError(
