@@ -220,7 +220,8 @@ def split_backwards(sections: Sections, placement: StagePlacement, times: Times,
 
 def cheapest(orders: Iterable[Timed]) -> Sections:
     """Return the order with the least cost as a schedule that flushes."""
-    return Sections.flushing(map(rows_from_steps, min(orders, key=lambda timed: timed.cost).programs))
+    best = min(orders, key=lambda timed: timed.cost)
+    return Sections.flushing(map(rows_from_steps, best.programs))
 
 
 def steps_of(rows: Rows) -> list[Step]:

@@ -436,7 +436,8 @@ class Dependencies:
         """
         table, header = self.table, self.table.header
         first_users = table.first_by_step(np.sort(self._first_backwards))
-        parts = [against_all(first_users, self._collective_rows(Kind.REDUCE_COUNTS)), self.shard_needs]
+        counts = self._collective_rows(Kind.REDUCE_COUNTS)
+        parts = [against_all(first_users, counts), self.shard_needs]
         if header.updates_per_step == 1:
             tied = np.concatenate([table.rows_with(Kind.REDUCE_TIED), table.shared_reductions])
             updates = table.first_by_update(table.rows_with(Kind.UPDATE))

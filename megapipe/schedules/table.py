@@ -126,7 +126,8 @@ class Table:
         rows = np.arange(len(self.rows))
         if not (self.group >= 0).any():
             return rows, rows
-        joined = (self.group[1:] >= 0) & (self.group[1:] == self.group[:-1]) & (self.part[1:] == self.part[:-1])
+        joined = (self.group[1:] >= 0) & (self.group[1:] == self.group[:-1])
+        joined &= self.part[1:] == self.part[:-1]
         starts = np.flatnonzero(np.append(True, ~joined))
         action = np.searchsorted(starts, rows, side="right") - 1
         return starts[action], np.append(starts[1:], len(rows))[action] - 1
@@ -230,8 +231,8 @@ class Table:
         return self._first_by_rank(rows, self.update, self.num_updates)
 
     def _first_by_rank(self, rows: Ints, period: Ints, count: int) -> Ints:
-        first = first_row_per(self.rank[rows] * count + period[rows], rows, self.header.num_ranks * count)
-        return first.reshape(self.header.num_ranks, count)
+        num_ranks, place = self.header.num_ranks, self.rank[rows] * count + period[rows]
+        return first_row_per(place, rows, num_ranks * count).reshape(num_ranks, count)
 
 
 def last_row_per(keys: Ints, rows: Ints, num_keys: int) -> Ints:
@@ -280,7 +281,8 @@ def refuse_repeated(table: Table, rows: Ints, places: Ints, remedy: str = "") ->
 def missing(table: Table, rank: int, action: Action) -> ScheduleError:
     """Return an error for an action that a rank lacks; shows the rank's line, or its first actions."""
     first, last = table.offsets[rank : rank + 2].tolist()
-    where, near = f"rank {rank}", neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
+    where = f"rank {rank}"
+    near = neighbourhood(table, first) if last > first else f"  rank {rank} has no actions"
     if table.origin is not None:
         number = table.origin.ranks[table.section_of(first) if last > first else "body", rank].number
         where, near = f"{where} ({table.origin.source}, line {number})", excerpt(table.origin.text, number)

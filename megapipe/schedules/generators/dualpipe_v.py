@@ -42,7 +42,8 @@ def _rows(rank: int, num_ranks: int, count: int) -> Rows:
     """Return one rank's actions in DualPipe's eight phases."""
     down, up, ranks_after = rank, 2 * num_ranks - 1 - rank, num_ranks - 1 - rank
     forward_down, forward_up = ((FORWARD, down),), ((FORWARD, up),)
-    down_and_up, up_and_down = (*forward_down, (Kind.BACKWARD, up)), (*forward_up, (Kind.BACKWARD, down))
+    down_and_up = (*forward_down, (Kind.BACKWARD, up))
+    up_and_down = (*forward_up, (Kind.BACKWARD, down))
     # The last rank's first forward is of the micro-batch that it turns back first: nothing to overlap yet.
     turning = [down_and_up] if ranks_after else [(each,) for each in down_and_up]
     last = [up, down] * (rank + 1)
@@ -66,10 +67,13 @@ def _numbered_rows(actions: list[Together]) -> Rows:
     halves."""
     kinds, stages = np.array([each for together in actions for each in together]).T
     # Whole backwards and halves of a stage count together.
-    rows = rows_from_steps(numbered(zip(np.where(kinds == INPUT, Kind.BACKWARD, kinds), stages, strict=True)))
+    counted = np.where(kinds == INPUT, Kind.BACKWARD, kinds)
+    rows = rows_from_steps(numbered(zip(counted, stages, strict=True)))
     rows[:, KIND] = kinds
     waiting = rows[kinds == INPUT]
-    rows[kinds == WEIGHT, STAGE], rows[kinds == WEIGHT, MICROBATCH] = waiting[:, STAGE], waiting[:, MICROBATCH]
+    for column in (STAGE, MICROBATCH):
+        rows[kinds == WEIGHT, column] = waiting[:, column]
     sizes = [len(together) for together in actions]
-    rows[:, GROUP] = np.repeat([number if size > 1 else -1 for number, size in enumerate(sizes)], sizes)
+    groups = [number if size > 1 else -1 for number, size in enumerate(sizes)]
+    rows[:, GROUP] = np.repeat(groups, sizes)
     return rows

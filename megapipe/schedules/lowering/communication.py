@@ -252,7 +252,8 @@ def _periodic(table: Table, start: Ints, most_live: int, in_order: bool) -> Ints
     at least that length and each block counts its slots from 0. Others get one slot for each micro-batch of the
     period.
     """
-    period, microbatch = table.header.num_microbatches, table.microbatch[start].astype(np.int64)
+    period = table.header.num_microbatches
+    microbatch = table.microbatch[start].astype(np.int64)
     place = microbatch % period
     if not in_order or most_live > period or np.any(np.diff(microbatch) < 0):
         return place

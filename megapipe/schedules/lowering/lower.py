@@ -120,7 +120,8 @@ def _sections(table: Table) -> Sections:
 def _cut(table: Table, section: int, *, step: int) -> tuple[Rows, ...]:
     header = table.header
     wanted = np.arange(header.num_ranks) * table.num_sections + section
-    bounds = zip(*(np.searchsorted(table.part, each) for each in (wanted, wanted + 1)), strict=True)
+    ends = (np.searchsorted(table.part, each) for each in (wanted, wanted + 1))
+    bounds = zip(*ends, strict=True)
     microbatches, versions = step * header.num_microbatches, step * header.updates_per_step
     return tuple(shift_rows(table.rows[first:last], -microbatches, -versions) for first, last in bounds)
 

@@ -68,7 +68,8 @@ class OrderGraph:
 
     def __init__(self, schedule: Schedule, steps: int = 1) -> None:
         table, header = Table.unroll(schedule, steps), schedule.header
-        self._kind, self._stage, self._microbatch = table.rows[:, [KIND, STAGE, MICROBATCH]].T.astype(np.int64)
+        columns = table.rows[:, [KIND, STAGE, MICROBATCH]].T
+        self._kind, self._stage, self._microbatch = columns.astype(np.int64)
         rank_starts = table.offsets[:-1]
         nodes = _Nodes.of(table.action_first, table.action_last)
         self._timed, count = nodes.timed_by_row, len(nodes.row)

@@ -95,7 +95,8 @@ def _check_pool(table: Table, name: str, every: StateRows, opens: Mask, closes: 
     sizes = table.header.state_sizes[table.stage[every.row], every.unit]
     change = np.zeros(len(table.rows), dtype=np.int64)
     np.add.at(change, every.row, sizes * (1 * opens - closes))
-    held, pool = np.cumsum(change), getattr(table.header.states, name)  # each rank closes all, so it starts from 0
+    held = np.cumsum(change)  # each rank closes all that it opens, so it starts from 0
+    pool = getattr(table.header.states, name)
     refuse(table, np.arange(len(held)), held > pool, f"the rank's {name} of {pool} has no room for {what}")
 
 

@@ -82,7 +82,8 @@ def check_header(header: Header, origin: Origin | None = None) -> None:
 
 def check_stages(header: Header, origin: Origin | None = None) -> None:
     """Raise ScheduleError unless there are counts for each stage, and tied groups consist of stages."""
-    count, slots = len(header.stages), ("activation_slots", "gradient_slots") if header.lowered else ()
+    count = len(header.stages)
+    slots = ("activation_slots", "gradient_slots") if header.lowered else ()
     for name, least in (("units_per_stage", 1), ("versions_per_stage", 1), *((each, 0) for each in slots)):
         values = getattr(header, name)
         if len(values) != count or min(values) < least:

@@ -116,7 +116,8 @@ def strongest_class(table: Table) -> tuple[NumericalClass, str]:
     schedule's own serial recursion, needs the first two of these. table: the schedule, unrolled over the steps for
     which it is checked.
     """
-    header, row, holders = table.header, first_reordered(table), max(table.header.holders, key=len)
+    header, row = table.header, first_reordered(table)
+    holders = max(header.holders, key=len)
     if len(holders) > 1:
         part = header.stages[holders[0]].part
         return "C", f"stages {', '.join(map(str, holders))} all hold part {part} of the model"

@@ -300,8 +300,9 @@ def first_uses(table: Table) -> list[dict[_Meeting, Action]]:
     """Return the first use of each link and group by each rank of a lowered schedule, in program order, with its
     action."""
     uses: list[dict[_Meeting, Action]] = [{} for _ in range(table.header.num_ranks)]
-    rows, route = np.union1d(table.rows_with(*_COMMUNICATION), table.shared_reductions), table.microbatch
-    places = np.stack([table.rank, table.kind, table.stage, table.unit, route % len(table.header.routes)], axis=1)
+    rows = np.union1d(table.rows_with(*_COMMUNICATION), table.shared_reductions)
+    route = table.microbatch % len(table.header.routes)
+    places = np.stack([table.rank, table.kind, table.stage, table.unit, route], axis=1)
     # The first rows of each kind, stage, unit and route include all first uses.
     first: Ints = np.unique(places[rows], axis=0, return_index=True)[1]
     for row in np.sort(rows[first]).tolist():
