@@ -381,22 +381,10 @@ def _optimize(rows: Sequence[FittingRow], hardware: Hardware, prior: Prior | Non
 
 
 def report_lines(result: FitResult, unit: str) -> Iterator[str]:
-    """Yield the report of a fit: parameters before and after it, and rows with their errors. unit: unit of speeds."""
+    """Yield the report of a fit: parameters before and after it, with standard deviations in percent, and rows with
+    their errors. unit: unit of speeds."""
     values = ", ".join(f"{each.name} {getattr(result.efficiency, each.name):.3f}" for each in PARAMETERS)
     yield f"{len(PARAMETERS)} free parameters of {result.hardware.name}: {values}"
-    yield from parameter_lines(result)
-    yield f"{'row':<10}{unit:>10}{'predicted':>11}{'error':>9}{'left out':>10}  assumed"
-    yield from map(_row_line, result.fitted)
-    yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
-    if left_out := result.left_out_errors:
-        yield f"left out: mean error {np.mean(left_out):.1%}, worst {max(left_out):.1%}"
-    if result.unfitted:
-        yield "not fitted, only predicted:"
-        yield from (f"{_row_line(row)}; {row.source}" for row in result.unfitted)
-
-
-def parameter_lines(result: FitResult) -> Iterator[str]:
-    """Yield a line for each parameter before and after the fit, with its standard deviation in percent."""
     yield f"{'share':<10}{'before':>16}{'fitted':>17}  +-: one standard deviation, if that of a row is {ROW_ERROR:.0%}"
     for parameter, spread in zip(PARAMETERS, result.spreads, strict=True):
         share = getattr(result.efficiency, parameter.name)
@@ -406,6 +394,14 @@ def parameter_lines(result: FitResult) -> Iterator[str]:
             belief = result.prior.beliefs[parameter.name]
             before, origin = f"{belief.mean:.3f} +-{result.prior.width:4.0%}", f"  before: {belief.origin}"
         yield f"{parameter.name:<10}{before:>16}{after:>17}{origin}"
+    yield f"{'row':<10}{unit:>10}{'predicted':>11}{'error':>9}{'left out':>10}  assumed"
+    yield from map(_row_line, result.fitted)
+    yield f"mean error {result.mean_error:.1%}, worst {result.worst_error:.1%}"
+    if left_out := result.left_out_errors:
+        yield f"left out: mean error {np.mean(left_out):.1%}, worst {max(left_out):.1%}"
+    if result.unfitted:
+        yield "not fitted, only predicted:"
+        yield from (f"{_row_line(row)}; {row.source}" for row in result.unfitted)
 
 
 def _row_line(row: RowResult) -> str:

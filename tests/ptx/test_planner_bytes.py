@@ -64,10 +64,10 @@ def test_planned_bytes_are_counted_ones() -> None:
         model = replace(SMALL, **changes)
         config = config_of(model, batch={"micro_size": 2})
         layer = model_layers(model)[-1 if kind == "loss" else 1]
-        (kernel,) = (
-            each
-            for each in RooflineTimes(DEVICE).timed_kernels(config, layer)
+        (time,) = (
+            time
+            for each, time in RooflineTimes(DEVICE).timed_kernels(config, layer)
             if (each.name, each.phase) == (name, phase)
         )
-        planned = kernel.time.memory * DEVICE.reached_bandwidth / (2 * elements)
+        planned = time.memory * DEVICE.reached_bandwidth / (2 * elements)
         assert planned == pytest.approx(counted, rel=1e-12), (kind, phase)

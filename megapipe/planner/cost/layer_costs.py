@@ -80,25 +80,18 @@ PERSISTENT_ELEMENTS = 100_000
 """DeepSpeed's ZeRO-3 does not shard weights up to this size: its default `stage3_param_persistence_threshold`."""
 
 
-class Beside(NamedTuple):
-    """Seconds of a rank's compute, and of traffic that runs in its background, unit by unit.
+def exposed_seconds(compute: float, traffic: float, before: float, last: float, *, slow_down: float) -> float:
+    """Return the seconds that traffic adds to a rank's compute, in whose background it runs, unit by unit.
 
-    before: seconds of compute before the first unit's traffic can start. last: seconds of the last unit's traffic.
+    A unit's traffic starts after its compute, so the last unit's traffic, or more if the compute is too short, is
+    exposed. While both run, each slows the other down. before: seconds of compute before the first unit's traffic can
+    start. last: seconds of the last unit's traffic.
     """
-
-    compute: float
-    traffic: float
-    before: float
-    last: float
-
-    def exposed(self, slow_down: float) -> float:
-        """Return the seconds that the traffic adds. A unit's traffic starts after its compute, so the last unit's
-        traffic, or more if the compute is too short, is exposed. While both run, each slows the other down."""
-        if not self.traffic:
-            return 0.0
-        overlap = self.compute - self.before
-        hidden = min(self.traffic - self.last, overlap)
-        return (slow_down - 1) * max(0.0, hidden) + max(self.last, self.traffic - overlap)
+    if not traffic:
+        return 0.0
+    overlap = compute - before
+    hidden = min(traffic - last, overlap)
+    return (slow_down - 1) * max(0.0, hidden) + max(last, traffic - overlap)
 
 
 def overlapped(compute: Number, communication: Number, slow_down: float) -> Number:

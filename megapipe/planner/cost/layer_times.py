@@ -14,7 +14,7 @@ from megapipe.layout.hardware.roofline import KernelTime, matrix_product_time, m
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.stages import VOCABULARY_ALIGNMENT
 from megapipe.layout.units import Unit, UnitCosts
-from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Kernel, KernelPhase, MicrobatchShape, Precision
+from megapipe.spec.ops import ELEMENT_BYTES, FULL_BYTES, Kernel, MicrobatchShape, Precision
 from megapipe.spec.parameters import LayerSpec, ParameterSpec
 
 
@@ -59,15 +59,6 @@ UNFUSED_LOSS_BYTES = 52
 """Bytes per logit that the kernels of an unfused loss in fp32 read and write: a copy in fp32 (6), maximum (4),
 difference (8), exponential (8), sum (4), quotient (8), product with the output gradient (8), a copy in 16 bits (6).
 Source: Megatron-LM's megatron/core/tensor_parallel/cross_entropy.py."""
-
-
-class TimedKernel(NamedTuple):
-    """One kernel of a micro-batch, with its phase and its time. The phase `recompute` means: a forward kernel that
-    recompute.method selective or recompute.logits repeats in the backward."""
-
-    name: str
-    phase: KernelPhase
-    time: KernelTime
 
 
 def update_seconds(config: PretrainConfig, device: Device, elements: int, precision: Precision) -> float:
@@ -124,13 +115,16 @@ class RooflineTimes:
         """Return the seconds of all kernels of a micro-batch, and of the kernels that its backward repeats. They
         depend neither on the replicas nor on the pipeline."""
         by_phase = dict.fromkeys((*PhaseSeconds._fields, "recompute"), 0.0)
-        for kernel in self.timed_kernels(config, layer):
-            by_phase[kernel.phase] += kernel.time.seconds
+        for kernel, time in self.timed_kernels(config, layer):
+            by_phase[kernel.phase] += time.seconds
         again = by_phase.pop("recompute")
         return PhaseSeconds(**by_phase), again
 
-    def timed_kernels(self, config: PretrainConfig, layer: LayerSpec) -> Iterator[TimedKernel]:
-        """Yield all kernels of one layer for one micro-batch, in no particular order.
+    def timed_kernels(self, config: PretrainConfig, layer: LayerSpec) -> Iterator[tuple[Kernel, KernelTime]]:
+        """Yield all kernels of one layer for one micro-batch and their times, in no particular order.
+
+        The phase `recompute` means: a forward kernel that recompute.method selective or recompute.logits repeats in
+        the backward.
 
         config: with parallel.data filled in. Memory traffic is that of fused kernels: a norm reads and writes its rows
         once, bias and activation are one kernel, and so are dropout and the residual sum.
@@ -141,7 +135,7 @@ class RooflineTimes:
             for kernel in op.kernels():
                 chosen = self._unfused_loss(kernel, shape) if self.megatron_kernels else kernel
                 if chosen is not None:
-                    yield TimedKernel(chosen.name, chosen.phase, self._time(chosen, shape))
+                    yield chosen, self._time(chosen, shape)
 
     def _unfused_loss(self, kernel: Kernel, shape: MicrobatchShape) -> Kernel | None:
         """Return a kernel as Megatron-LM runs it: its loss is a sequence of kernels and never recomputes logits."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megapipe.layout.order_walk import Order, ShardedRanks, few_ranks
 from megapipe.layout.scheduling import schedule_options
 from megapipe.planner.cost.estimate import Assumptions, Term
-from megapipe.planner.cost.layer_costs import Beside, StageCosts, overlapped, scalar_seconds, tied_seconds
+from megapipe.planner.cost.layer_costs import StageCosts, exposed_seconds, overlapped, scalar_seconds, tied_seconds
 from megapipe.planner.cost.memory import cut_of, sharding_of
 from megapipe.planner.cost.run_layout import RunLayout
 from megapipe.schedules import Options, Schedule
@@ -28,19 +28,11 @@ WALKED_PERIODS = (10, 36)
 """Numbers of periods of an order to try first: if all ranks' times repeat, the remaining periods repeat them too."""
 
 
-class Waiting(NamedTuple):
-    """Seconds of a step that the busiest rank waits for other ranks' compute and for their messages, and seconds that
-    the work after each rank's last action adds to the step."""
-
-    bubble: float
-    messages: float
-    after: float
-
-
 def waiting_of(
     name: str, options: Options, costs: OrderCosts, num_microbatches: int, work: float, after: Floats
-) -> Waiting:
-    """Return the seconds that the rank with the most work waits in one step.
+) -> tuple[float, float, float]:
+    """Return the seconds of one step that the rank with the most work waits for other ranks' compute and for their
+    messages, and the seconds that the work after each rank's last action adds to the step.
 
     Args:
         name, options: name and options of the schedule.
@@ -50,13 +42,13 @@ def waiting_of(
         after: seconds of work that follow each rank's last action, shape [ranks].
     """
     if costs.latency.shape[-1] == 1:
-        return Waiting(0.0, 0.0, float(after[0]))
+        return 0.0, 0.0, float(after[0])
     links = np.array([0.0, 1.0])[:, None, None]
     cases = costs.repeated(2)
     cases = cases._replace(latency=cases.latency * links, transfer=cases.transfer * links)
     (alone, whole), (_, later) = step_seconds(name, options, cases, num_microbatches, (0.0, after)).tolist()
     bubble = max(0.0, alone - num_microbatches * work)
-    return Waiting(bubble, max(0.0, whole - num_microbatches * work - bubble), later - whole)
+    return bubble, max(0.0, whole - num_microbatches * work - bubble), later - whole
 
 
 def step_seconds(
@@ -275,7 +267,7 @@ class StepTimer:
         after = backward_traffic - early - late
         within = after if splits else np.zeros_like(after)
         rerun = costs.whole_again * self._between_backwards()
-        waiting = waiting_of(
+        bubble, messages, left = waiting_of(
             self.run.config.schedule.name,
             schedule_options(self.run.config),
             OrderCosts(
@@ -297,15 +289,14 @@ class StepTimer:
         yield Term(
             "data", exposed, "sharded weights and gradients of every micro-batch, overlapping with compute (ZeRO)"
         )
-        yield Term("bubble", waiting.bubble, "walk of the schedule's order: waiting for other ranks' compute")
-        messages = waiting.messages
-        before = self.count * work + waiting.bubble + messages
+        yield Term("bubble", bubble, "walk of the schedule's order: waiting for other ranks' compute")
+        before = self.count * work + bubble + messages
         if self.assumptions.waits_for_sends and self.run.pipeline > 1:
             # Each chunk receives and sends in forward and backward; a send overlaps with the receive of the same kind.
             messages += 2 * self.run.chunks * float(hops.sum(axis=1).max()) * self.count
         yield Term("pipeline", messages, "messages that a stage waits for: latency + bytes / bandwidth")
         # Without a flush, sums count on the rank that finishes last.
-        sums = waiting.after if self.flushes else max(0.0, float(self._sums_left(pace, before).max()))
+        sums = left if self.flushes else max(0.0, float(self._sums_left(pace, before).max()))
         yield from self._at_the_end(pace, before, sums)
 
     def _links(self, hops: Floats) -> tuple[Floats, Floats]:
@@ -363,8 +354,7 @@ class StepTimer:
         before = np.maximum(0.0, backward * costs.first_backward - gathers / costs.layers)
         traffic, last = gathers + costs.reduction, costs.last_reduction
         stages = zip(backward, traffic, before, last, strict=True)
-        slow = self.assumptions.slow_down
-        return np.array([Beside(*values).exposed(slow) for values in stages])
+        return np.array([exposed_seconds(*values, slow_down=self.assumptions.slow_down) for values in stages])
 
     def _between_backwards(self) -> Floats:
         """Return for each stage the fraction of recomputation that runs between the backwards of a micro-batch. The
@@ -472,5 +462,4 @@ class StepTimer:
             return float(totals.max())
         forwards = self.costs.by_rank(self.costs.whole_forward)
         sizes = np.array([forwards, totals, forwards / self.units, totals / self.units])
-        slow = self.assumptions.slow_down
-        return max(Beside(*each).exposed(slow) for each in sizes.T.tolist())
+        return max(exposed_seconds(*each, slow_down=self.assumptions.slow_down) for each in sizes.T.tolist())
