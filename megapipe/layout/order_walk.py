@@ -18,6 +18,7 @@ from megapipe.layout.stages import unplanned
 from megapipe.layout.walk import NEEDED, Bytes, GradientBuffers, Sizes, Tensor, Walk
 from megapipe.schedules import Kind, Options, Schedule, ScheduleError, order
 from megapipe.schedules.actions import KIND, STAGE, Floats, Ints, Rows, rows_of
+from megapipe.schedules.building_blocks import linear
 from megapipe.schedules.gathers import last_additions, residences
 from megapipe.schedules.lowering import Spans, lower
 from megapipe.schedules.lowering.insertion import add_gathers, add_recompute, add_reductions, insert
@@ -128,7 +129,7 @@ def before_backwards(asked: Order, classes: Ints) -> OrderMoments:
     changes = np.zeros((len(rows), 2 * count), dtype=np.int64)
     changes[np.arange(len(rows)), classes[stage]] = own
     changes[np.arange(len(rows)), count + classes[stage]] = 1 * halved - (kind == Kind.BACKWARD_WEIGHT)
-    rank = np.array([place.rank for place in schedule.header.stages])[stage]
+    rank = schedule.header.stage_ranks[stage]
     moments = np.column_stack([rank, tensor, classes[stage], changes.cumsum(axis=0) - changes])[tensor > 0]
     moments = moments[np.lexsort(moments.T[::-1])]
     moments = moments[np.append(True, (moments[1:] != moments[:-1]).any(axis=1))]
@@ -207,9 +208,8 @@ class MicrobatchWalk:
 
 def _header(units: tuple[int, ...], num_microbatches: int) -> Header:
     """Return the header for stages each of which is on a separate rank."""
-    places = tuple(StagePlace(stage, 0, stage) for stage in range(len(units)))
-    versions, routes = (1,) * len(units), (tuple(range(len(units))),)
-    return Header("", "train", len(units), num_microbatches, places, routes, units, "A", versions)
+    placed, versions = linear(len(units), 1), (1,) * len(units)
+    return Header("", "train", len(units), num_microbatches, placed.stages, placed.routes, units, "A", versions)
 
 
 class ShardedRanks(NamedTuple):

@@ -233,12 +233,12 @@ class UnitCosts:
         """Return the elements of a whole flat buffer of the unit."""
         if self._whole_matrices:
             return self._placement(unit).num_elements
-        return flat_elements(
-            unit.specs,
-            tensor_size=self.config.parallel.tensor,
-            alignment=self.alignment,
-            num_shards=self.shards_of(unit),
-        )
+        return flat_elements(unit.specs, **self._local_sizes, num_shards=self.shards_of(unit))
+
+    @property
+    def _local_sizes(self) -> dict[str, int]:
+        """Arguments of `ParameterSpec.local_shape`."""
+        return {"tensor_size": self.config.parallel.tensor, "alignment": self.alignment}
 
     @property
     def _whole_matrices(self) -> bool:
@@ -247,7 +247,7 @@ class UnitCosts:
 
     def _placement(self, unit: Unit) -> MatrixPlacement:
         """Return the positions of a unit's parameters in Muon's shards."""
-        return place(unit.specs, self.shards, tensor_size=self.config.parallel.tensor, alignment=self.alignment)
+        return place(unit.specs, self.shards, **self._local_sizes)
 
     def sharded(self, unit: Unit, stage: int) -> bool:
         """Return whether state that ZeRO shards at `stage` and above is sharded here; for tied weights only stage 1
@@ -282,11 +282,7 @@ class UnitCosts:
         if self._whole_matrices:
             matrices = part - self._placement(unit).elementwise_in(self.shard)
         else:
-            matrices = flat_elements(
-                [spec for spec in unit.specs if spec.matrix],
-                tensor_size=self.config.parallel.tensor,
-                alignment=self.alignment,
-            )
+            matrices = flat_elements([spec for spec in unit.specs if spec.matrix], **self._local_sizes)
         others = part - matrices
         return matrices * optimizer.num_moments(matrix=True) + others * optimizer.num_moments()
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import partial
 
 from megapipe.config.bert import BertModelConfig
-from megapipe.config.model import ModelConfig
 from megapipe.spec.linear import (
     ZEROS,
     all_tokens,
@@ -168,7 +167,7 @@ def _output(shape: MicrobatchShape, normalised: Value, scale: Value) -> Op:
         weights=_output_weights(shape),
         saves=(normalised, Value("log-sums", tokens * FULL_BYTES) if shape.recompute_logits else logits),
         weight_needs=(normalised, logits, scale),
-        flops=linear_flops(all_tokens(shape), _output_elements(model), shape.recompute_logits),
+        flops=linear_flops(all_tokens(shape), model.vocabulary_size * model.hidden_size, shape.recompute_logits),
         collectives=(*_loss_collectives(shape, tokens), *hidden),
         kernels=partial(_output_kernels, shape),
         uses=(_loss_use(shape, tokens),),
@@ -255,7 +254,7 @@ def bert_head_ops(shape: MicrobatchShape) -> Iterator[Op]:
         gathered=True,
         saves=(normalised, Value("logits", logits)),
         weight_needs=(normalised, gradient("logits", rows * columns * width)),
-        flops=linear_flops(every_row, _output_elements(narrow.model), shape.recompute_logits),
+        flops=linear_flops(every_row, vocabulary * inner, shape.recompute_logits),
         collectives=calls,
         kernels=partial(_output_kernels, narrow),
         uses=(_loss_use(narrow, rows),),
@@ -327,10 +326,6 @@ def _output_weights(shape: MicrobatchShape) -> tuple[ParameterSpec, ...]:
     """Return the output matrix; nothing if it is tied to the embedding."""
     model = shape.model
     return () if model.tie_embeddings else (table(model, "output.weight", model.vocabulary_size, padded=True),)
-
-
-def _output_elements(model: ModelConfig) -> int:
-    return model.vocabulary_size * model.hidden_size
 
 
 def _columns(shape: MicrobatchShape) -> int:

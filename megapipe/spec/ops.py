@@ -250,9 +250,6 @@ class Flops(NamedTuple):
         return self.total + self.recomputed
 
 
-NO_FLOPS = Flops()
-
-
 class Op(NamedTuple):
     """One op of a layer.
 
@@ -274,7 +271,7 @@ class Op(NamedTuple):
     copies: tuple[Value, ...] = ()
     handed: int = 0
     handed_gradient: int = 0
-    flops: Flops = NO_FLOPS
+    flops: Flops = Flops()
     collectives: tuple[Collective, ...] = ()
     kernels: Callable[[], tuple[Kernel, ...]] = tuple
     uses: tuple[KernelUse, ...] = ()
