@@ -11,7 +11,7 @@ from megapipe.config.model import ModelConfig
 from megapipe.config.run import DataConfig, PretrainConfig, TrainingConfig
 from megapipe.layout.hardware.description import hardware_device_type, load_hardware
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.stages import layers_of
+from megapipe.layout.stages import layers_of, num_parameters
 from megapipe.planner.cost.step_time import step_seconds
 from megapipe.planner.papers.pipedream import (
     BlockModel,
@@ -131,11 +131,6 @@ def appendix_a(weights: float, activations: float, boundary: float, depth: int, 
     return (2 * weights + whole * activations) / depth + depth * boundary
 
 
-def parameters_of(config: PretrainConfig) -> int:
-    specs = {spec.name: spec for layer in layers_of(config) for spec in layer.parameters.values()}
-    return sum(spec.num_elements for spec in specs.values())
-
-
 def papers_model(num_layers: int, hidden: int, heads: int) -> PretrainConfig:
     """A model of section 5, on sequences of 512 tokens."""
     model = ModelConfig(
@@ -156,7 +151,7 @@ def papers_model(num_layers: int, hidden: int, heads: int) -> PretrainConfig:
 def blocks_of(config: PretrainConfig) -> BlockModel:
     """The model on devices of `V100_FLOPS`, with bytes and FLOPs of its blocks as they are declared."""
     hardware, block = load_hardware("v100-16"), layers_of(config)[1]
-    parameters, blocks = parameters_of(config), config.model.num_layers
+    parameters, blocks = num_parameters(config), config.model.num_layers
 
     def seconds(size: int, recomputed: bool) -> float:
         flops = layer_flops(config.model, block, size, 512).total
@@ -176,7 +171,7 @@ def blocks_of(config: PretrainConfig) -> BlockModel:
 @pytest.mark.parametrize(("billions", "hidden", "depth"), [(2.2, 2304, 8), (3.8, 3072, 16)])
 def test_the_best_depth_is_that_of_the_paper(batch: int, billions: float, hidden: int, depth: int) -> None:
     config = papers_model(32, hidden, 32)
-    assert parameters_of(config) == pytest.approx(billions * 1e9, rel=0.03)
+    assert num_parameters(config) == pytest.approx(billions * 1e9, rel=0.03)
     best = plan(blocks_of(config), V100_16, batch)
     assert (best.depth, best.width) == (depth, 64 // depth)
     assert best.accumulation * best.width * best.depth * best.micro_size == batch
@@ -189,7 +184,7 @@ def test_about_30_billion_parameters_are_the_most_that_fit() -> None:
         layers += 64
     assert layers >= 2240  # of the 28.3 billion that the authors ran
     largest = papers_model(layers, 1024, 16)
-    assert parameters_of(largest) == pytest.approx(30e9, rel=0.05)
+    assert num_parameters(largest) == pytest.approx(30e9, rel=0.05)
     best = plan(blocks_of(largest), V100_16, 512)
     assert (best.width, best.depth, best.execution) == (1, 64, "recomputed")
 
