@@ -64,7 +64,7 @@ def host_copies(run: RunLayout, schedule: Schedule) -> HostCopies:
 
     schedule: lowered schedule of the run, which determines the state of each rank.
     """
-    host, moved, costs, layers = run.host, run.moved, run.costs, run.stages.layers
+    host, moved, costs, layers = run.host, run.table.offload, run.costs, run.stages.layers
     activations = {
         (stage, unit): host.seconds(costs.kept(layers[run.stages.ranges[stage][unit]]))
         for stage, units in enumerate(moved.units)
@@ -104,7 +104,7 @@ def slowed(run: RunLayout, costs: StageCosts, schedule: Schedule, copies: HostCo
     activations = _a_microbatch(run, schedule, Kind.OFFLOAD, copies.activations)
     weights = _a_microbatch(run, schedule, Kind.GATHER_WEIGHTS, copies.weights) / 2
     backward = costs.whole_again + costs.input_half + costs.weight_half(apart=0.0)
-    hidden = backward * np.where(moved > 0, np.minimum(1.0, moved * run.moved.prefetch / units), 1.0)
+    hidden = backward * np.where(moved > 0, np.minimum(1.0, moved * run.table.offload.prefetch / units), 1.0)
     late_forward = np.maximum(0.0, np.maximum(activations, weights) - costs.whole_forward)
     late_backward = np.maximum(0.0, np.maximum(activations - hidden, activations + weights - backward))
     state = np.zeros(len(units))
@@ -342,7 +342,7 @@ def predict(
 
 
 def explain_stages(
-    config: PretrainConfig, hardware: Hardware, world_size: int | None = None, *, assumptions: Assumptions = ENGINE
+    config: PretrainConfig, hardware: Hardware, *, assumptions: Assumptions = ENGINE
 ) -> list[dict[str, Any]]:
     """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
 
@@ -350,7 +350,7 @@ def explain_stages(
     including recomputation. update, reduction, gather: one of each, for all layers of the stage. See `estimate` for
     the arguments and errors.
     """
-    run = lay_run(config, hardware, world_size)
+    run = lay_run(config, hardware)
     costs = stage_costs(run, layer_costs(run, None, assumptions.on(hardware)))
     seconds = {
         "forward": costs.forward,

@@ -15,14 +15,13 @@ from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, HostLink, hardware_device_type, with_named_precision
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.scheduling import num_stages, schedule_options, stage_ranks
+from megapipe.layout.scheduling import num_stages, schedule_options, splits_backwards, stage_ranks
 from megapipe.layout.stages import Keyed, StageLayout, unplanned
 from megapipe.layout.table import LayoutTable, moves_to_host, undecided
 from megapipe.layout.validation import run_problems
 from megapipe.schedules.actions import Ints
 from megapipe.schedules.building_blocks import Policy
 from megapipe.schedules.lowering import Spans
-from megapipe.schedules.memory import Offload
 from megapipe.schedules.registry import find_generator
 from megapipe.spec.layers import layer_flops
 from megapipe.spec.ops import Flops
@@ -33,17 +32,17 @@ from megapipe.spec.parameters import LayerSpec, TiedNames, tied_names
 class RunLayout:
     """A configuration with parallel.data filled in, on a machine.
 
-    placement: its ranks on nodes. costs: sizes of its layers. stages: its layers in stages. ranks: the pipeline rank
-    of every stage. classes: for every layer, the number of its kind; layers of one kind are identical. kinds: index of
-    one layer of each kind. tied: names of weights that several layers use.
+    placement: its ranks on nodes. costs: sizes of its layers. ranks: the pipeline rank of every stage. stages: its
+    layers in stages. classes: for every layer, the number of its kind; layers of one kind are identical. kinds: index
+    of one layer of each kind. tied: names of weights that several layers use.
     """
 
     config: PretrainConfig
     hardware: Hardware
     placement: Placement
     costs: LayoutCosts
-    stages: StageLayout
     ranks: tuple[int, ...]
+    stages: StageLayout
     classes: tuple[int, ...]
     kinds: tuple[int, ...]
     tied: tuple[TiedNames, ...]
@@ -76,7 +75,7 @@ class RunLayout:
     @cached_property
     def splits(self) -> bool:
         """Return whether backwards are split into an input half and a weight half."""
-        return self.config.schedule.two_bp or find_generator(self.config.schedule.name).splits
+        return splits_backwards(self.config)
 
     @cached_property
     def policy(self) -> Policy:
@@ -106,11 +105,6 @@ class RunLayout:
         if self.config.recompute.method in ("none", "selective") and not self.config.parallel.layers:
             return []
         return self.table.recomputed
-
-    @property
-    def moved(self) -> Offload:
-        """Return the units and states that move to host memory."""
-        return self.table.offload
 
     @cached_property
     def host(self) -> HostLink:
@@ -173,8 +167,8 @@ def lay_on(config: PretrainConfig, placement: Placement, like: RunLayout | None 
         costs = replace(like.costs, config=config, data=placement.sizes["data"])
         return replace(like, config=config, hardware=placement.hardware, placement=placement, costs=costs)
     hardware, shape = placement.hardware, _shape_of(config)
-    costs = layout_costs(config, device=hardware_device_type(hardware), layers=shape.stages.layers)
-    return RunLayout(config, hardware, placement, costs, ranks=stage_ranks(config), **vars(shape))
+    costs = layout_costs(config, device=hardware_device_type(hardware), layers=shape[0].layers)
+    return RunLayout(config, hardware, placement, costs, stage_ranks(config), *shape)
 
 
 def with_data(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
@@ -185,14 +179,8 @@ def with_data(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     return replace(config, parallel=replace(config.parallel, data=data))
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """Fields of `RunLayout` that depend neither on the machine nor on the batch."""
-
-    stages: StageLayout
-    classes: tuple[int, ...]
-    kinds: tuple[int, ...]
-    tied: tuple[TiedNames, ...]
+_Shape = tuple[StageLayout, tuple[int, ...], tuple[int, ...], tuple[TiedNames, ...]]
+"""Fields of `RunLayout` from `stages` on, which depend neither on the machine nor on the batch."""
 
 
 def _shape_of(config: PretrainConfig) -> _Shape:
@@ -217,14 +205,12 @@ def _cached_shape(keyed: Keyed) -> _Shape:
     config: PretrainConfig = keyed.value
     stages = StageLayout.of(config)
     numbers: dict[tuple[object, ...], int] = {}
-    classes, kinds = [], []
-    for index, layer in enumerate(stages.layers):
+    classes = []
+    for layer in stages.layers:
         in_fp8 = layer_is_fp8(config, layer.kind, layer.index)
         # What a layer sets itself, because a search reuses the kinds with other values of the run's own fields.
         own = strategy_of(config.parallel.layers, layer.name)
         kind = layer.kind, layer.variant, in_fp8, own.zero, own.recompute
-        if kind not in numbers:
-            numbers[kind] = len(numbers)
-            kinds.append(index)
-        classes.append(numbers[kind])
-    return _Shape(stages, tuple(classes), tuple(kinds), tied_names(stages.layers))
+        classes.append(numbers.setdefault(kind, len(numbers)))
+    kinds = tuple(map(classes.index, range(len(numbers))))
+    return stages, tuple(classes), kinds, tied_names(stages.layers)

@@ -24,17 +24,18 @@ import numpy.typing as npt
 
 from megapipe.config import ConfigError
 from megapipe.config.command_line import Report, quiet
-from megapipe.config.parallel import ScheduleConfig, ZeroConfig, layer_is_fp8
+from megapipe.config.parallel import ScheduleConfig, ZeroConfig
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.costs import LayoutCosts
 from megapipe.layout.hardware.description import Hardware, hardware_device_type
 from megapipe.layout.hardware.placement import Placement
 from megapipe.layout.prediction import layout_costs
-from megapipe.layout.stages import cached_method, layers_of
+from megapipe.layout.stages import cached_method
 from megapipe.layout.units import Unit
 from megapipe.planner.cost.estimate import ENGINE
 from megapipe.planner.cost.layer_costs import exchanges_seconds, overlapped
 from megapipe.planner.cost.layer_times import LayerSeconds, LayerTimes, shared, slowest_roofline
+from megapipe.planner.cost.run_layout import lay_on
 from megapipe.planner.cost.step_time import ROUNDING, step_seconds
 from megapipe.planner.papers.pipedream import uniform_run
 from megapipe.schedules.actions import Floats, Ints
@@ -405,12 +406,9 @@ class OpCosts:
     def __init__(self, config: PretrainConfig, hardware: Hardware, devices: int, times: LayerTimes) -> None:
         self.whole, self.hardware, self.devices, self.times = uniform_run(config, 1), hardware, devices, times
         self.memory_bytes = min(node.device.memory_bytes for node in hardware.nodes(devices))
-        self.layers = layers_of(self.whole)
         self.slow_down = ENGINE.on(hardware).slow_down
-        numbers: dict[tuple[object, ...], int] = {}
-        keys = [(each.kind, each.variant, layer_is_fp8(config, each.kind, each.index)) for each in self.layers]
-        self.kinds = tuple(numbers.setdefault(key, len(numbers)) for key in keys)
-        self._one_of = [self.layers[self.kinds.index(kind)] for kind in range(len(numbers))]
+        run = lay_on(self.whole, Placement(hardware, {}))
+        self.layers, self.kinds, self._one_of = run.stages.layers, run.classes, run.layers
         forward = [times.of(self.whole, layer).forward for layer in self._one_of]
         self.weights = tuple(forward[kind] for kind in self.kinds)
 

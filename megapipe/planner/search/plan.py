@@ -15,14 +15,15 @@ from megapipe.config.parallel import MeshShape
 from megapipe.config.run import PretrainConfig
 from megapipe.layout.batch_plan import num_microbatches
 from megapipe.layout.hardware.description import Hardware
-from megapipe.layout.hardware.placement import OrderCost, best_node_order
+from megapipe.layout.hardware.placement import OrderCost, Placement, best_node_order
 from megapipe.layout.prediction import layout_costs
 from megapipe.layout.scheduling import num_stages
-from megapipe.layout.stages import StageLayout, layers_of, num_parameters
+from megapipe.layout.stages import layers_of, num_parameters
 from megapipe.layout.validation import run_problems
 from megapipe.planner.cost.estimate import ENGINE, Assumptions, Estimate
 from megapipe.planner.cost.layer_times import LayerTimes, shared, slowest_roofline
 from megapipe.planner.cost.model import estimate, predict
+from megapipe.planner.cost.run_layout import lay_on
 from megapipe.planner.search import Objective
 from megapipe.planner.search.bounds import LayoutBounds
 from megapipe.planner.search.evaluation import Evaluation
@@ -229,15 +230,11 @@ class Refiner:
         config = before.config
         if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
             return before
-        known: dict[tuple[str, str, int], float] = {}
-        seconds = []
-        for layer in layers_of(config):
-            key = layer.kind, layer.variant, layer.index if config.training.fp8 != "none" else 0
-            if key not in known:
-                known[key] = sum(self.times.of(config, layer)[:4])  # all phases
-            seconds.append(known[key])
-        sizes = [stop - first for first, stop in balance_layers(seconds, num_stages(config))]
-        if sizes == [len(each) for each in StageLayout.of(config).ranges]:
+        run = lay_on(config, Placement(self.hardware, {}))  # kinds of layers depend on no mesh
+        seconds = [sum(self.times.of(config, layer)[:4]) for layer in run.layers]  # all phases
+        bounds = balance_layers([seconds[kind] for kind in run.classes], num_stages(config))
+        sizes = [stop - first for first, stop in bounds]
+        if sizes == list(run.stages.units_per_stage):
             return before
         moved = replace(config, parallel=replace(config.parallel, layers_per_stage=sizes))
         after = estimate(moved, self.hardware, times=self.times, assumptions=self.assumptions)
