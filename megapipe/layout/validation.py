@@ -33,7 +33,8 @@ def _lowering_problems(config: PretrainConfig, world_size: int, replicas: int) -
     that one action of a named schedule uses; or one about a schedule file that does not fit the model and the
     layout. replicas: ranks that hold the same weights."""
     file, limited = config.schedule.file, has_memory_limits(config)
-    if not (file or limited or config.zero.weight_buffers == 1 or config.offload.weight_buffers == 1):
+    single = 1 in (config.zero.weight_buffers, config.offload.weight_buffers)
+    if not (file or limited or single):
         return []
     layout = StageLayout.of(config)
     units = StateUnits(config, layout, replicas)
@@ -43,10 +44,10 @@ def _lowering_problems(config: PretrainConfig, world_size: int, replicas: int) -
     try:
         build_schedule(config, num_microbatches(config, world_size), layout, replicas=replicas)
     except ScheduleError as error:
+        if file:
+            return [f"schedule {file}: {error}"]
         return [
-            f"schedule {file}: {error}"
-            if file
-            else f"{tight}, but {config.schedule.name} overlaps the forward of one layer with "
+            f"{tight}, but {config.schedule.name} overlaps the forward of one layer with "
             "the backward of another; set it to at least two layers, or use another schedule"
         ]
     return []

@@ -354,7 +354,8 @@ class StepTimer:
         before = np.maximum(0.0, backward * costs.first_backward - gathers / costs.layers)
         traffic, last = gathers + costs.reduction, costs.last_reduction
         stages = zip(backward, traffic, before, last, strict=True)
-        return np.array([exposed_seconds(*values, slow_down=self.assumptions.slow_down) for values in stages])
+        slow = self.assumptions.slow_down
+        return np.array([exposed_seconds(*values, slow_down=slow) for values in stages])
 
     def _between_backwards(self) -> Floats:
         """Return for each stage the fraction of recomputation that runs between the backwards of a micro-batch. The
@@ -462,4 +463,5 @@ class StepTimer:
             return float(totals.max())
         forwards = self.costs.by_rank(self.costs.whole_forward)
         sizes = np.array([forwards, totals, forwards / self.units, totals / self.units])
-        return max(exposed_seconds(*each, slow_down=self.assumptions.slow_down) for each in sizes.T.tolist())
+        slow = self.assumptions.slow_down
+        return max(exposed_seconds(*each, slow_down=slow) for each in sizes.T.tolist())

@@ -230,8 +230,9 @@ class Refiner:
         config = before.config
         if config.parallel.pipeline == 1 or config.parallel.layers_per_stage is not None or config.schedule.file:
             return before
-        run = lay_on(config, Placement(self.hardware, {}))  # kinds of layers depend on no mesh
-        seconds = [sum(self.times.of(config, layer)[:4]) for layer in run.layers]  # all phases
+        # Kinds of layers depend on no mesh. The seconds are those of all phases.
+        run = lay_on(config, Placement(self.hardware, {}))
+        seconds = [sum(self.times.of(config, layer)[:4]) for layer in run.layers]
         bounds = balance_layers([seconds[kind] for kind in run.classes], num_stages(config))
         sizes = [stop - first for first, stop in bounds]
         if sizes == list(run.stages.units_per_stage):
