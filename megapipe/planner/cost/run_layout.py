@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -167,7 +167,7 @@ def lay_on(config: PretrainConfig, placement: Placement, like: RunLayout | None 
         costs = replace(like.costs, config=config, data=placement.sizes["data"])
         return replace(like, config=config, hardware=placement.hardware, placement=placement, costs=costs)
     hardware, shape = placement.hardware, _shape_of(config)
-    costs = layout_costs(config, device=hardware_device_type(hardware), layers=shape[0].layers)
+    costs = layout_costs(config, device=hardware_device_type(hardware), layers=shape.stages.layers)
     return RunLayout(config, hardware, placement, costs, stage_ranks(config), *shape)
 
 
@@ -179,8 +179,13 @@ def with_data(config: PretrainConfig, world_size: int | None) -> PretrainConfig:
     return replace(config, parallel=replace(config.parallel, data=data))
 
 
-_Shape = tuple[StageLayout, tuple[int, ...], tuple[int, ...], tuple[TiedNames, ...]]
-"""Fields of `RunLayout` from `stages` on, which depend neither on the machine nor on the batch."""
+class _Shape(NamedTuple):
+    """Fields of `RunLayout` from `stages` on, which depend neither on the machine nor on the batch."""
+
+    stages: StageLayout
+    classes: tuple[int, ...]
+    kinds: tuple[int, ...]
+    tied: tuple[TiedNames, ...]
 
 
 def _shape_of(config: PretrainConfig) -> _Shape:
@@ -213,4 +218,4 @@ def _cached_shape(keyed: Keyed) -> _Shape:
         kind = layer.kind, layer.variant, in_fp8, own.zero, own.recompute
         classes.append(numbers.setdefault(kind, len(numbers)))
     kinds = tuple(map(classes.index, range(len(numbers))))
-    return stages, tuple(classes), kinds, tied_names(stages.layers)
+    return _Shape(stages, tuple(classes), kinds, tied_names(stages.layers))
