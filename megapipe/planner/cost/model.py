@@ -342,7 +342,7 @@ def predict(
 
 
 def explain_stages(
-    config: PretrainConfig, hardware: Hardware, *, assumptions: Assumptions = ENGINE
+    config: PretrainConfig, hardware: Hardware, world_size: int | None = None, *, assumptions: Assumptions = ENGINE
 ) -> list[dict[str, Any]]:
     """Return the costs of each stage, as `explain` prints them: its number, rank and layers, and seconds.
 
@@ -350,7 +350,7 @@ def explain_stages(
     including recomputation. update, reduction, gather: one of each, for all layers of the stage. See `estimate` for
     the arguments and errors.
     """
-    run = lay_run(config, hardware)
+    run = lay_run(config, hardware, world_size)
     costs = stage_costs(run, layer_costs(run, None, assumptions.on(hardware)))
     seconds = {
         "forward": costs.forward,
