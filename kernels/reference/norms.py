@@ -19,7 +19,7 @@ from megapipe.kernels.registry import Implementation, opaque
 
 def wide_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of sums and products of x: fp32, or fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 def wide(x: Tensor) -> Tensor:

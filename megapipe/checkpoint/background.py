@@ -255,7 +255,7 @@ class BackgroundSaver:
         return copying
 
     def _copies(self, plan: Sequence[Shard], by_step: bool) -> "StateSnapshot":
-        """Return the copies of the planned shards. by_step: the next step makes them; otherwise they are complete."""
+        """Return the copies of the planned shards. by_step: the next step makes them; otherwise they are made now."""
         sources = [(id(each.state), part) for each in plan for part in contents_of([each])]
         copies = self._snapshot.places([content for _, content in sources])
         moves = defaultdict[int, list[tuple[Tensor, Tensor]]](list)
@@ -450,7 +450,8 @@ class CopyLane(Protocol):
 
 
 class StateSnapshot:
-    """The copies of one save, unit by unit: the next step starts them, and an update waits for the copy of its unit.
+    """The copies of one save, unit by unit: the next step starts them, and an update waits for the copy of its unit,
+    unless `complete` makes all of them first.
 
     This is the first phase of CheckFreq (Mohan et al., FAST 2021, section 4.1). `complete` makes all copies that the
     step has not started.

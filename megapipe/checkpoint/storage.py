@@ -13,7 +13,7 @@ import os
 import reprlib
 import stat
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -174,10 +174,14 @@ class NewFile:
             try:
                 self._storage.flush(self._descriptor)
             finally:
-                self.abandon()
+                self._close()
 
     def abandon(self) -> None:
         """Close the file, which will be removed. Idempotent, also after `close`."""
+        with suppress(OSError):  # the error that came before it is reported
+            self._close()
+
+    def _close(self) -> None:
         if self._descriptor >= 0:
             descriptor, self._descriptor = self._descriptor, -1
             self._storage.close(descriptor)

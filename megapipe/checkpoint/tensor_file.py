@@ -245,7 +245,8 @@ class TensorStream:
         header, self._remaining = _layout(tensors, metadata)
         self.size = len(header) + sum(entry.num_bytes for entry in self._remaining)
         self._file = NewFile(path, storage)
-        self._file.write(memoryview(header))
+        with on_failure(self._file.abandon):
+            self._file.write(memoryview(header))
 
     def add(self, key: str, values: Tensor) -> tuple[str, ...]:
         """Write the next tensor; return the checksum of each PIECE_BYTES of its bytes."""

@@ -35,16 +35,16 @@ def from_sentence_piece(original: SentencePieceTokenizer) -> "tokenizers.Tokeniz
     import tokenizers
     from tokenizers import AddedToken, decoders, models
 
-    proto = original.proto
+    proto, is_bpe = original.proto, original.is_bpe
     pieces = [(piece.piece, piece.score, piece.type) for piece in proto.pieces]
     unknown = proto.trainer_spec.unk_id
     fallback = proto.trainer_spec.byte_fallback
     user_defined = [piece for piece, _, kind in pieces if kind == _USER_DEFINED]
     if proto.trainer_spec.treat_whitespace_as_suffix:
         raise ValueError("it puts the mark of a space at the end of words")
-    if original.is_bpe and any(len(piece) > 1 for piece in user_defined):
+    if is_bpe and any(len(piece) > 1 for piece in user_defined):
         raise ValueError("it has user-defined symbols of several characters")
-    if original.is_bpe:
+    if is_bpe:
         model: Any = models.BPE(
             vocab={piece: number for number, (piece, _, _) in enumerate(pieces)},
             merges=_merges(pieces),

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megapipe.layers.split import InPlaceOf, Record, SplitTape, Tensors, new_probe
+from megapipe.layers.split import InsteadOf, Record, SplitTape, Tensors, new_probe
 from megapipe.parallel.groups import Work
 from megapipe.parallel.unit_state import UnitState
 
@@ -198,7 +198,7 @@ class SavedTensors:
         leaves that take no memory. Inputs without a gradient stay as they are."""
         leaves = tuple(new_probe(each.shape, each) if each.requires_grad else each for each in inputs)
         passed = tuple(
-            InPlaceOf.apply(leaf, each.detach()) if each.requires_grad else each
+            InsteadOf.apply(leaf, each.detach()) if each.requires_grad else each
             for leaf, each in zip(leaves, inputs, strict=True)
         )
         return leaves, passed

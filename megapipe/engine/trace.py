@@ -247,7 +247,7 @@ class _WatchedSlots(ReceiveSlots):
 
 
 class _WatchedGroup(Group):
-    """A group whose waits are measured: waits for asynchronous collectives, and synchronous collectives as a whole."""
+    """A group whose waits for collectives are measured."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group.name, group.ranks, group.rank)

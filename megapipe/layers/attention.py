@@ -42,7 +42,7 @@ from megapipe.layers.linear import (
     within,
 )
 from megapipe.layers.norms import Norm, ProjectionNorm
-from megapipe.layers.split import InPlaceOf, Rerun, SplitModule, SplitTape, Tensors, WeightGradients, rerun_product
+from megapipe.layers.split import InsteadOf, Rerun, SplitModule, SplitTape, Tensors, WeightGradients, rerun_product
 from megapipe.parallel.groups import Group
 from megapipe.spec.attention import faster_path
 from megapipe.spec.ops import AttentionPath
@@ -160,7 +160,7 @@ class Sinks(SplitModule):
         if tape is None:
             return self.weight
         probe = tape.record(self, self.weight.shape, self.weight).probe
-        scores: Tensor = InPlaceOf.apply(probe, self.weight.detach())
+        scores: Tensor = InsteadOf.apply(probe, self.weight.detach())
         return scores
 
     def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:

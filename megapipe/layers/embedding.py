@@ -36,7 +36,7 @@ def row_gradient(rows: Tensor, dy: Tensor, num_rows: int) -> Tensor:
     Summed in fp32 (fp64 for fp64): a frequent token gets thousands of small contributions, which bf16 would lose.
     """
     gradient = torch.zeros(num_rows, dy.shape[-1], dtype=wide_dtype(dy), device=dy.device)
-    return gradient.index_add_(0, rows.flatten(), wide(dy).flatten(0, -2)).to(dy.dtype)
+    return gradient.index_add_(0, rows.flatten(), wide(dy.flatten(0, -2))).to(dy.dtype)
 
 
 class _Rows(NamedTuple):
@@ -172,7 +172,7 @@ def _rounded(number: float, dtype: torch.dtype) -> float:
     return torch.tensor(number, dtype=dtype).item()
 
 
-class LearnedPositions(_Table, OnShards):
+class LearnedVectors(_Table, OnShards):
     """One learned vector per position, or per token type, which says to which of a sample's two parts a token
     belongs."""
 

@@ -312,8 +312,8 @@ class GroupedLinear(WeightAndBias):
 
         rerun: recomputes x for the gradient of W, so that x is not saved.
         """
-        y = self.product(x, tape, products, x.shape[:-1], True, rerun)
-        if tape is not None:
+        y = self.product(x, tape, products, x.shape[:-1], rerun, add_bias=True)
+        if tape is not None:  # the product's only record is the last one
             tape.records[-1].integers = (torch.tensor(products.counts),)
         return y
 

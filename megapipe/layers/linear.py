@@ -285,7 +285,7 @@ class WeightAndBias(SplitModule):
         self.bias = empty_parameter(shapes["bias"]) if "bias" in shapes else None
 
     def product(
-        self, x: Tensor, tape: SplitTape | None, products: Products, rows: Rows, add_bias: bool, rerun: Rerun | None
+        self, x: Tensor, tape: SplitTape | None, products: Products, rows: Rows, rerun: Rerun | None, *, add_bias: bool
     ) -> Tensor:
         """Return x W^T + b [*rows, out], with output axes flattened into one. The bias gets its gradient here even if
         it is added later.
@@ -313,7 +313,7 @@ class Linear(WeightAndBias):
         self, x: Tensor, tape: SplitTape | None, *, add_bias: bool, rerun: Rerun | None = None
     ) -> Tensor:
         """Return the `product` [..., out] of x [..., in] and this rank's part of W."""
-        return self.product(x, tape, self.products, x.shape[:-1], add_bias, rerun)
+        return self.product(x, tape, self.products, x.shape[:-1], rerun, add_bias=add_bias)
 
     def weight_half(self, saved: Tensors, gradient: Tensor) -> WeightGradients:
         yield from self.weight_gradients(saved[0], gradient)

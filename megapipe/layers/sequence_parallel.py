@@ -40,13 +40,13 @@ class SequenceProducts:
         """Map x [b, s / t, in] to this rank's channels [b, s, out / t] of all tokens. Arguments as in `product`."""
         rows = x.shape[0], x.shape[1] * self.group.size
         products = _ColumnProducts(self, linear.products)
-        return linear.product(x, tape, products, rows, add_bias, rerun)
+        return linear.product(x, tape, products, rows, rerun, add_bias=add_bias)
 
     def row(self, linear: Linear, x: Tensor, tape: SplitTape | None, *, rerun: Rerun | None) -> Tensor:
         """Map this rank's channels x [b, s, in / t] of all tokens to [b, s / t, out], without the bias."""
         rows = x.shape[0], x.shape[1] // self.group.size
         products = _RowProducts(self, linear.products)
-        return linear.product(x, tape, products, rows, False, rerun)
+        return linear.product(x, tape, products, rows, rerun, add_bias=False)
 
     def weight_half(self, linear: Linear, x: Tensor, gradient: Tensor, *, column: bool) -> WeightGradients:
         """Return what `SplitModule.weight_half` returns. x: the input. gradient: of the output. column: x has this

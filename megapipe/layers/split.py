@@ -112,7 +112,7 @@ def new_probe(shape: Sequence[int], like: Tensor) -> Tensor:
     return torch.zeros((), dtype=like.dtype, device=like.device).expand(tuple(shape)).requires_grad_()
 
 
-class InPlaceOf(torch.autograd.Function):
+class InsteadOf(torch.autograd.Function):
     """Puts data into a graph in place of a leaf that takes no memory; the leaf gets the gradient of the data."""
 
     @staticmethod

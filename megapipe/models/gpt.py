@@ -16,7 +16,7 @@ from megapipe.layers.context import BertContext, MicrobatchContext, token_number
 from megapipe.layers.context_parallel import attend_in_pieces, share_samples
 from megapipe.layers.cross_entropy import SharedHead, VocabParallelHead
 from megapipe.layers.dropout import EMBEDDING_SITE, Dropout, block_sites
-from megapipe.layers.embedding import LearnedPositions, VocabParallelEmbedding, scaled
+from megapipe.layers.embedding import LearnedVectors, VocabParallelEmbedding, scaled
 from megapipe.layers.feed_forward import MLP, Experts
 from megapipe.layers.linear import OwnTokensLinear, Shapes, within
 from megapipe.layers.norms import Norm
@@ -33,8 +33,8 @@ class Positions(nn.Module):
         super().__init__()
         self.scale = model.embedding_scale
         own, types = within(shapes, "position"), within(shapes, "token_type")
-        self.position = LearnedPositions(own, unused=own["weight"][0] - model.max_positions) if own else None
-        self.token_type = LearnedPositions(types) if types else None
+        self.position = LearnedVectors(own, unused=own["weight"][0] - model.max_positions) if own else None
+        self.token_type = LearnedVectors(types) if types else None
         self.norm = norm_at(model, shapes, "norm", kernels)
         self.dropout = Dropout(model.embedding_dropout, EMBEDDING_SITE, kernels)
 

@@ -90,11 +90,11 @@ class Group(ABC):
 
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every member's tensor, stacked in rank order: (...) -> (size, ...)."""
-        return self.start_all_gather(tensor)()
+        return self.start_all_gather(tensor.detach())()
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return the sum, over the members, of the slice that belongs to this member: (size, ...) -> (...)."""
-        return self.start_reduce_scatter(tensor)()
+        return self.start_reduce_scatter(tensor.detach())()
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `all_gather` in the background; call the returned function once to wait for the result.
@@ -112,7 +112,7 @@ class Group(ABC):
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `reduce_scatter` in the background, as `start_all_gather` does."""
-        whole = tensor.detach().flatten().clone()
+        whole = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         work = self.reduce_into_part(whole)
 
         def finish() -> Tensor:
@@ -368,7 +368,10 @@ class DistributedGroup(Group):
 
     def errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
         """Return `errors_named`, or no context while a compiler traces: its graphs have no exception handlers."""
-        return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
+        if torch.compiler.is_compiling():
+            return nullcontext()
+        assert self.process_group is not None  # raises CommunicationError after `launch.shutdown`
+        return self.errors_named(operation)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
         with self.errors_named("broadcast"):

@@ -78,8 +78,10 @@ def build(
         name, num_ranks, num_microbatches, mode=mode, units_per_stage=units_per_stage, tied_groups=tied_groups,
         data_parallel=data_parallel, states=states, vocabulary=vocabulary, **options,
     )  # fmt: skip
-    lowered = lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload, checked=True)
     generator = find_generator(name)
+    # `order` has checked the actions of other generators, but not with shards of the vocabulary.
+    checked = generator.built_in or not vocabulary
+    lowered = lower(compute, receive_ahead=receive_ahead, recompute=recompute, offload=offload, checked=checked)
     if not generator.built_in:  # tests validate the built-in ones, and this takes time
         validate(lowered)
     return lowered
@@ -123,9 +125,9 @@ def order(
         gradient_buffers=policy.gradient_buffers,
         slices=generator.number_of_slices(options),
         vocabulary=tuple(place.part for place in shards),
-        states=states.checked(name, units),
     )
     check_stages(header)
+    header = replace(header, states=states.checked(name, units))
     sections = generator.order(num_ranks, num_microbatches, **arguments)
     if not generator.built_in and not vocabulary:
         check_compute(Schedule(header, sections))

@@ -1,5 +1,7 @@
 """safetensors files: the library reads what is written, and changed bytes are detected."""
 
+import errno
+import os
 import struct
 from pathlib import Path
 
@@ -54,6 +56,24 @@ def test_the_library_reads_and_would_write_the_same(tmp_path: Path) -> None:
     assert checksums["weights/b"] == tuple(xxhash.xxh3_64_hexdigest(piece) for piece in pieces)
     with pytest.raises(CheckpointError, match="File exists"):
         write_tensors(DISK, path, tensors())
+
+
+class BrokenDisk(StorageWriter):
+    """Refuses every write, and reports an error of its own when a file is closed."""
+
+    def write(self, descriptor: int, content: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_refused_file_is_closed_and_its_first_error_reported(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_tensors(BrokenDisk(), tmp_path / "file", tensors())
+    assert os.listdir("/proc/self/fd") == before
 
 
 def test_what_the_manifest_lists_must_exist(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_zb_auto_keeps_its_memory_limit(limit):
 
 
 TWO_UNITS: dict[str, Any] = {"units_per_stage": [2, 2]}
+THREE_LAYERS = StateTable.uniform([1] * 3, weight_pool=1)
 REPLICAS: dict[str, Any] = {"data_parallel": True}
 
 
@@ -172,6 +173,7 @@ REPLICAS: dict[str, Any] = {"data_parallel": True}
         ("zb_auto", 4, 4, {"memory_limit": 0}, "memory_limit is 0"),
         ("zb_auto", 4, 4, {"memory_limit": float("nan")}, "memory_limit is nan; it must be a finite number"),
         ("gpipe", 2, 2, {"units_per_stage": [1]}, "each of 2 stages"),
+        ("gpipe", 2, 2, {"units_per_stage": [1] * 3, "states": THREE_LAYERS}, "each of 2 stages"),
         ("gpipe", 2, 2, {"tied_groups": [(0, 2)]}, "must name stages 0 to 1"),
         ("gpipe", 2, 2, {"receive_ahead": 0}, "receive_ahead is 0"),
         ("pipedream", 2, 2, {"tied_groups": [(0, 1)]}, "untie it"),

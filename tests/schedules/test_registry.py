@@ -159,6 +159,7 @@ def unknown_kind(rows: Rows) -> Rows:
         (one_rank_more, {}, "has actions for 3 ranks, but stages on 2"),
         (of_gpipe(forwards), {}, "BACKWARD stage 0, micro-batch 0: it never happens"),
         (of_gpipe(forwards), {"two_bp": True}, "BACKWARD stage 0, micro-batch 0: it never happens"),
+        (of_gpipe(forwards), {"vocabulary": 1}, "BACKWARD stage 0, micro-batch 0: it never happens"),
         (of_gpipe(unknown_kind), {}, "rank 0, action 0: 99 is not a kind of action"),
     ],
 )  # fmt: skip

@@ -176,7 +176,7 @@ class Placement:
 
     def __init__(self, hardware: Hardware, sizes: Mapping[str, int], node_order: Sequence[int] | None = None) -> None:
         shape = MeshShape(sizes)
-        self.hardware, self.sizes, self.num_ranks = hardware, shape.sizes, shape.world_size
+        self.hardware, self.sizes, self.num_ranks = hardware, dict(shape.sizes), shape.world_size
         nodes = hardware.nodes(self.num_ranks)
         reached = {key: node.reached for key, node in {id(node): node for node in nodes}.items()}
         self.nodes: tuple[NodeGroup, ...] = tuple(reached[id(node)] for node in nodes)

@@ -45,8 +45,10 @@ def lower(
     gathered, every chunk is cut into units, whose weights are gathered before their use and released after it.
     ``recompute``: the spans that each stage recomputes before its backward; then, too, every chunk is cut into units.
     ``offload``: copies to host memory; for those of activations and weights, too, every chunk is cut into units.
-    ``checked``: the compute actions are known to fit together. Raises ScheduleError if they do not.
-    ``updates``: add reductions and optimizer steps; what ranks hold for their micro-batches does not depend on them.
+    ``checked``: skip the check that the compute actions fit together. ``updates``: add reductions and optimizer steps;
+    what ranks hold for their micro-batches does not depend on them.
+
+    Raises ScheduleError if the compute actions do not fit together.
     """
     if receive_ahead < 1:
         raise ScheduleError(f"receive_ahead is {receive_ahead}; it must be at least 1, as receives precede their use")

@@ -442,7 +442,7 @@ class Checkpointer:
 
 
 def weights_folder(folder: Path) -> Path:
-    """Return the folder that `init_from` means: itself, or the newest checkpoint of a run's folder.
+    """Return the folder that `init_from` means: a Hugging Face folder itself, otherwise `checkpoint_in` of the folder.
 
     Raises CheckpointError if there is neither.
     """
