@@ -247,7 +247,7 @@ class _WatchedSlots(ReceiveSlots):
 
 
 class _WatchedGroup(Group):
-    """A group whose waits for collectives are measured."""
+    """A group whose waits are measured: waits for asynchronous collectives, and synchronous collectives as a whole."""
 
     def __init__(self, group: Group, stopwatch: Stopwatch) -> None:
         super().__init__(group.name, group.ranks, group.rank)
@@ -257,6 +257,12 @@ class _WatchedGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         work = self._group.all_reduce(tensor, op, async_op=True)
         return awaited_unless(async_op, WatchedWork(work, self._stopwatch.wait))
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self._stopwatch.wait(lambda: self._group.all_gather(tensor))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return self._stopwatch.wait(lambda: self._group.reduce_scatter(tensor))
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         return WatchedWork(self._group.gather_into(whole, part), self._stopwatch.wait)

@@ -88,38 +88,26 @@ class Group(ABC):
         is complete on return.
         """
 
+    @abstractmethod
     def all_gather(self, tensor: Tensor) -> Tensor:
         """Return every member's tensor, stacked in rank order: (...) -> (size, ...)."""
-        return self.start_all_gather(tensor.detach())()
 
+    @abstractmethod
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Return the sum, over the members, of the slice that belongs to this member: (size, ...) -> (...)."""
-        return self.start_reduce_scatter(tensor.detach())()
 
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `all_gather` in the background; call the returned function once to wait for the result.
 
-        `tensor` must not be changed until then.
+        `tensor` must not be changed until then. The default implementation has finished on return.
         """
-        whole = tensor.new_empty((self.size, *tensor.shape))
-        work = self.gather_into(whole.view(-1), tensor.detach().reshape(-1))
-
-        def finish() -> Tensor:
-            work.wait()
-            return whole
-
-        return finish
+        gathered = self.all_gather(tensor)
+        return lambda: gathered
 
     def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Start `reduce_scatter` in the background, as `start_all_gather` does."""
-        whole = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-        work = self.reduce_into_part(whole)
-
-        def finish() -> Tensor:
-            work.wait()
-            return self.own_part(whole).view(tensor.shape[1:])
-
-        return finish
+        reduced = self.reduce_scatter(tensor)
+        return lambda: reduced
 
     @abstractmethod
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
@@ -177,6 +165,12 @@ class SoloGroup(Group):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation = "sum", async_op: bool = False) -> Work:
         return FINISHED
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().unsqueeze(0)
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().clone().squeeze(0)
+
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         if whole.data_ptr() != part.data_ptr():
             whole.copy_(part)
@@ -209,11 +203,11 @@ class SilentGroup(SoloGroup):
     def __init__(self, name: str, ranks: tuple[int, ...], rank: int) -> None:
         Group.__init__(self, name, ranks, rank)
 
-    def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return tensor.detach().unsqueeze(0).expand(self.size, *tensor.shape).contiguous
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return tensor.detach().unsqueeze(0).expand(self.size, *tensor.shape).contiguous()
 
-    def start_reduce_scatter(self, tensor: Tensor) -> Callable[[], Tensor]:
-        return tensor.detach()[self.rank].clone
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return tensor.detach()[self.rank].clone()
 
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         whole.detach().view(self.size, -1).copy_(part.detach().clone().expand(self.size, -1))
@@ -311,6 +305,18 @@ class DistributedGroup(Group):
             handle = dist.all_reduce(tensor.detach(), _REDUCE_OPERATIONS[op], self.process_group, async_op=True)
         return awaited_unless(async_op, _DistributedWork(self, "all_reduce", [handle]))
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        with self.errors_named("all_gather"):
+            _all_gather_single(gathered.view(-1), tensor.detach().reshape(-1), self.process_group)
+        return gathered
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        reduced = tensor.new_empty(tensor.shape[1:])
+        with self.errors_named("reduce_scatter"):
+            _reduce_scatter_single(reduced.view(-1), tensor.detach().reshape(-1), group=self.process_group)
+        return reduced
+
     def gather_into(self, whole: Tensor, part: Tensor) -> Work:
         whole, part = whole.detach(), part.detach()
         if whole.device.type != "cpu":
@@ -368,10 +374,7 @@ class DistributedGroup(Group):
 
     def errors_named_where_run(self, operation: str) -> AbstractContextManager[None]:
         """Return `errors_named`, or no context while a compiler traces: its graphs have no exception handlers."""
-        if torch.compiler.is_compiling():
-            return nullcontext()
-        assert self.process_group is not None  # raises CommunicationError after `launch.shutdown`
-        return self.errors_named(operation)
+        return nullcontext() if torch.compiler.is_compiling() else self.errors_named(operation)
 
     def broadcast(self, tensor: Tensor, source: int, async_op: bool = False) -> Work:
         with self.errors_named("broadcast"):

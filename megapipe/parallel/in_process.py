@@ -109,6 +109,12 @@ class ThreadGroup(Group):
         work = _ThreadWork(self, number, lambda deposits: _reduce_into(tensor.detach(), deposits, op))
         return awaited_unless(async_op, work)
 
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return self.start_all_gather(tensor)()
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return self.start_reduce_scatter(tensor)()
+
     def start_all_gather(self, tensor: Tensor) -> Callable[[], Tensor]:
         number = self._post(_described("all_gather", tensor), Deposit(tensor.detach().clone()))
         return lambda: torch.stack([deposit.take() for deposit in self._read(number)])
