@@ -326,24 +326,3 @@ def constant_when_compiled(function: Callable[Arguments, Result]) -> Callable[Ar
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
-
-
-def cached_constants(number: int) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
-    """Decorate a function that makes tensors from constants: its last `number` results are kept, and a compiler takes
-    them for constants."""
-
-    def decorate(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-        @functools.lru_cache(number)
-        def made(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-            # Tensors that are created in inference mode cannot be used in training.
-            with torch.inference_mode(False):
-                return function(*arguments, **named)
-
-        @constant_when_compiled
-        @functools.wraps(function)
-        def call(*arguments: Arguments.args, **named: Arguments.kwargs) -> Result:
-            return made(*arguments, **named)  # type: ignore[arg-type]  # tensors are no arguments
-
-        return call
-
-    return decorate

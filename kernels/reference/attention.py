@@ -4,6 +4,7 @@ and the softmax of causally masked scores.
 All arithmetic is in fp32 (fp64 for fp64), and results are rounded once.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapipe.kernels.reference.norms import to_dtype, wide
-from megapipe.kernels.registry import Implementation, cached_constants, opaque
+from megapipe.kernels.registry import Implementation, constant_when_compiled, opaque
 
 
 class _Rotation(torch.autograd.Function):
@@ -109,13 +110,20 @@ def attention_probabilities(query: Tensor, key: Tensor, scale: float, window: in
     return torch.baddbmm(addend, query, key.transpose(1, 2), alpha=scale).softmax(dim=-1)
 
 
-@cached_constants(8)
+@constant_when_compiled
 def causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a mask [s, s]: 0 where the query (row) sees the key (column), minus infinity elsewhere."""
-    position = torch.arange(length, device=device)
-    distance = position.unsqueeze(1) - position
-    hidden = (distance < 0) | (distance >= (length if window is None else window))
-    return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
+    return _causal_mask(length, window, dtype, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _causal_mask(length: int, window: int | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Tensors that are created in inference mode cannot be used in training.
+    with torch.inference_mode(False):
+        position = torch.arange(length, device=device)
+        distance = position.unsqueeze(1) - position
+        hidden = (distance < 0) | (distance >= (length if window is None else window))
+        return torch.zeros(length, length, dtype=dtype, device=device).masked_fill_(hidden, -math.inf)
 
 
 def softmax_operators(

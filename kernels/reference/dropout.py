@@ -4,12 +4,13 @@ The random words are those of `megapipe.random.bits.dropout_bits`. torch has no 
 also wraps modulo 2**32, and right shifts are masked.
 """
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapipe.kernels.registry import cached_constants
+from megapipe.kernels.registry import constant_when_compiled
 from megapipe.random.bits import CHANNEL, DOMAIN, SITE, TOKEN, WORD, keep_threshold
 
 
@@ -50,14 +51,21 @@ def token_keys(seed: int, ordinals: Tensor, site: Tensor, tokens: int | Tensor) 
     return finalize(key.unsqueeze(-1) ^ places * signed(TOKEN))
 
 
-@cached_constants(16)
+@constant_when_compiled
 def numbers(first: int, count: int, device: torch.device) -> Tensor:
     """Return the numbers of `count` tokens or channels, starting at `first`, int32.
 
     The result is a constant for compilers, because torch 2.13's inductor computes some products of an arange, and so
     masks, wrongly if they wrap (measured on the CPU).
     """
-    return torch.arange(first, first + count, dtype=torch.int32, device=device)
+    return _numbers(first, count, device)
+
+
+@functools.lru_cache(maxsize=16)
+def _numbers(first: int, count: int, device: torch.device) -> Tensor:
+    # Tensors that are created in inference mode cannot be used in training.
+    with torch.inference_mode(False):
+        return torch.arange(first, first + count, dtype=torch.int32, device=device)
 
 
 def keep_mask(keys: Tensor, channels: Tensor, probability: float) -> Tensor:

@@ -27,7 +27,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from megapipe.config.model import ModelConfig
 from megapipe.kernels.reference.attention import causal_mask
-from megapipe.kernels.registry import Registry, cached_constants, constant_when_compiled
+from megapipe.kernels.registry import Registry, constant_when_compiled
 from megapipe.layers.attention_pieces import Weighing
 from megapipe.layers.context import BertContext, MicrobatchContext, token_numbers
 from megapipe.layers.dropout import Dropout
@@ -489,7 +489,7 @@ def _latent_norm(model: ModelConfig, shapes: Shapes, name: str, kernels: Registr
     return Norm(model.head_norm_kind.op, within(shapes, name), EPSILON, kernels)
 
 
-@cached_constants(8)
+@lru_cache(maxsize=8)
 def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     """Return the ALiBi slopes, float64 [heads]: the decrease of a head's scores per token of distance.
 
@@ -500,7 +500,9 @@ def alibi_slopes(num_heads: int, device: torch.device) -> Tensor:
     lower = 2 ** (num_heads.bit_length() - 1)
     exponents = [8 * (i + 1) / lower for i in range(lower)]
     exponents += [8 * (2 * i + 1) / (2 * lower) for i in range(num_heads - lower)]
-    return torch.tensor([2.0**-each for each in exponents], dtype=torch.float64).to(device)
+    # Tensors that are created in inference mode cannot be used in training.
+    with torch.inference_mode(False):
+        return torch.tensor([2.0**-each for each in exponents], dtype=torch.float64).to(device)
 
 
 def visible_keys(context: MicrobatchContext, num_tokens: int, window: int | None) -> Tensor:

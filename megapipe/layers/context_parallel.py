@@ -14,6 +14,7 @@ heads for all tokens. Attention to whole samples then runs unchanged, and its re
 Ranks hold their tokens in rank order (`contiguous` in spec/token_order.py).
 """
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from megapipe.kernels.registry import cached_constants
 from megapipe.layers.attention import Attention, narrowed, widened
 from megapipe.layers.attention_pieces import Part, Seen, Weighing, merged_pieces, piece_backward, sink_gradient
 from megapipe.layers.context import BertContext, MicrobatchContext
@@ -197,11 +197,13 @@ def _slice(of: range) -> slice:
     return slice(of.start, of.stop)
 
 
-@cached_constants(8)
+@functools.lru_cache(maxsize=8)
 def _numbers(order: TokenOrder, size: int, length: int, device: torch.device) -> Tensor:
     """Return the token positions of every rank, int64 [size, length / size]."""
-    held = [Share(order, rank, size).numbers(length) for rank in range(size)]
-    return torch.from_numpy(np.stack(held)).to(device)
+    # Tensors that are created in inference mode cannot be used in training.
+    with torch.inference_mode(False):
+        held = [Share(order, rank, size).numbers(length) for rank in range(size)]
+        return torch.from_numpy(np.stack(held)).to(device)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ positions from 0: one table serves all layers and samples of a micro-batch. In g
 the caches, so that all keys in a cache have the same frequencies.
 """
 
+import functools
 import math
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from megapipe.config.model import ModelConfig
 from megapipe.config.rope import RopeScaling
 from megapipe.kernels.reference.norms import wide, wide_dtype
-from megapipe.kernels.registry import Registry, cached_constants, constant_when_compiled, opaque
+from megapipe.kernels.registry import Registry, constant_when_compiled, opaque
 from megapipe.layers.linear import OnShards, Shapes, empty_parameter, own_tokens
 from megapipe.layers.split import SplitModule, SplitTape, Tensors, WeightGradients
 from megapipe.parallel.groups import Group
@@ -268,21 +269,30 @@ class RotaryAngles:
         return _tables(self._key, num_tokens, wide_dtype(like), like.device, *held)
 
 
-@cached_constants(16)
+@constant_when_compiled
 def _tables(
     key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, *share: Any
 ) -> tuple[Tensor, Tensor]:
+    return _cached_tables(key, num_tokens, dtype, device, *share)
+
+
+@functools.lru_cache(maxsize=16)
+def _cached_tables(
+    key: tuple, num_tokens: int, dtype: torch.dtype, device: torch.device, *share: Any
+) -> tuple[Tensor, Tensor]:
     """Return cosine and sine of all tokens, or of those that a rank holds. share: the fields of a `Share`, or none."""
-    if share:
-        numbers = torch.from_numpy(Share(*share).numbers(num_tokens)).to(device)
-        cosine, sine = _tables(key, num_tokens, dtype, device)
-        return cosine[numbers], sine[numbers]
-    channels, theta, *fields = key
-    scaling = RopeScaling(**dict(fields))
-    positions = torch.arange(num_tokens, dtype=torch.float64, device="cpu")
-    angles = torch.outer(positions, inverse_frequencies(channels, theta, scaling, num_tokens))
-    factor = attention_factor(scaling)
-    return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
+    # Tensors that are created in inference mode cannot be used in training.
+    with torch.inference_mode(False):
+        if share:
+            numbers = torch.from_numpy(Share(*share).numbers(num_tokens)).to(device)
+            cosine, sine = _cached_tables(key, num_tokens, dtype, device)
+            return cosine[numbers], sine[numbers]
+        channels, theta, *fields = key
+        scaling = RopeScaling(**dict(fields))
+        positions = torch.arange(num_tokens, dtype=torch.float64, device="cpu")
+        angles = torch.outer(positions, inverse_frequencies(channels, theta, scaling, num_tokens))
+        factor = attention_factor(scaling)
+        return (angles.cos() * factor).to(device, dtype), (angles.sin() * factor).to(device, dtype)
 
 
 def rotated(x: Tensor, cosine: Tensor, sine: Tensor, kernels: Registry, *, own_positions: bool = False) -> Tensor:

@@ -32,7 +32,6 @@ from megapipe.engine.trace import DeviceClock
 from megapipe.inference.generation import Limits, generate
 from megapipe.inference.settings import SamplingSettings
 from megapipe.inference.trained_model import LoadedModel
-from megapipe.kernels.registry import constant_when_compiled
 from megapipe.layers import embedding
 from megapipe.parallel import launch, unit_state
 from megapipe.parallel.in_process import Deposit
@@ -178,14 +177,14 @@ def _capture_graphs(watch: Watch) -> None:
     CompiledForward.__init__ = (  # type: ignore[method-assign]
         lambda self, **options: forward(self, **options, backend="eager")
     )
-    tables = embedding._tables
+    tables = embedding._cached_tables
 
-    @constant_when_compiled
+    @functools.lru_cache(maxsize=8)
     def within_modes(*constants: Any) -> Any:
         with watch.entered():
             return tables(*constants)
 
-    embedding._tables = within_modes
+    embedding._cached_tables = within_modes
 
 
 def _watch_actions(replica: Replica, fake: FakeRank) -> None:
